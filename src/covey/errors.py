@@ -1,0 +1,70 @@
+"""Wrong input, told in one sentence: what, where, what to do. Each kind carries the exit code of the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CoveyError(Exception):
+    """Base of everything Covey raises on purpose. The message is one clear sentence that names the input and the fix."""
+
+    exit_code = 1
+
+
+class ConfigError(CoveyError, ValueError):
+    """An option that does not exist, contradicts another, or cannot be honoured."""
+
+    exit_code = 2
+
+
+class DataError(CoveyError, ValueError):
+    """A data set that cannot be used as given."""
+
+    exit_code = 2
+
+
+class ModelError(CoveyError, ValueError):
+    """A model or tokenizer that cannot be loaded or used as given."""
+
+    exit_code = 2
+
+
+class RunFolderError(CoveyError, ValueError):
+    """An output folder that holds something else, or cannot be written."""
+
+    exit_code = 2
+
+
+class RewardError(CoveyError):
+    """A reward that is not callable, returns the wrong number of values, or failed too often."""
+
+    exit_code = 3
+
+
+class CheckpointError(CoveyError):
+    """No usable checkpoint where one was asked for."""
+
+    exit_code = 4
+
+
+class NumericsError(CoveyError):
+    """Numbers went bad more often than the run may skip."""
+
+    exit_code = 70
+
+
+class StorageError(CoveyError):
+    """The disk refused: full, read-only or failing."""
+
+    exit_code = 74
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest known name, or an empty string.
+
+    >>> did_you_mean("epsilon_hihg", ["epsilon", "epsilon_high"])
+    ' Did you mean epsilon_high?'
+    """
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]}?" if near else ""

@@ -1,0 +1,75 @@
+"""Names to objects: `"dapo"` is a built-in, `"my_pkg.mod:fn"` or `"file.py:fn"` is the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, did_you_mean
+
+
+def find(name: str, known: Mapping[str, Any], kind: str) -> Any:
+    """The built-in called `name`, or the object at an import path.
+
+    `kind` is the word for the error message, such as "algorithm". Importing a path runs the user's code.
+    Raises ConfigError with the nearest name on a typo, or with the reason an import path failed.
+    """
+    if ":" in name:
+        return load(name, kind)
+    if name in known:
+        return known[name]
+    raise ConfigError(
+        f"{name!r} is not a built-in {kind}.{did_you_mean(name, known)} Known: {', '.join(sorted(known))}; "
+        "or give your own as 'package.module:function' or 'file.py:function'."
+    )
+
+
+def load(path: str, kind: str) -> Any:
+    """The object at `package.module:attribute` or `path/to/file.py:attribute`.
+
+    Raises ConfigError when the module, the file or the attribute is missing.
+    """
+    where, _, attribute = path.rpartition(":")
+    module = _load_file(Path(where), kind) if where.endswith(".py") else _load_module(where, kind, path)
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(f"{kind} {path!r}: {where} has no {attribute!r}.{did_you_mean(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def _load_file(file: Path, kind: str) -> Any:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(
+            f"{kind} file {file} does not exist; give the path of a Python file, then ':' and a name in it."
+        )
+    name = f"covey_user_{file.stem}_{abs(hash(str(file))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pickling and dataclasses look the module up while it runs
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(where: str, kind: str, path: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a console script does not see the user's own folder otherwise
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
+            raise ConfigError(
+                f"{kind} {path!r}: no module {error.name!r} here; run from the folder that holds it, or write 'file.py:name'."
+            ) from error
+        raise
