@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -47,11 +48,12 @@ def _load_file(file: Path, kind: str) -> Any:
         raise ConfigError(
             f"{kind} file {file} does not exist; give the path of a Python file, then ':' and a name in it."
         )
-    name = f"covey_user_{file.stem}_{abs(hash(str(file))):x}"
+    name = f"covey_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    assert spec is not None
+    assert spec.loader is not None  # a .py file always has one
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pickling and dataclasses look the module up while it runs
     try:
