@@ -1,0 +1,198 @@
+"""Small real parts for tests: a trained tokenizer, one-layer models, hand-made groups. `from kit import tiny_model`.
+
+Everything is built on the CPU from a seed, without network, and cached for the session where it is safe to share.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from covey.types import Completion, Finish, Group, Message, Prompt
+
+Architecture = Literal["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+"""ChatML; `enable_thinking=True` opens a think block, so that tests can see template options arrive."""
+
+_CORPUS = (
+    "Tom has 3 apples and buys 4 more. How many apples does Tom have?",
+    "The answer is 7. #### 7",
+    "What is 12 + 30? 12 + 30 = 42 #### 42",
+    "Anna had 20 pens and gave away 5. She has 20 - 5 = 15 pens left. #### 15",
+)
+
+
+@lru_cache
+def _trained_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return tokenizer
+
+
+def tiny_tokenizer(
+    *, chat: bool = True, eos: bool = True, pad: bool = True, padding_side: Literal["left", "right"] = "left"
+) -> PreTrainedTokenizerFast:
+    """A fresh byte-level BPE tokenizer of at most 320 tokens that encodes any text.
+
+    EOS is `<|im_end|>`, pad is `<|endoftext|>`; `chat=False`, `eos=False`, `pad=False` leave the part out.
+    """
+    special: dict[str, Any] = {"eos_token": "<|im_end|>"} if eos else {}
+    special |= {"pad_token": "<|endoftext|>"} if pad else {}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=copy.deepcopy(_trained_tokenizer()), padding_side=padding_side, **special
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE if chat else None
+    return tokenizer
+
+
+def tiny_model(
+    arch: Architecture = "qwen2",
+    *,
+    seed: int = 0,
+    layers: int = 1,
+    hidden: int = 32,
+    vocab_size: int | None = None,
+    max_position_embeddings: int = 256,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> PreTrainedModel:
+    """A fresh causal LM with random weights (the caller's to train or break), in eval mode.
+
+    2 attention heads, 1 key-value head where the architecture has them; ids of pad and EOS are `tiny_tokenizer()`'s.
+    Extra keywords go to the model's config.
+    """
+    tokenizer = _special_ids()
+    vocab_size = tokenizer["vocab_size"] if vocab_size is None else vocab_size
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "pad_token_id": tokenizer["pad"],
+        "eos_token_id": tokenizer["eos"],
+        "bos_token_id": None,
+    }
+    if arch == "gpt2":
+        shape |= {"n_embd": hidden, "n_layer": layers, "n_head": 2, "n_positions": max_position_embeddings}
+        shape |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        shape |= {
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": hidden // 2,
+            "max_position_embeddings": max_position_embeddings,
+            "tie_word_embeddings": True,
+        }
+    config_class, model_class = _ARCHITECTURES[arch]
+    return _seeded(lambda: model_class(config_class(**(shape | config))), seed).to(dtype).eval()
+
+
+def tiny_reward_model(*, seed: int = 0, hidden: int = 16, **config: Any) -> Qwen2ForSequenceClassification:
+    """A fresh sequence classifier with one label and random weights, in eval mode; its tokenizer is `tiny_tokenizer()`."""
+    tokenizer = _special_ids()
+    shape: dict[str, Any] = {
+        "vocab_size": tokenizer["vocab_size"],
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "pad_token_id": tokenizer["pad"],
+        "num_labels": 1,
+    }
+    return _seeded(lambda: Qwen2ForSequenceClassification(Qwen2Config(**(shape | config))), seed).eval()
+
+
+def prompt(
+    text: str | Sequence[Message] = "2 + 2 =", *, uid: str = "0:0", tokenizer: Any = None, **columns: Any
+) -> Prompt:
+    """A prompt made by hand; without a tokenizer its ids are those of the bytes of its text."""
+    if isinstance(text, str):
+        ids = tokenizer(text)["input_ids"] if tokenizer is not None else list(text.encode())
+        return Prompt(uid=uid, text=text, token_ids=tuple(ids), columns=columns)
+    tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
+    ids = tokenizer.apply_chat_template([dict(m) for m in text], add_generation_prompt=True, return_dict=False)
+    return Prompt(uid=uid, messages=tuple(text), token_ids=tuple(ids), columns=columns)
+
+
+def completion(
+    text: str = "4", *, ids: Sequence[int] | None = None, finish: Finish = "stop", **fields: Any
+) -> Completion:
+    """A completion made by hand; its ids default to the bytes of its text."""
+    token_ids = torch.tensor(list(text.encode()) if ids is None else list(ids), dtype=torch.int64)
+    return Completion(token_ids=token_ids, text=text, finish=finish, **fields)
+
+
+def group(
+    texts: Sequence[str],
+    *,
+    question: str | Sequence[Message] = "2 + 2 =",
+    uid: str = "0:0",
+    rewards: Sequence[Sequence[float]] | None = None,
+    columns: Mapping[str, Any] | None = None,
+) -> Group:
+    """A group made by hand: G completions of one prompt, and its rewards [G, R] where given."""
+    return Group(
+        prompt=prompt(question, uid=uid, **(columns or {})),
+        completions=tuple(completion(text) for text in texts),
+        rewards=None if rewards is None else torch.tensor(rewards, dtype=torch.float32),
+    )
+
+
+_ARCHITECTURES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+}
+
+
+@lru_cache
+def _special_ids() -> dict[str, int]:
+    tokenizer: PreTrainedTokenizerBase = tiny_tokenizer()
+    return {"vocab_size": len(tokenizer), "pad": tokenizer.pad_token_id, "eos": tokenizer.eos_token_id}
+
+
+def _seeded(build: Callable[[], Any], seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
