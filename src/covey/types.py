@@ -269,10 +269,30 @@ class TokenBatch:
         cut = {name: value[start:stop] for name, value in self.tensors().items()}
         return TokenBatch(**cut)
 
+    def detached(self) -> TokenBatch:
+        """The same numbers without gradient."""
+        return TokenBatch(**{name: value.detach() for name, value in self.tensors().items()})
+
+    @staticmethod
+    def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Rows of all batches below each other, padded with zeros (False) to the longest."""
+        parts = [batch.tensors() for batch in batches]
+        longest = max(batch.mask.shape[1] for batch in batches)
+        joined = {}
+        for name in parts[0]:
+            wide = any(part[name].ndim == 2 and part[name].shape[1] > 1 for part in parts) or name == "mask"
+            joined[name] = torch.cat([_widen(part[name], longest) if wide else part[name] for part in parts])
+        return TokenBatch(**joined)
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is present, by field name."""
         names = self.__dataclass_fields__
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """[N, width] from [N, T] with zeros at the end; a 1-d tensor stays as it is."""
+    return x if x.ndim == 1 else torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,7 +384,38 @@ class Last:
         return other
 
 
-Metric = Mean | Sum | Max | Min | Last
+@dataclass(frozen=True)
+class Spread:
+    """A standard deviation that merges exactly (Chan et al. 1979): count, mean and sum of squared distances from it."""
+
+    count: float
+    mean: float
+    squares: float
+
+    def __add__(self, other: Spread) -> Spread:
+        count = self.count + other.count
+        if not count:
+            return self
+        apart = other.mean - self.mean
+        mean = self.mean + apart * other.count / count
+        return Spread(count, mean, self.squares + other.squares + apart * apart * self.count * other.count / count)
+
+    @property
+    def value(self) -> float:
+        """With Bessel's correction; NaN for fewer than two values."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else math.nan
+
+    @staticmethod
+    def of(x: Tensor) -> Spread:
+        """Spread of the entries of `x` that are not NaN."""
+        x = x.detach().double()
+        x = x[~x.isnan()]
+        if not x.numel():
+            return Spread(0.0, 0.0, 0.0)
+        return Spread(float(x.numel()), float(x.mean()), float((x - x.mean()).square().sum()))
+
+
+Metric = Mean | Spread | Sum | Max | Min | Last
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
