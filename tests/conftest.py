@@ -1,0 +1,37 @@
+"""Every test: seeded, one thread of arithmetic, no network but loopback, `tests/` importable (`from kit import ...`)."""
+
+import os
+import random
+import socket
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    """A connection to anything but this machine is a bug in the test or in Covey."""
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        is_local = self.family == socket.AF_UNIX or str(address[0]) in {"127.0.0.1", "::1", "localhost"}
+        if not is_local:
+            raise AssertionError(f"a test tried to reach {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
