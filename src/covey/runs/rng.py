@@ -1,0 +1,40 @@
+"""Every random generator that training draws from, as a state tree: saved and put back, never re-seeded."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def snapshot() -> dict[str, Any]:
+    """Where Python's, NumPy's, torch's and every CUDA device's generator of this process stand."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Continue the sequences of `snapshot`.
+
+    On a machine with another number of GPUs the common ones are restored, and a warning says that the rest is not exact.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    saved, present = list(state["cuda"]), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(saved) != present:
+        warnings.warn(
+            f"The checkpoint holds the random state of {len(saved)} GPU(s) and this machine has {present}; "
+            "what is drawn on the others will differ from an uninterrupted run.",
+            stacklevel=2,
+        )
+    for device, device_state in enumerate(saved[:present]):
+        torch.cuda.set_rng_state(device_state, device)
