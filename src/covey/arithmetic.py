@@ -1,0 +1,168 @@
+"""How prompts, completions, micro-batches and optimizer steps of a run relate, in numbers and in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from covey.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """The counts of a run, over all processes.
+
+    Example: 4 completions a device, 2 micro-batches, 1 process, G = 8: 1 prompt x 8 completions a generation batch,
+    8 completions an optimizer step, 1 optimizer step a generation batch.
+    """
+
+    num_generations: int
+    """G, completions a prompt."""
+    prompts_per_generation: int
+    completions_per_generation: int
+    """Completions drawn at a time."""
+    completions_per_microbatch: int
+    """On one device."""
+    completions_per_step: int
+    """Completions that one optimizer step learns from."""
+    batches_per_generation: int
+    """Parts of a generation batch that optimizer steps take in turn."""
+    num_iterations: int
+    """How often each part is used."""
+    optimizer_steps_per_generation: int
+    """`batches_per_generation * num_iterations`."""
+    total_steps: int
+    """Optimizer steps of the run."""
+    epochs: float | None
+    """Passes over the prompts in `total_steps`. None: the number of prompts is not known."""
+
+    @property
+    def total_completions(self) -> int:
+        """Completions that the run draws."""
+        return math.ceil(self.total_steps / self.optimizer_steps_per_generation) * self.completions_per_generation
+
+    def in_words(self) -> str:
+        """A few lines for a person."""
+        words = [
+            f"{_count(self.prompts_per_generation, 'prompt')} x {self.num_generations} completions = "
+            f"{self.completions_per_generation} completions a generation batch",
+            f"{self.completions_per_step} completions an optimizer step, in micro-batches of "
+            f"{self.completions_per_microbatch} on each device",
+            f"{_count(self.optimizer_steps_per_generation, 'optimizer step')} a generation batch"
+            + (f", each completion used {self.num_iterations} times" if self.num_iterations > 1 else ""),
+            f"{_count(self.total_steps, 'optimizer step')} in all"
+            + (f", {self.epochs:.3g} passes over the prompts" if self.epochs is not None else "")
+            + f", {self.total_completions:,} completions drawn",
+        ]
+        return "\n".join(words)
+
+
+def arithmetic(
+    *,
+    per_device_batch: int,
+    accumulation: int,
+    world_size: int,
+    steps_per_generation: int | None,
+    generation_batch_size: int | None,
+    num_generations: int,
+    num_iterations: int,
+    max_steps: int,
+    num_epochs: float,
+    num_prompts: int | None,
+) -> Arithmetic:
+    """The counts of a run. Raises ConfigError, with the sum written out and values that work, where they do not fit.
+
+    A generation batch smaller than an optimizer step is drawn whole for the step (the policy is the same), unless its
+    completions are used more than once. `num_prompts` None is a stream without end.
+    """
+    share = per_device_batch * world_size
+    micro = micro_batches(share, accumulation, steps_per_generation, generation_batch_size)
+    micro = whole_steps(micro, accumulation, num_iterations)
+    completions = share * micro
+    if completions % num_generations:
+        raise ConfigError(_explain(per_device_batch, world_size, micro, accumulation, num_generations))
+    prompts = completions // num_generations
+    batches = micro // accumulation
+    steps = batches * num_iterations
+    if max_steps > 0:
+        total = max_steps
+    elif num_prompts is None:
+        raise ConfigError("A data set without a length has no end: set max_steps.")
+    else:
+        total = max(1, math.ceil(round(num_epochs * num_prompts * steps / prompts, 6)))
+    return Arithmetic(
+        num_generations=num_generations,
+        prompts_per_generation=prompts,
+        completions_per_generation=completions,
+        completions_per_microbatch=per_device_batch,
+        completions_per_step=share * accumulation,
+        batches_per_generation=batches,
+        num_iterations=num_iterations,
+        optimizer_steps_per_generation=steps,
+        total_steps=total,
+        epochs=total / steps * prompts / num_prompts if num_prompts else None,
+    )
+
+
+def micro_batches(share: int, accumulation: int, steps: int | None, batch: int | None) -> int:
+    """Micro-batches of a generation batch, from `steps_per_generation` or `generation_batch_size` (or neither).
+
+    `share` is the completions of one micro-batch over all processes.
+    """
+    if batch is None:
+        return accumulation if steps is None else steps
+    if steps is not None and steps * share != batch:
+        raise ConfigError(
+            f"generation_batch_size={batch} and steps_per_generation={steps} say two things ({steps} x {share} "
+            f"completions a micro-batch = {steps * share}): give one of them."
+        )
+    if batch % share:
+        below, above = batch // share * share, (batch // share + 1) * share
+        near = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            f"generation_batch_size={batch} must be a multiple of {share}, the completions of one micro-batch over all "
+            f"processes (per_device_train_batch_size x processes). Try {near}."
+        )
+    return batch // share
+
+
+def whole_steps(micro: int, accumulation: int, num_iterations: int) -> int:
+    """Micro-batches drawn at a time, as a whole number of optimizer steps."""
+    if micro < accumulation and num_iterations == 1:
+        return accumulation
+    if micro % accumulation:
+        above = math.ceil(micro / accumulation) * accumulation
+        raise ConfigError(
+            f"A generation batch of {micro} micro-batches (steps_per_generation) is not a whole number of optimizer "
+            f"steps of {accumulation} micro-batches (gradient_accumulation_steps). Try steps_per_generation={above}."
+        )
+    return micro
+
+
+def _explain(per_device: int, world_size: int, micro: int, accumulation: int, group: int) -> str:
+    share = per_device * world_size
+    completions = share * micro
+    processes = _count(world_size, "process", "processes")
+    fitting = [g for g in range(2, completions + 1) if completions % g == 0]
+    near = sorted(fitting, key=lambda g: (abs(g - group), -g))[:2]
+    tries = []
+    if near:
+        tries.append("num_generations=" + " or ".join(str(g) for g in near))
+    needed = micro
+    while share * needed % group:
+        needed += 1 if micro == accumulation else accumulation
+        if needed > micro * group:
+            break
+    else:
+        name = "gradient_accumulation_steps" if micro == accumulation else "steps_per_generation"
+        tries.append(f"{name}={needed} ({share * needed // group} x {group} completions)")
+    size = next(size for size in range(per_device, per_device + group + 1) if size * world_size * micro % group == 0)
+    tries.append(f"per_device_train_batch_size={size}")
+    return (
+        f"{per_device} completions a device x {processes} x {_count(micro, "micro-batch", "micro-batches")} = {completions} completions a generation "
+        f"batch, which is not a whole number of groups of num_generations={group}. Try {', or '.join(tries)}."
+    )
+
+
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

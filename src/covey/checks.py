@@ -1,0 +1,289 @@
+"""What makes a combination of options wrong, told in one sentence before any work is spent."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from covey.arithmetic import arithmetic, micro_batches, whole_steps
+from covey.errors import ConfigError, did_you_mean
+from covey.options import ALGORITHM_OPTIONS, INERT, REFUSED, SILENT
+
+logger = logging.getLogger(__name__)
+
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "rollout_backend": ("auto", "native", "transformers"),
+    "on_reward_error": ("record", "raise"),
+    "eval_strategy": ("no", "steps", "epoch"),
+    "logging_strategy": ("no", "steps", "epoch"),
+    "save_strategy": ("no", "steps", "epoch", "best"),
+}
+"""Options that take one of a few words."""
+
+_UNUSABLE_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo")  # they update inside the backward pass or need targets
+
+_AT_LEAST: Mapping[str, float] = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "generation_batch_size": 1,
+    "steps_per_generation": 1,
+    "num_generations": 1,
+    "num_generations_eval": 1,
+    "num_iterations": 1,
+    "max_completion_length": 1,
+    "num_completions_to_print": 1,
+    "reward_error_limit": 1,
+    "max_tokens_per_microbatch": 1,
+    "logits_chunk_tokens": 1,
+    "early_stopping_patience": 1,
+    "ref_model_sync_steps": 1,
+    "rollout_log_steps": 0,
+    "top_k": 0,
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "warmup_steps": 0,
+    "beta": 0,
+    "epsilon": 0,
+    "epsilon_high": 0,
+    "router_aux_loss_coef": 0,
+    "entropy_coef_delta": 0,
+    "vllm_importance_sampling_clip_max": 0,
+    "vllm_importance_sampling_clip_min": 0,
+    "seed": 0,
+}
+_ABOVE_ZERO = (
+    "temperature",
+    "repetition_penalty",
+    "delta",
+    "off_policy_mask_threshold",
+    "reward_timeout_seconds",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "adam_epsilon",
+)
+_BETWEEN: Mapping[str, tuple[float, float]] = {
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_entropy_quantile": (0, 1),
+    "ref_model_mixup_alpha": (0, 1),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+}
+_WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {"rollout_log_steps", "top_k", "seed"}
+_OPTIONAL = frozenset(
+    {
+        "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
+        "max_tokens_per_microbatch", "early_stopping_patience", "epsilon_high", "router_aux_loss_coef", "max_grad_norm",
+        "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "delta", "off_policy_mask_threshold",
+        "reward_timeout_seconds", "min_p",
+    }
+)  # fmt: skip
+
+
+def refuse_unsupported(given: Mapping[str, Any]) -> None:
+    """Raise for the first option that differs from its default and cannot be honoured."""
+    for name, value in given.items():
+        if name in REFUSED:
+            raise ConfigError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}.")
+    for variable, what in (("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")):
+        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+            raise ConfigError(f"{variable} is set by the launcher, but {REFUSED[what]}.")
+
+
+def warn_inert(given: Mapping[str, Any]) -> None:
+    """Name each option that was set and has nothing to act on, once."""
+    for name, value in given.items():
+        if name in INERT and name not in SILENT:
+            logger.warning("%s=%r changes nothing here: %s.", name, value, INERT[name])
+
+
+def normalize(config: Any) -> None:
+    """Spellings that mean the same become one, in place."""
+    if isinstance(config.scale_rewards, bool):
+        config.scale_rewards = "group" if config.scale_rewards else "none"
+    if config.max_grad_norm is None:
+        config.max_grad_norm = 0.0
+    # the former name is TRL's default (True) and would warn; the new one wins when it was set
+    if getattr(config, "activation_checkpointing", False) is None:
+        config.activation_checkpointing = bool(config.gradient_checkpointing)
+    if getattr(config, "activation_checkpointing_kwargs", False) is None:
+        config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
+
+
+def refuse_bad_words(config: Any) -> None:
+    """Raise for an option whose word is none of those it knows, with the nearest one."""
+    for name, words in WORDS.items():
+        value = getattr(config, name)
+        value = getattr(value, "value", value)
+        if value in words or (name == "scale_rewards" and isinstance(value, bool)):
+            continue
+        hint = did_you_mean(str(value), words) or f" It is one of {', '.join(words)}."
+        if name == "rollout_backend" and value == "vllm":
+            hint = " There is no vLLM backend yet; native draws from the trainer's own weights."
+        raise ConfigError(f"{name}={value!r} is not known.{hint}")
+    _refuse_bad_factories(config)
+
+
+def _refuse_bad_factories(config: Any) -> None:
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    for name, enum in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
+        value = getattr(config, name)
+        value, known = str(getattr(value, "value", value)), [item.value for item in enum]
+        if value not in known:
+            hint = did_you_mean(value, known) or f" It is one of {', '.join(known)}."
+            raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
+    if str(getattr(config.optim, "value", config.optim)).startswith(_UNUSABLE_OPTIMIZERS):
+        raise ConfigError(f"optim={config.optim!r} cannot be honoured: {REFUSED['optim_target_modules']}.")
+
+
+def refuse_bad_numbers(config: Any) -> None:
+    """Raise for a number out of its range, or something that is no number."""
+    for name in (*_AT_LEAST, *_ABOVE_ZERO, *_BETWEEN):
+        value = getattr(config, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise ConfigError(f"{name}={value!r} must be a number.")
+        if name in _WHOLE and value != int(value):
+            raise ConfigError(f"{name}={value!r} must be a whole number.")
+        if name in _AT_LEAST and value < _AT_LEAST[name]:
+            raise ConfigError(f"{name}={value!r} must be at least {_AT_LEAST[name]}.")
+        if name in _ABOVE_ZERO and value <= 0:
+            raise ConfigError(f"{name}={value!r} must be above 0.{_WHY.get(name, '')}")
+        if name in _BETWEEN and not _BETWEEN[name][0] <= value <= _BETWEEN[name][1]:
+            raise ConfigError(f"{name}={value!r} must lie between {_BETWEEN[name][0]} and {_BETWEEN[name][1]}.")
+    if config.top_p == 0:
+        raise ConfigError("top_p=0 keeps no token; 1 keeps all.")
+    if config.max_steps <= 0 and not config.num_train_epochs > 0:
+        raise ConfigError(f"num_train_epochs={config.num_train_epochs!r} must be above 0, or set max_steps.")
+
+
+_WHY = {
+    "temperature": " GRPO compares different completions of a prompt; greedy ones are all the same.",
+    "reward_timeout_seconds": " None sets no limit.",
+}
+
+
+def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
+    """Raise for options that are each fine but not together."""
+    both = [name for name in ALGORITHM_OPTIONS if name in given]
+    if config.algorithm is not None and both:
+        raise ConfigError(
+            f"algorithm={config.algorithm!r} and {both[0]}={given[both[0]]!r} both say what the loss is: leave one out, "
+            "or change the algorithm with .replace(...)."
+        )
+    if config.num_generations < 2 and config.algorithm is None:
+        raise ConfigError(
+            "num_generations=1 leaves nothing to compare with: GRPO needs at least 2 completions a prompt."
+        )
+    if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
+        raise ConfigError("loss_type='luspo' needs importance_sampling_level='sequence'.")
+    if config.loss_type == "vespo" and config.importance_sampling_level != "token":
+        raise ConfigError("loss_type='vespo' needs importance_sampling_level='token'; it weighs sequences by itself.")
+    if config.sync_ref_model and config.beta == 0:
+        raise ConfigError("sync_ref_model=True has no reference model to move: beta is 0. Set beta, such as 0.04.")
+    if config.use_adaptive_entropy and config.entropy_coef_min > config.entropy_coef_max:
+        raise ConfigError("entropy_coef_min must not be above entropy_coef_max.")
+    _refuse_bad_correction(config)
+    _refuse_bad_evaluation(config)
+
+
+def _refuse_bad_correction(config: Any) -> None:
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"vllm_importance_sampling_clip_min={low!r} must be below vllm_importance_sampling_clip_max={high!r}."
+        )
+    if not config.vllm_importance_sampling_correction or low is not None or high is not None:
+        return
+    if config.vllm_importance_sampling_mode.endswith("truncate"):
+        raise ConfigError(
+            f"vllm_importance_sampling_mode={config.vllm_importance_sampling_mode!r} truncates to bounds: set "
+            "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min."
+        )
+
+
+def _refuse_bad_evaluation(config: Any) -> None:
+    evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) != "no"
+    for name in ("early_stopping_patience", "load_best_model_at_end"):
+        if getattr(config, name) and not evaluates:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
+            )
+    needs_metric = config.early_stopping_patience or config.load_best_model_at_end or config.save_strategy == "best"
+    if needs_metric and config.metric_for_best_model is None:
+        config.metric_for_best_model = "reward"
+
+
+def settle_precision(config: Any) -> None:
+    """Decide `bf16` where it was not said, and refuse a precision that this machine cannot compute in."""
+    import torch
+    from transformers.utils.import_utils import is_torch_bf16_gpu_available
+
+    on_accelerator = torch.accelerator.is_available() and not config.use_cpu
+    has_bfloat16 = is_torch_bf16_gpu_available() if on_accelerator else processor_has_bfloat16()
+    if config.bf16 is None:
+        config.bf16 = on_accelerator and has_bfloat16 and not config.fp16
+    if config.fp16 and config.bf16:
+        raise ConfigError("fp16=True and bf16=True contradict each other: leave fp16 out where bfloat16 works.")
+    if config.fp16 and not on_accelerator:
+        raise ConfigError("fp16=True needs an accelerator; leave it out to compute in float32 on this processor.")
+    if config.bf16 and not has_bfloat16:
+        where = "this accelerator (it needs an Ampere GPU or newer)" if on_accelerator else "this processor"
+        instead = "set fp16=True" if on_accelerator else "leave bf16 out to compute in float32"
+        raise ConfigError(f"bf16=True, but {where} does not compute in bfloat16: {instead}.")
+    if config.bf16 and not on_accelerator:
+        config.use_cpu = True  # transformers takes bfloat16 on a CPU only when it is told that a CPU is meant
+
+
+def processor_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 natively; emulation would be slower than float32."""
+    import torch
+
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe)() for probe in probes if hasattr(torch.cpu, probe)) or _arm_has_bfloat16()
+
+
+def _arm_has_bfloat16() -> bool:
+    import platform
+
+    if platform.machine().lower() not in ("arm64", "aarch64") or not os.path.exists("/proc/cpuinfo"):
+        return False
+    with open("/proc/cpuinfo") as file:
+        return " bf16" in file.read()
+
+
+def settle_batches(config: Any) -> None:
+    """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse what does not divide."""
+    share = config.per_device_train_batch_size * config.world_size
+    config.steps_per_generation = micro_batches(
+        share, config.gradient_accumulation_steps, config.steps_per_generation, config.generation_batch_size
+    )
+    config.steps_per_generation = whole_steps(
+        config.steps_per_generation, config.gradient_accumulation_steps, config.num_iterations
+    )
+    config.generation_batch_size = share * config.steps_per_generation
+    arithmetic(
+        per_device_batch=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+        world_size=config.world_size,
+        steps_per_generation=config.steps_per_generation,
+        generation_batch_size=None,
+        num_generations=config.num_generations,
+        num_iterations=config.num_iterations,
+        max_steps=1,
+        num_epochs=1.0,
+        num_prompts=None,
+    )
