@@ -1,1 +1,62 @@
-"""Covey."""
+"""Post-train language models with GRPO and its family: `from covey import GRPOConfig, GRPOTrainer`.
+
+Public names are imported when they are first used, so that `import covey` and the command line start at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covey import algorithms, data, errors, rewards, rollout, runs, testing, types
+    from covey.algorithms import Algorithm
+    from covey.config import GRPOConfig, batch_arithmetic
+    from covey.errors import CoveyError
+    from covey.rollout import NativeSampler, SamplingParams
+    from covey.trainer import GRPOTrainer
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Algorithm": "covey.algorithms",
+    "CoveyError": "covey.errors",
+    "GRPOConfig": "covey.config",
+    "GRPOTrainer": "covey.trainer",
+    "NativeSampler": "covey.rollout",
+    "SamplingParams": "covey.rollout",
+    "batch_arithmetic": "covey.config",
+}
+_MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
+
+__all__ = [
+    "Algorithm",
+    "CoveyError",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "NativeSampler",
+    "SamplingParams",
+    "algorithms",
+    "batch_arithmetic",
+    "data",
+    "errors",
+    "rewards",
+    "rollout",
+    "runs",
+    "testing",
+    "types",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"covey.{name}")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'covey' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

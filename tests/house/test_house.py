@@ -15,8 +15,9 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 # A module may import from its own level only within its own folder, and from every level above it.
 LEVELS = [
     {"types", "errors", "names", "version"},
-    {"world", "state"},
-    {"config", "options", "algorithms"},
+    {"world", "state", "options", "arithmetic"},
+    {"checks"},
+    {"config", "algorithms"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing"},
     {"monitor", "credit"},
     {"session", "evaluation"},
@@ -87,7 +88,6 @@ SAME_LEVEL = {
     ("models", "demo"),  # and of a model
     ("rewards", "demo"),  # and of its reward
     ("world", "state"),
-    ("config", "options"),
     ("testing", "algorithms"),
 }
 
