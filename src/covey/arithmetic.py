@@ -142,7 +142,7 @@ def whole_steps(micro: int, accumulation: int, num_iterations: int) -> int:
 def _explain(per_device: int, world_size: int, micro: int, accumulation: int, group: int) -> str:
     share = per_device * world_size
     completions = share * micro
-    processes = _count(world_size, "process", "processes")
+    processes, micros = _count(world_size, "process", "processes"), _count(micro, "micro-batch", "micro-batches")
     fitting = [g for g in range(2, completions + 1) if completions % g == 0]
     near = sorted(fitting, key=lambda g: (abs(g - group), -g))[:2]
     tries = []
@@ -159,7 +159,7 @@ def _explain(per_device: int, world_size: int, micro: int, accumulation: int, gr
     size = next(size for size in range(per_device, per_device + group + 1) if size * world_size * micro % group == 0)
     tries.append(f"per_device_train_batch_size={size}")
     return (
-        f"{per_device} completions a device x {processes} x {_count(micro, "micro-batch", "micro-batches")} = {completions} completions a generation "
+        f"{per_device} completions a device x {processes} x {micros} = {completions} completions a generation "
         f"batch, which is not a whole number of groups of num_generations={group}. Try {', or '.join(tries)}."
     )
 
