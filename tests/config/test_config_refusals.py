@@ -1,0 +1,115 @@
+"""A wrong option fails at construction, in one sentence that says what to do."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+from transformers import TrainingArguments
+
+from covey import checks
+from covey.config import GRPOConfig
+from covey.errors import ConfigError
+
+
+def make(**given):
+    return GRPOConfig(output_dir="unused", **given)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"epsilon_hihg": 0.3}, "epsilon_hihg is not an option of GRPOConfig. Did you mean epsilon_high?"),
+        ({"loss_type": "dr-grpo"}, "loss_type='dr-grpo' is not known. Did you mean dr_grpo?"),
+        ({"loss_type": "xyz"}, "It is one of grpo, dr_grpo, dapo"),
+        ({"eval_strategy": "step"}, "Did you mean steps?"),
+        ({"optim": "adamw_8bt"}, "Did you mean adamw_8bit?"),
+        ({"optim": "galore_adamw"}, "cannot be honoured"),
+        ({"lr_scheduler_type": "cosin"}, "Did you mean cosine?"),
+        ({"rollout_backend": "vllm"}, "There is no vLLM backend yet"),
+        ({"temperature": 0}, "temperature=0 must be above 0. GRPO compares different completions"),
+        ({"temperature": float("nan")}, "temperature=nan must be a number"),
+        ({"num_generations": "8"}, "num_generations='8' must be a number"),
+        ({"num_generations": 1}, "at least 2 completions a prompt"),
+        ({"num_iterations": 1.5}, "num_iterations=1.5 must be a whole number"),
+        ({"top_p": 1.2}, "top_p=1.2 must lie between 0 and 1"),
+        ({"top_p": 0.0}, "top_p=0 keeps no token"),
+        ({"max_completion_length": None}, "max_completion_length=None must be a number"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0 must be above 0, or set max_steps"),
+        ({"sync_ref_model": True}, "sync_ref_model=True has no reference model to move"),
+        ({"loss_type": "luspo"}, "needs importance_sampling_level='sequence'"),
+        ({"algorithm": "gspo", "epsilon": 0.1}, "algorithm='gspo' and epsilon=0.1 both say what the loss is"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs evaluations"),
+        ({"early_stopping_patience": 3}, "early_stopping_patience=3 needs evaluations"),
+        ({"vllm_importance_sampling_clip_min": 4.0}, "must be below vllm_importance_sampling_clip_max=3.0"),
+        ({"fp16": True, "bf16": True}, "contradict each other"),
+        ({"reward_timeout_seconds": 0}, "None sets no limit"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_refused_in_one_sentence(given, said):
+    with pytest.raises(ConfigError) as caught:
+        make(**given)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_transformers_refuses_is_a_configuration_error_too():
+    with pytest.raises(ConfigError, match="save and eval strategy to match"):
+        make(load_best_model_at_end=True, eval_strategy="steps", eval_steps=10, save_strategy="epoch")
+
+
+def test_bfloat16_is_refused_where_the_processor_cannot(monkeypatch):
+    monkeypatch.setattr(checks, "processor_has_bfloat16", lambda: False)
+    with pytest.raises(ConfigError, match="bf16=True, but this processor does not compute in bfloat16: leave bf16 out"):
+        make(bf16=True, use_cpu=True)
+
+
+def test_bfloat16_runs_on_a_processor_that_has_it(monkeypatch):
+    monkeypatch.setattr(checks, "processor_has_bfloat16", lambda: True)
+    config = make(bf16=True, use_cpu=True)
+    assert config.bf16
+    assert config.device.type == "cpu"
+
+
+def test_precision_is_float32_on_a_processor_unless_asked():
+    config = make(use_cpu=True)
+    assert config.bf16 is False
+    assert config.fp16 is False
+
+
+def test_float16_needs_an_accelerator():
+    with pytest.raises(ConfigError, match="fp16=True needs an accelerator"):
+        make(fp16=True, use_cpu=True)
+
+
+def test_a_launcher_that_shards_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP is set by the launcher"):
+        make()
+
+
+def test_spellings_of_trl_mean_what_they_mean_there():
+    assert make(scale_rewards=True).scale_rewards == "group"
+    assert make(scale_rewards=False).scale_rewards == "none"
+    assert make(model_init_kwargs='{"dtype": "float32"}').model_init_kwargs == {"dtype": "float32"}
+    assert make(gradient_checkpointing=False).gradient_checkpointing is False
+    assert make(eval_strategy="steps", eval_steps=5).do_eval is True
+
+
+def test_the_best_checkpoint_is_picked_by_reward_unless_told():
+    config = make(eval_strategy="steps", eval_steps=500, load_best_model_at_end=True)
+    assert config.metric_for_best_model == "reward"
+    assert config.greater_is_better is True
+
+
+def test_a_configuration_copies_and_serializes_like_training_arguments():
+    config = make(per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=2e-6)
+    assert isinstance(config, TrainingArguments)
+    rebuilt = GRPOConfig(**config.to_dict())
+    assert rebuilt.to_dict() == config.to_dict()
+    assert dataclasses.replace(config, beta=0.1).beta == 0.1
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
+    assert pickle.loads(pickle.dumps(config)).learning_rate == 2e-6
+    assert json.loads(config.to_json_string())["learning_rate"] == 2e-6
+    assert config.to_sanitized_dict()["train_batch_size"] == 4

@@ -1,0 +1,64 @@
+"""Every option is in the table, with the defaults that people know."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from covey import options
+from covey.config import GRPOConfig
+from covey.errors import ConfigError
+
+FIELDS = {item.name for item in dataclasses.fields(GRPOConfig)}
+DEFAULTS = options.defaults_of(GRPOConfig)
+TRL = json.loads((Path(__file__).parent / "trl_1_16_defaults.json").read_text())["fields"]
+ONLY_IN_NEWER_TRANSFORMERS = {"activation_checkpointing", "activation_checkpointing_kwargs"}
+
+
+def test_every_option_is_in_exactly_one_class():
+    classes = [set(options.HONOURED), set(options.INERT), set(options.REFUSED)]
+    assert {name: sum(name in names for names in classes) for name in FIELDS} == dict.fromkeys(FIELDS, 1)
+    assert set().union(*classes) - FIELDS <= ONLY_IN_NEWER_TRANSFORMERS
+
+
+def test_no_option_is_shown_in_two_groups():
+    shown = [name for names in options.GROUPS.values() for name in names]
+    assert len(shown) == len(set(shown))
+
+
+def test_names_and_defaults_are_those_of_trl_1_16():
+    deprecated_there = {"use_transformers_paged", "vllm_importance_sampling_cap"}
+    assert {name: DEFAULTS.get(name, "missing") for name in TRL if name not in deprecated_there} == {
+        name: default for name, default in TRL.items() if name not in deprecated_there
+    }
+    assert deprecated_there <= set(options.RENAMED)
+
+
+@pytest.mark.parametrize("name", sorted(options.REFUSED))
+def test_an_option_that_cannot_be_honoured_is_refused_with_a_reason(name):
+    default = DEFAULTS[name]
+    other = (not default) if isinstance(default, bool) else "something" if default != "something" else "else"
+    with pytest.raises(ConfigError, match=f"{name}=.* cannot be honoured: "):
+        GRPOConfig(output_dir="unused", **{name: other})
+
+
+@pytest.mark.parametrize("name", sorted(options.REFUSED))
+def test_a_refused_option_at_its_default_is_fine(name):
+    GRPOConfig(output_dir="unused", **{name: DEFAULTS[name]})
+
+
+def test_an_option_with_nothing_to_act_on_is_named_once(caplog):
+    GRPOConfig(output_dir="unused", dataloader_num_workers=4, vllm_gpu_memory_utilization=0.9, do_train=True)
+    assert [record.getMessage().split("=")[0] for record in caplog.records] == [
+        "dataloader_num_workers",
+        "vllm_gpu_memory_utilization",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(options.RENAMED))
+def test_a_former_name_is_refused_with_the_new_one(name):
+    assert name not in FIELDS
+    with pytest.raises(ConfigError, match=f"{name} is not an option of GRPOConfig. ") as caught:
+        GRPOConfig(output_dir="unused", **{name: 1})
+    assert options.RENAMED[name] in str(caught.value)
