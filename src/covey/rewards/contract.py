@@ -1,0 +1,216 @@
+"""What a reward function receives and may return: TRL's keywords in, one number or `None` a completion out.
+
+TRL 1.16 (`GRPOTrainer._calculate_rewards`) passes everything to every function, so each must take `**kwargs`; here a
+function receives only what its signature names, and one that takes `**kwargs` receives everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import DataError, RewardError, did_you_mean
+from covey.types import Group, Reward
+
+ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Keywords that do not come from the data set."""
+NOT_PASSED = frozenset({"prompt", "completion", "completion_ids"})
+"""Columns that TRL keeps from reward functions, because the keywords above carry them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec:
+    """One reward: the name its metrics carry, what to call, and what its score weighs.
+
+    Example: `RewardSpec(name="math", call=math_reward, weight=2.0)`.
+    """
+
+    name: str
+    call: Reward
+    weight: float = 1.0
+    timeout_seconds: float | None = None
+    """Its own limit for one call; `None`: the scorer's; `math.inf`: none."""
+
+
+def name_of(reward: Any) -> str:
+    """TRL's name of a reward: the function's own, through `functools.partial`; an object's class otherwise."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return str(getattr(reward, "__name__", type(reward).__name__))
+
+
+def is_async(reward: Any) -> bool:
+    """True when calling it gives something to await: `async def`, through partials and `__call__` alike."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N completions as reward functions see them: aligned lists, prompts repeated for each completion."""
+
+    prompts: list[Any]
+    """[N] text, or lists of messages."""
+    completions: list[Any]
+    """[N] text, or `[{"role": "assistant", "content": ...}]` where the prompt is a conversation."""
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    """Every other column of the data set, [N] each."""
+
+    @staticmethod
+    def of(groups: Sequence[Group]) -> Batch:
+        """Lay P groups out flat. A column that only some rows have is `None` for the others."""
+        names = dict.fromkeys(name for group in groups for name in group.prompt.columns if name not in NOT_PASSED)
+        columns: dict[str, list[Any]] = {name: [] for name in names}
+        batch = Batch([], [], [], columns)
+        for group in groups:
+            chat = group.prompt.messages is not None
+            for completion in group.completions:
+                text = completion.text
+                batch.prompts.append(group.prompt.raw)
+                batch.completions.append([{"role": "assistant", "content": text}] if chat else text)
+                batch.completion_ids.append(completion.token_ids.tolist())
+                for name, values in columns.items():
+                    values.append(group.prompt.columns.get(name))
+        return batch
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Completions `start` to `stop` of everything."""
+        columns = {name: values[start:stop] for name, values in self.columns.items()}
+        cut = slice(start, stop)
+        return Batch(self.prompts[cut], self.completions[cut], self.completion_ids[cut], columns)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclass
+class Logged:
+    """What one call said beside its scores, through `log_extra` and `log_metric`."""
+
+    size: int
+    """N of the call; `log_extra` wants as many values."""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+
+    def extra(self, column: str, values: Iterable[Any]) -> None:
+        """Add a column to the table of completions: one value for each."""
+        listed = list(values)
+        if len(listed) != self.size:
+            raise RewardError(
+                f"log_extra({column!r}, ...) got {len(listed)} values for {self.size} completions; give one for each."
+            )
+        self.extras[str(column)] = listed
+
+    def metric(self, name: str, value: Any) -> None:
+        """Add a number to the step's metrics; several calls with one name are averaged."""
+        self.metrics.append((str(name), to_number(value, f"log_metric({name!r}, ...)")))
+
+
+def arguments(reward: Reward, batch: Batch, logged: Logged, trainer_state: Any) -> dict[str, Any]:
+    """The keywords to call `reward` with: everything, or only what its signature names."""
+    offered: dict[str, Any] = {
+        **batch.columns,
+        "prompts": batch.prompts,
+        "completions": batch.completions,
+        "completion_ids": batch.completion_ids,
+        "trainer_state": trainer_state,
+        "log_extra": logged.extra,
+        "log_metric": logged.metric,
+    }
+    named, takes_all = _parameters(reward)
+    return offered if takes_all else {name: value for name, value in offered.items() if name in named}
+
+
+def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
+    """Raise when `spec` cannot be called: not callable, or a parameter that neither the contract nor a column fills.
+
+    `columns` are the data set's; `None` when they are not known before the first row.
+    """
+    if isinstance(spec.call, type) or not callable(spec.call):
+        raise RewardError(
+            f"reward {spec.name!r} is {_kind(spec.call)}, not a function; give a function that takes `completions` and "
+            "returns one number for each, a reward model, or the name of a built-in reward."
+        )
+    named, _ = _parameters(spec.call)
+    if columns is None:
+        return
+    given = [*ALWAYS, *(column for column in columns if column not in NOT_PASSED)]
+    missing = [name for name, parameter in named.items() if name not in given and parameter.default is parameter.empty]
+    if missing:
+        have = ", ".join(name for name in given if name not in ALWAYS) or "no other columns"
+        raise DataError(
+            f"reward {spec.name!r} needs {missing[0]!r}, but the data set has {have};"
+            f"{did_you_mean(missing[0], given)} Rename the column, or give the parameter a default."
+        )
+
+
+def to_scores(returned: Any, size: int, name: str) -> list[Any]:
+    """What a function returned as a list of `size` raw values. Raises RewardError that names what came and was wanted."""
+    want = f"return a list with one number (or None) for each of the {size} completions"
+    if isinstance(returned, Tensor) or hasattr(returned, "__array__"):
+        array = returned.detach().cpu() if isinstance(returned, Tensor) else returned
+        if len(array.shape) > 1:
+            raise RewardError(f"reward {name!r} returned an array of shape {tuple(array.shape)}; {want}.")
+        returned = array.reshape(-1).tolist()
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        raise RewardError(f"reward {name!r} returned {_kind(returned)}; {want}.")
+    values = list(returned)
+    if len(values) != size:
+        raise RewardError(f"reward {name!r} returned {len(values)} values for {size} completions; {want}.")
+    return values
+
+
+def to_number(value: Any, what: str) -> float:
+    """A score as a float: `None` is NaN. Raises RewardError for what is not a real number, ValueError for infinities."""
+    if value is None:
+        return math.nan
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a tensor or a numpy scalar
+        value = value.item() if math.prod(getattr(value, "shape", ())) == 1 else value
+    if not isinstance(value, numbers.Real | Decimal):
+        raise RewardError(f"{what} is {_kind(value)} ({str(value)[:60]!r}), not a number.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if abs(number) > torch.finfo(torch.float32).max:
+        raise ValueError(f"{what} is {number}, which is not a finite float32.")
+    return number
+
+
+def _parameters(reward: Reward) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Parameters that can be passed by name, and whether it takes all others too."""
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):
+        return {}, True  # written in C without a signature: TRL's own behaviour, everything is passed
+    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if unnamed:
+        raise RewardError(
+            f"reward {name_of(reward)!r} takes {unnamed[0]!r} by position only; rewards are called by keyword."
+        )
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def check(rewards: Any, columns: Iterable[str] | None = None) -> None:
+    """Raise one sentence when any of `rewards` (functions or specs) cannot be called; see `check_signature`."""
+    several = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
+    known = None if columns is None else list(columns)
+    for reward in several:
+        spec = reward if isinstance(reward, RewardSpec) else RewardSpec(name=name_of(reward), call=reward)
+        check_signature(spec, known)

@@ -1,0 +1,142 @@
+"""Calls of user code that end by a deadline: on the main thread, in a worker thread, or on one event loop.
+
+Limits: on Linux a call on the main thread is interrupted by a signal, which ends Python loops, sleeps, waits and regular
+expressions, but not C code that never looks at signals (a sum of huge integers). Elsewhere (Windows, macOS, a caller that is
+not the main thread) the call runs in a daemon thread that is abandoned at the deadline, because a thread cannot be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import queue
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from covey.rewards import alarm
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 1.0
+
+
+class DeadlineError(TimeoutError):
+    """The call did not return in time; its cause shows where it hung."""
+
+
+class _Interrupted(BaseException):
+    """Raised inside the call; not an Exception, so that `except Exception` in user code does not swallow it."""
+
+
+def call_within(seconds: float | None, function: Callable[[], T]) -> T:
+    """What `function()` returns. Raises DeadlineError once `seconds` have passed (`None` or infinity: never)."""
+    if seconds is None or math.isinf(seconds):
+        return function()
+    if threading.current_thread() is threading.main_thread() and alarm.is_available():
+        return _interrupting(seconds, function)
+    return _abandoning(seconds, function)
+
+
+def _interrupting(seconds: float, function: Callable[[], T]) -> T:
+    active = True
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if active:
+            raise _Interrupted
+
+    assert alarm.SIGNAL is not None
+    signal.signal(alarm.SIGNAL, interrupt)
+    try:
+        with alarm.Alarm(seconds):
+            try:
+                return function()
+            finally:
+                active = False
+    except _Interrupted as error:
+        raise DeadlineError(_said(seconds)) from error
+    finally:
+        signal.signal(alarm.SIGNAL, _ignore)  # the default action would end the process if one were still on its way
+
+
+def _ignore(signum: int, frame: Any) -> None:
+    return
+
+
+def _abandoning(seconds: float, function: Callable[[], T]) -> T:
+    box: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
+
+    def work() -> None:
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - carried to the caller, who decides
+            outcome.set_exception(error)
+        box.put(outcome)
+
+    threading.Thread(target=work, name="covey-reward", daemon=True).start()
+    try:
+        outcome = box.get(timeout=seconds)
+    except queue.Empty:
+        raise DeadlineError(_said(seconds)) from None
+    return outcome.result()
+
+
+class EventLoop:
+    """One asyncio loop in a daemon thread, started when first needed and kept: sessions of user code stay valid."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, make: Callable[[], Awaitable[T]], seconds: float | None) -> concurrent.futures.Future[T]:
+        """Start `make()` on the loop; the future raises DeadlineError past `seconds`."""
+        limit = None if seconds is None or math.isinf(seconds) else seconds
+
+        async def limited() -> T:
+            task = asyncio.ensure_future(make())
+            await asyncio.wait({task}, timeout=limit)
+            if task.done():
+                return task.result()
+            task.cancel()
+            try:
+                return await task
+            except asyncio.CancelledError as error:
+                raise DeadlineError(_said(limit or 0.0)) from error
+
+        return asyncio.run_coroutine_threadsafe(limited(), self._running())
+
+    def wait(self, future: concurrent.futures.Future[T], seconds: float | None) -> T:
+        """The future's result. A loop that user code blocks is abandoned past the limit, and the next call gets a new one."""
+        limit = None if seconds is None or math.isinf(seconds) else seconds + _GRACE_SECONDS
+        try:
+            return future.result(limit)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            self._loop = self._thread = None
+            raise DeadlineError(f"{_said(seconds or 0.0)}, and blocks the event loop") from None
+
+    def close(self) -> None:
+        """Stop the loop and its thread."""
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=5.0)
+        if not thread.is_alive():
+            loop.close()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="covey-reward-async", daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+def _said(seconds: float) -> str:
+    return f"it did not return within {seconds:g} seconds"

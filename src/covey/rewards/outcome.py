@@ -1,0 +1,132 @@
+"""One reward on one batch: score, abstain or error for each completion, and the offenders found by halving."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import RewardError
+from covey.rewards.contract import Batch, Logged, to_number, to_scores
+from covey.rewards.deadline import DeadlineError
+from covey.types import Event
+
+Attempt = Callable[[Batch], tuple[Any, Logged]]
+"""Calls a reward on a batch and gives back what it returned and logged, or raises."""
+
+_EVENTS_IN_FULL = 5
+_TEXT_IN_EVENT = 2000
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Completions `start` to `stop` that a reward could not score, and why."""
+
+    start: int
+    stop: int
+    error: BaseException
+
+
+@dataclass
+class Outcome:
+    """What one reward made of N completions."""
+
+    name: str
+    scores: Tensor
+    """[N] float32, NaN where it abstained or failed."""
+    failures: list[Failure] = field(default_factory=list)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns from `log_extra`, [N] each, None where nothing was logged."""
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def num_failed(self) -> int:
+        return sum(failure.stop - failure.start for failure in self.failures)
+
+    @property
+    def is_lost(self) -> bool:
+        """True when not one completion got an answer, not even an abstention."""
+        return self.num_failed == len(self.scores) > 0
+
+    def keep(self, start: int, values: list[Any], logged: Logged) -> None:
+        """Take over the values of completions `start` onwards; a value that is no number is that completion's failure."""
+        for i, value in enumerate(values, start):
+            try:
+                self.scores[i] = to_number(value, f"the score of completion {i}")
+            except (RewardError, ValueError) as error:
+                self.failures.append(Failure(i, i + 1, error))
+        for column, extra in logged.extras.items():
+            self.extras.setdefault(column, [None] * len(self.scores))[start : start + len(extra)] = extra
+        self.metrics += logged.metrics
+
+    def events(self, batch: Batch) -> list[tuple[int, Event]]:
+        """An event for each failure with the index of the completion it concerns; the first few carry everything."""
+        shown = [(failure.start, _event(self.name, failure, batch)) for failure in self.failures[:_EVENTS_IN_FULL]]
+        hidden = self.failures[_EVENTS_IN_FULL:]
+        if hidden:
+            said = f"Reward {self.name!r} failed on {sum(f.stop - f.start for f in hidden)} more completions of this batch."
+            shown.append((hidden[0].start, Event(kind="reward_error", said=said, details={"reward": self.name})))
+        return shown
+
+
+def evaluate(name: str, attempt: Attempt, batch: Batch, *, seconds: float | None, isolate: bool) -> Outcome:
+    """Score a batch. A call that raises is repeated on halves until the completions that make it raise stand alone.
+
+    With `isolate=False`, or once half of `seconds` is spent, what is left of a failed call counts as failed.
+    """
+    outcome = Outcome(name, torch.full((len(batch),), math.nan))
+    until = time.monotonic() + (math.inf if seconds is None else seconds / 2)
+    todo = [(0, len(batch))]
+    while todo:
+        start, stop = todo.pop()
+        try:
+            returned, logged = attempt(batch.part(start, stop))
+            values = to_scores(returned, stop - start, name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the border to user code: told, counted, limited
+            can_help = not isinstance(
+                error, DeadlineError | RewardError
+            )  # halves of a wrong length would be misaligned
+            if isolate and can_help and stop - start > 1 and time.monotonic() < until:
+                middle = (start + stop) // 2
+                todo += [(middle, stop), (start, middle)]
+            else:
+                outcome.failures.append(Failure(start, stop, error))
+            continue
+        outcome.keep(start, values, logged)
+    return outcome
+
+
+def _event(name: str, failure: Failure, batch: Batch) -> Event:
+    error, count = failure.error, failure.stop - failure.start
+    whom = "a completion" if count == 1 else f"{count} completions"
+    late = isinstance(error, TimeoutError)
+    return Event(
+        kind="reward_timeout" if late else "reward_error",
+        said=f"Reward {name!r} did not score {whom}: {describe(error)}.",
+        details={
+            "reward": name,
+            "completions": count,
+            "error": type(error).__name__,
+            "traceback": "".join(traceback.format_exception(error)),
+            "prompt": _text(batch.prompts[failure.start]),
+            "completion": _text(batch.completions[failure.start]),
+        },
+    )
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: `ValueError: no number in it`."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= _TEXT_IN_EVENT else text[:_TEXT_IN_EVENT] + f" [... {len(text)} characters]"
