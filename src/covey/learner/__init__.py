@@ -1,0 +1,19 @@
+"""Gradients out of rollouts."""
+
+from covey.learner.critic import Critic, ValueHead, no_critic
+from covey.learner.learner import Learner, refuse_many_bad_steps
+from covey.learner.policy import Policy
+from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference
+
+__all__ = [
+    "AdapterCopy",
+    "Critic",
+    "FrozenCopy",
+    "Learner",
+    "NoReference",
+    "Policy",
+    "Reference",
+    "ValueHead",
+    "no_critic",
+    "refuse_many_bad_steps",
+]

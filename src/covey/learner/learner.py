@@ -1,0 +1,286 @@
+"""One optimizer step: denominators first, then micro-batches, then one update. A memory knob never changes a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.algorithms import Algorithm
+from covey.errors import NumericsError
+from covey.learner.critic import Critic, no_critic
+from covey.learner.packing import Row, microbatches, rows_of
+from covey.learner.policy import Measured, Policy
+from covey.learner.reference import Reference
+from covey.types import (
+    Completion,
+    Event,
+    Group,
+    Last,
+    Max,
+    Mean,
+    Metric,
+    StepReport,
+    Sum,
+    TokenBatch,
+    Totals,
+    merge_metrics,
+)
+from covey.world import World
+
+
+@dataclass(eq=False)
+class Learner:
+    """Turns groups with advantages into a better policy. Holds what lives for the whole run, nothing of a step."""
+
+    policy: Policy
+    reference: Reference
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    world: World
+    max_completion_length: int
+    max_rows: int = 8
+    """Rows of one forward pass: memory only."""
+    max_tokens: int | None = None
+    """Padded tokens of one forward pass: memory only."""
+    max_grad_norm: float = 1.0
+    """0 clips nothing."""
+    mask_truncated: bool = False
+    is_off_policy: bool = False
+    """Whether one rollout serves several optimizer steps, so that old log-probabilities must be measured."""
+    disable_dropout: bool = False
+    uses_sampler_logp: bool = True
+    """False when completions were drawn from a truncated or penalised distribution, which the learner's is not."""
+    scaler: Any = None
+    """torch.amp.GradScaler, for float16 only."""
+    critic: Critic = field(default_factory=no_critic)
+    max_bad_steps: int = 3
+    """Steps with non-finite gradients in a row before the run stops."""
+    before_update: Callable[[], None] = lambda: None
+    after_update: Callable[[], None] = lambda: None
+
+    # -- before the advantages ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def annotate(self, groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
+        """The groups with what the algorithm needs to know of the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
+        needs = algorithm.needs
+        wants_old = self.is_off_policy or needs.old_logp
+        if not (wants_old or needs.ref_logp or needs.values):
+            return list(groups)
+        flat = [completion for group in groups for completion in group.completions]
+        rows = [
+            _unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
+        ]
+        notes: dict[int, Completion] = {}
+        mine = self.world.share(list(range(len(rows))))
+        position = {id(rows[i]): i for i in mine}
+        self.policy.model.eval()
+        for batch in microbatches([rows[i] for i in mine], max_rows=2 * self.max_rows, max_tokens=self.max_tokens):
+            old = self.policy.measure(batch) if wants_old or needs.values else None
+            ref = self.reference.measure(batch) if needs.ref_logp else None
+            values = self.critic.values(old, batch) if needs.values and old is not None else None
+            for r, row in enumerate(batch):
+                cut = lambda x, r=r, row=row: x[r, : row.completion.num_tokens].float().cpu()
+                notes[position[id(row)]] = replace(
+                    row.completion,
+                    old_logp=cut(old.logp) if old is not None and wants_old else None,
+                    ref_logp=cut(ref.logp) if ref is not None else None,
+                    values=cut(values) if values is not None else None,
+                )
+        done = self.world.interleave([notes[i] for i in mine])
+        assert len(done) == len(flat)
+        return _regroup(groups, done)
+
+    # -- the update -------------------------------------------------------------------------------------------------
+
+    def step(self, groups: Sequence[Group], algorithm: Algorithm, step: int) -> StepReport:
+        """One optimizer step on these groups, which every process holds whole. Returns what happened.
+
+        Gradients are those of `algorithm.loss` over all completions of all processes, whatever the micro-batches.
+        A step whose loss or gradient is not finite changes nothing and is reported; `max_bad_steps` in a row raise
+        NumericsError.
+        """
+        rows = rows_of(groups, mask_truncated=self.mask_truncated)
+        mine = self.world.share(rows)
+        totals = totals_of(rows, self.max_completion_length)
+        self.policy.model.train(not self.disable_dropout)
+        algorithm = self._prepared(algorithm, mine, totals)
+        parts: list[dict[str, Metric]] = []
+        for batch in self._microbatches(mine):
+            parts.append(self._accumulate(batch, algorithm, totals))
+        metrics = self.world.merge(merge_metrics(parts))
+        metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
+        return self._update(metrics, step)
+
+    @torch.no_grad()
+    def loss(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Metric]:
+        """The metrics of a step, loss included, without an update: for evaluation."""
+        rows = rows_of(groups, mask_truncated=self.mask_truncated)
+        totals = totals_of(rows, self.max_completion_length)
+        self.policy.model.eval()
+        mine = self.world.share(rows)
+        algorithm = self._prepared(algorithm, mine, totals)
+        parts = [self._evaluate(batch, algorithm, totals)[1] for batch in self._microbatches(mine)]
+        return self.world.merge(merge_metrics(parts))
+
+    def _microbatches(self, rows: Sequence[Row]) -> list[list[Row]]:
+        return microbatches(rows, max_rows=self.max_rows, max_tokens=self.max_tokens)
+
+    def _prepared(self, algorithm: Algorithm, rows: Sequence[Row], totals: Totals) -> Algorithm:
+        """The algorithm with whatever it must know of the whole step (quantiles, covariances) filled in."""
+        if not algorithm.needs.whole_step:
+            return algorithm
+        with torch.no_grad():
+            batches = [self._tokens(batch, algorithm)[0].detached() for batch in self._microbatches(rows)]
+        everywhere = [batch for part in self.world.gather(batches) for batch in part]
+        return algorithm.prepare(TokenBatch.concat(everywhere), totals)
+
+    def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
+        loss, metrics = self._evaluate(batch, algorithm, totals)
+        if loss.requires_grad:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return metrics
+
+    def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, dict[str, Metric]]:
+        tokens, measured = self._tokens(batch, algorithm)
+        loss = algorithm.loss(tokens, totals)
+        metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
+        if algorithm.critic is not None:
+            value_loss = algorithm.critic.loss(tokens, totals)
+            loss = loss + value_loss
+            metrics["value_loss"] = Sum(value_loss.item())
+        if measured.auxiliary_loss is not None:
+            share = len(batch) / totals.sequences
+            metrics["aux_loss"] = Mean(measured.auxiliary_loss.item() * len(batch), len(batch))
+            loss = loss + self.policy.auxiliary_coefficient * share * measured.auxiliary_loss
+        metrics["loss"] = Sum(loss.item())
+        return loss, metrics | _difference(tokens)
+
+    def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
+        """The plain padded view of a micro-batch that every part of an algorithm sees."""
+        measured = self.policy.measure(batch, entropy=True)
+        device, shape = measured.logp.device, measured.logp.shape
+        spread = lambda values, fill=0.0: _spread(values, shape, device, fill)
+        completions = [row.completion for row in batch]
+        old = [completion.old_logp for completion in completions]
+        drawn = [completion.logprobs for completion in completions]
+        ref = [completion.ref_logp for completion in completions]
+        has_values = all(completion.values is not None for completion in completions)
+        tokens = TokenBatch(
+            logp=measured.logp,
+            old_logp=measured.logp.detach() if any(x is None for x in old) else spread(old),
+            advantages=_advantages(batch, shape, device),
+            mask=spread([row.counts for row in batch], False),
+            group=torch.tensor([row.group for row in batch], device=device),
+            sampler_logp=spread(drawn) if self.uses_sampler_logp and all(x is not None for x in drawn) else None,
+            ref_logp=None if any(x is None for x in ref) else spread(ref),
+            entropy=measured.entropy,
+            values=self.critic.values(measured, batch) if algorithm.critic is not None else None,
+            old_values=spread([completion.values for completion in completions]) if has_values else None,
+            returns=spread([row.returns for row in batch]) if batch[0].returns is not None else None,
+        )
+        return tokens, measured
+
+    def _update(self, metrics: dict[str, Metric], step: int) -> StepReport:
+        parameters = self.trainable()
+        self.world.sum_gradients(parameters)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norm = _grad_norm(parameters)
+        metrics |= {"grad_norm": Last(norm), "learning_rate": Last(self.scheduler.get_last_lr()[0])}
+        if not math.isfinite(norm) or not math.isfinite(metrics["loss"].value):
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.scaler is not None:
+                self.scaler.update()  # a scale that was too large is halved
+            said = f"step {step}: loss {metrics['loss'].value} and gradient norm {norm}; the update was left out."
+            return StepReport(step=step, metrics=metrics, events=(Event(kind="non_finite_step", said=said),))
+        if self.max_grad_norm and norm > self.max_grad_norm:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.max_grad_norm / (norm + 1e-6))
+        self.before_update()
+        self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
+        self.after_update()
+        if self.scaler is not None:
+            self.scaler.update()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepReport(step=step, metrics=metrics)
+
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """The policy's trainable parameters and the critic's."""
+        return self.policy.parameters() + self.critic.parameters()
+
+
+def refuse_many_bad_steps(bad_steps: int, limit: int) -> None:
+    """Raise NumericsError once `bad_steps` steps in a row were not finite."""
+    if bad_steps >= limit:
+        raise NumericsError(
+            f"{bad_steps} steps in a row had a loss or gradient that is not finite, so nothing is learnt any more; "
+            "lower learning_rate, or start from the last checkpoint."
+        )
+
+
+def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
+    """Denominators of the step, counted on the host: every process holds all rows, so all count the same."""
+    counts = [int(row.counts.sum()) for row in rows]
+    return Totals(
+        tokens=sum(counts),
+        sequences=len(rows),
+        nonempty_sequences=sum(count > 0 for count in counts),
+        prompts=len({row.group for row in rows}),
+        max_length=max_length,
+    )
+
+
+def _unscored_row(group: Group, index: int, completion: Completion) -> Row:
+    return Row(
+        prompt=group.prompt,
+        completion=completion,
+        group=index,
+        advantage=torch.zeros(()),
+        counts=completion.written,
+    )
+
+
+def _regroup(groups: Sequence[Group], completions: Sequence[Completion]) -> list[Group]:
+    remaining = iter(completions)
+    return [replace(group, completions=tuple(next(remaining) for _ in group.completions)) for group in groups]
+
+
+def _spread(values: Sequence[Any], shape: torch.Size, device: torch.device, fill: float | bool) -> Tensor:
+    """[N, T] from one tensor a row, `fill` beyond each end."""
+    out = torch.full(shape, fill, dtype=values[0].dtype)
+    for i, value in enumerate(values):
+        out[i, : value.shape[0]] = value
+    return out.to(device)
+
+
+def _advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Tensor:
+    """[N, 1], or [N, T] when the advantage is one a token."""
+    if batch[0].advantage.ndim == 0:
+        return torch.stack([row.advantage for row in batch]).unsqueeze(-1).to(device)
+    return _spread([row.advantage for row in batch], shape, device, 0.0)
+
+
+def _difference(tokens: TokenBatch) -> dict[str, Metric]:
+    """How far the sampler's log-probabilities are from the learner's: 0 when both are the same model in the same numbers."""
+    if tokens.sampler_logp is None:
+        return {}
+    known = tokens.mask & ~tokens.sampler_logp.isnan()
+    gap = (tokens.old_logp - tokens.sampler_logp.nan_to_num(0.0)).abs()
+    largest = gap[known].max().item() if bool(known.any()) else math.nan
+    return {
+        "sampling/sampling_logp_difference/mean": Mean.of(gap, known),
+        "sampling/sampling_logp_difference/max": Max(largest),
+    }
+
+
+def _grad_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0

@@ -1,0 +1,70 @@
+"""Log-probability and entropy of chosen tokens from hidden states, a chunk of tokens at a time.
+
+The `[tokens, V]` logits exist for one chunk only: the forward keeps the hidden states, and the backward computes each
+chunk's logits again. Peak memory does not depend on the vocabulary times the sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last layer of a causal LM: hidden states to logits, with what some models do after the product."""
+
+    project: Callable[[Tensor], Tensor]
+    """[M, D] -> [M, V], the output embedding (tied or not, adapters included)."""
+    multiply: float = 1.0
+    """`logit_scale` (Cohere) or `1 / logits_scaling` (Granite)."""
+    softcap: float | None = None
+    """`final_logit_softcapping` (Gemma): `cap * tanh(logits / cap)`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, D] -> [M, V] float32."""
+        logits = self.project(hidden).float()  # bf16 log-softmax is off by 1e-2 at large vocabularies
+        if self.multiply != 1.0:
+            logits = logits * self.multiply
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-probability of `targets` [M] and entropy [M] in nats (zeros unless asked for) of `logits / temperature` [M, V]."""
+    if temperature != 1.0:
+        logits = logits / temperature
+    log_normalizer = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
+    if not entropy:
+        return logp, torch.zeros_like(logp)
+    # H = log Z - E[logit]; softmax underflows to 0 where a logit is -inf, so mask before the product
+    probabilities = (logits - log_normalizer[:, None]).exp()
+    expected = (probabilities * logits.masked_fill(probabilities == 0, 0.0)).sum(-1)
+    return logp, log_normalizer - expected
+
+
+def score_tokens(
+    hidden: Tensor, targets: Tensor, head: Head, *, temperature: float = 1.0, entropy: bool = False, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Log-probability [M] and entropy [M] of the `targets` [M] that follow `hidden` [M, D].
+
+    Gradients flow to the hidden states and to the head. `entropy` is zeros when not asked for. `chunk` is the number
+    of tokens whose logits exist at a time: a memory knob that changes no value.
+    """
+
+    def one(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
+        return score_logits(head.logits(rows), row_targets, temperature, entropy)
+
+    pieces = [
+        checkpoint(one, rows, row_targets, use_reentrant=False) if torch.is_grad_enabled() else one(rows, row_targets)
+        for rows, row_targets in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    ]
+    if not pieces:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return empty, empty
+    logp, entropies = zip(*pieces, strict=True)
+    return torch.cat(logp), torch.cat(entropies)

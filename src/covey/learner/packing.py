@@ -1,0 +1,126 @@
+"""Completions to the rows of a forward pass, and rows to micro-batches. Nothing here changes a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.types import Completion, Group, Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One completion on its way through the learner, with the prompt it answers."""
+
+    prompt: Prompt
+    completion: Completion
+    group: int
+    """Which prompt of the step it answers."""
+    advantage: Tensor
+    """[] or [T_i]"""
+    counts: Tensor
+    """[T_i] bool, tokens that enter the loss: written by the model, and not masked as truncated."""
+    returns: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.token_ids) + self.completion.num_tokens
+
+
+def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Row]:
+    """Every completion of every group, groups in order. Groups need advantages.
+
+    `mask_truncated` takes completions that hit the length limit out of the loss (their rewards still count in the
+    group's baseline, and the rows in the sequence count).
+    """
+    rows = []
+    for index, group in enumerate(groups):
+        if group.advantages is None:
+            raise ValueError("rows_of needs groups with advantages; call the algorithm's advantage first.")
+        for g, completion in enumerate(group.completions):
+            counts = completion.written
+            if mask_truncated and completion.is_truncated:
+                counts = torch.zeros_like(counts)
+            advantage = group.advantages[g]
+            returns = None if group.returns is None else group.returns[g][: completion.num_tokens]
+            rows.append(
+                Row(
+                    prompt=group.prompt,
+                    completion=completion,
+                    group=index,
+                    advantage=advantage if advantage.ndim == 0 else advantage[: completion.num_tokens],
+                    counts=counts,
+                    returns=returns,
+                )
+            )
+    return rows
+
+
+def microbatches(rows: Sequence[Row], *, max_rows: int, max_tokens: int | None = None) -> list[list[Row]]:
+    """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` padded tokens (one row always fits).
+
+    Longest first: rows of like length share a batch, so little is padded, and the largest batch comes first, so that
+    a step that cannot fit in memory fails at once.
+    """
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: -row.num_tokens):
+        current = batches[-1] if batches else []
+        width = current[0].num_tokens if current else 0
+        is_full = len(current) >= max_rows or (max_tokens is not None and width * (len(current) + 1) > max_tokens)
+        if current and not is_full:
+            current.append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedRows:
+    """`[prompt | completion | padding]`, one row a completion."""
+
+    input_ids: Tensor
+    """[N, S]"""
+    attention_mask: Tensor
+    """[N, S]"""
+    source: Tensor
+    """[M], flat index into [N * S] of the position that predicts each completion token."""
+    target: Tensor
+    """[M], the completion tokens, row by row."""
+    place: Tensor
+    """[M], flat index into [N, T] of each completion token."""
+    shape: tuple[int, int]
+    """(N, T)"""
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_put((self.place,), values).view(self.shape)
+
+
+def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRows:
+    """Right-padded, so that positions count from 0 and causality alone keeps padding out of every real token."""
+    width = max(row.num_tokens for row in rows)
+    longest = max(row.completion.num_tokens for row in rows)
+    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    attention_mask = torch.zeros(len(rows), width, dtype=torch.long)
+    source, target, place = [], [], []
+    for i, row in enumerate(rows):
+        start, count = len(row.prompt.token_ids), row.completion.num_tokens
+        input_ids[i, :start] = torch.tensor(row.prompt.token_ids, dtype=torch.long)
+        input_ids[i, start : start + count] = row.completion.token_ids
+        attention_mask[i, : start + count] = 1
+        steps = torch.arange(count)
+        source.append(i * width + start - 1 + steps)
+        target.append(row.completion.token_ids)
+        place.append(i * longest + steps)
+    return PaddedRows(
+        input_ids=input_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        source=torch.cat(source).to(device),
+        target=torch.cat(target).to(device),
+        place=torch.cat(place).to(device),
+        shape=(len(rows), longest),
+    )

@@ -1,0 +1,143 @@
+"""The reference model: what the KL term measures the distance to, and how it follows the policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from covey.learner.packing import Row
+from covey.learner.policy import Measured, Policy
+
+
+class Reference(Protocol):
+    """A model that stands still unless its rule says otherwise."""
+
+    def measure(self, rows: Sequence[Row]) -> Measured | None:
+        """The reference's log-probabilities; None when there is no reference."""
+        ...
+
+    def mix(self, policy: Policy, alpha: float) -> None:
+        """`ref <- (1 - alpha) ref + alpha policy`: 0 keeps, 1 copies (TR-DPO, Gorbatovski et al. 2024, eq. 9)."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold: empty while the reference is still the model that training started from."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class NoReference:
+    """Nothing to compare with, nothing in memory."""
+
+    def measure(self, rows: Sequence[Row]) -> Measured | None:
+        return None
+
+    def mix(self, policy: Policy, alpha: float) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        return None
+
+
+@dataclass(eq=False)
+class FrozenCopy:
+    """A second copy of a model whose weights are all trained."""
+
+    policy: Policy
+    has_moved: bool = False
+
+    @staticmethod
+    def of(policy: Policy) -> FrozenCopy:
+        """A copy of the policy as it is now."""
+        model = copy.deepcopy(policy.model).eval().requires_grad_(False)
+        return FrozenCopy(replace(policy, model=model, auxiliary_coefficient=0.0))
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[Row]) -> Measured | None:
+        return self.policy.measure(rows)
+
+    @torch.no_grad()
+    def mix(self, policy: Policy, alpha: float) -> None:
+        if alpha == 0.0:
+            return
+        self.has_moved = True
+        for mine, theirs in zip(self.policy.model.parameters(), policy.model.parameters(), strict=True):
+            mine.lerp_(theirs.to(mine.dtype), alpha) if alpha < 1.0 else mine.copy_(theirs)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.policy.model.named_parameters()) if self.has_moved else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        _load(dict(self.policy.model.named_parameters()), state)
+        self.has_moved = bool(state)
+
+
+@dataclass(eq=False)
+class AdapterCopy:
+    """For PEFT: the base weights are shared, and only the adapter is kept twice.
+
+    At the start it is the adapter as it was given, so the KL is 0 at step 0 also for an adapter that was loaded. A
+    fresh LoRA adapter changes nothing, so there the reference is the base model, as with adapters off.
+    """
+
+    policy: Policy
+    kept: dict[str, Tensor]
+    has_moved: bool = False
+
+    @staticmethod
+    def of(policy: Policy) -> AdapterCopy:
+        return AdapterCopy(policy, {name: p.detach().clone() for name, p in _trainable(policy.model).items()})
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        now = _trainable(self.policy.model)
+        held = {name: parameter.data for name, parameter in now.items()}
+        was_training = self.policy.model.training
+        self.policy.model.eval()
+        for name, parameter in now.items():
+            parameter.data = self.kept[name]
+        try:
+            yield
+        finally:
+            for name, parameter in now.items():
+                parameter.data = held[name]
+            self.policy.model.train(was_training)
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[Row]) -> Measured | None:
+        with self._swapped():
+            return self.policy.measure(rows)
+
+    @torch.no_grad()
+    def mix(self, policy: Policy, alpha: float) -> None:
+        if alpha == 0.0:
+            return
+        self.has_moved = True
+        for name, parameter in _trainable(policy.model).items():
+            self.kept[name].lerp_(parameter.detach().to(self.kept[name].dtype), alpha)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.kept)  # always: a resumed adapter is no longer the one that training started from
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        _load(self.kept, state)
+
+
+def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def _load(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for name, value in state.items():
+        into[name].copy_(value)

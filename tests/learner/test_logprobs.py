@@ -1,0 +1,67 @@
+"""Log-probability and entropy by chunk: the dense numbers and gradients, without the dense memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from covey.learner.logprobs import Head, score_logits, score_tokens
+
+
+def dense(hidden, targets, head, temperature):
+    logp = torch.log_softmax(head.logits(hidden) / temperature, -1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_chunks_give_the_dense_values_and_gradients(chunk, temperature, softcap):
+    linear = nn.Linear(8, 50, bias=True).double()
+    head = Head(project=linear, multiply=1.5, softcap=softcap)
+    hidden = torch.randn(11, 8, dtype=torch.double, requires_grad=True)
+    targets = torch.randint(50, (11,))
+    weight = torch.randn(11)
+
+    def gradients(logp, entropy):
+        loss = (weight * logp).sum() + 0.3 * entropy.sum()
+        return torch.autograd.grad(loss, [hidden, linear.weight, linear.bias])
+
+    logp, entropy = score_tokens(hidden, targets, head, temperature=temperature, entropy=True, chunk=chunk)
+    want_logp, want_entropy = dense(hidden, targets, head, temperature)
+    torch.testing.assert_close(logp, want_logp, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy, want_entropy, rtol=1e-5, atol=1e-6)
+    for got, want in zip(gradients(logp, entropy), gradients(want_logp, want_entropy), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_no_logits_larger_than_a_chunk_ever_exist():
+    seen = []
+
+    class Watched(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.ndim >= 2 and tensor.shape[-1] == 997:
+                    seen.append(tensor.numel() // 997)
+            return out
+
+    linear = nn.Linear(4, 997, bias=False)
+    hidden = torch.randn(64, 4, requires_grad=True)
+    with Watched():
+        logp, entropy = score_tokens(hidden, torch.randint(997, (64,)), Head(linear), entropy=True, chunk=8)
+        (logp.sum() + entropy.sum()).backward()
+    assert seen
+    assert max(rows for rows in seen) <= 8
+
+
+def test_a_token_that_cannot_happen_leaves_the_entropy_finite():
+    logits = torch.tensor([[0.0, float("-inf"), 0.0]])
+    logp, entropy = score_logits(logits, torch.tensor([0]), 1.0, True)
+    assert logp.item() == pytest.approx(-0.6931472)
+    assert entropy.item() == pytest.approx(0.6931472)
+
+
+def test_no_tokens_give_no_values():
+    logp, entropy = score_tokens(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), Head(nn.Linear(4, 5)))
+    assert logp.shape == entropy.shape == (0,)
