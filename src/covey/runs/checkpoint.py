@@ -1,0 +1,266 @@
+"""Checkpoints that are whole or absent, verified, and never lost by saving the next one.
+
+A save writes to a staging folder, flushes it, seals it with a manifest of checksums, renames it to `checkpoint-N`,
+reads it back, and only then deletes old ones. Whatever moment a process is killed at, the newest `checkpoint-N`
+that verifies is complete. Only the main process saves and chooses; the others are told the path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from covey.errors import CheckpointError, StorageError
+from covey.runs import serial
+from covey.runs.seal import is_ours, problems, seal
+from covey.runs.storage import refusal, remove_tree, sync_folder
+
+STATE = "covey_state"
+_FINISHED = re.compile(r"checkpoint-(\d+)")
+_LEFTOVER = re.compile(r"checkpoint-(\d+)\.(tmp|old)-(\d+)-[0-9a-f]{8}")
+_SET_ASIDE = re.compile(r"checkpoint-(\d+)\.corrupt(-\d+)?")
+
+Resume = str | os.PathLike[str] | bool | None
+"""`"auto"`: the newest good checkpoint, or a fresh start. True: the newest good one. `"never"`, False, None: a fresh start.
+Else the path of a checkpoint or of a run folder."""
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    write: Callable[[Path], object],
+    state: Any,
+    *,
+    keep: int | None = None,
+    best: str | None = None,
+) -> Path:
+    """Save `checkpoint-<step>` and return its path; it has been read back and every byte found right.
+
+    `write(folder)` puts in the model, the tokenizer and whatever else other tools expect; `state` (a tree as in `serial`) goes
+    beside them. `keep` is `save_total_limit`: older checkpoints beyond that number are deleted, never `best` (a name or
+    path) and never before the new one is verified. Raises StorageError when the disk refuses: nothing is left behind then,
+    and the earlier checkpoints are as they were.
+    """
+    try:
+        staging = stage(run_dir, step)
+    except OSError as error:
+        raise (refusal(error, f"checkpoint-{step}", run_dir) or error) from error
+    try:
+        write(staging)
+        serial.write(state, staging / STATE)
+        path = commit(staging)
+    except BaseException as error:
+        remove_tree(staging)
+        refused = refusal(error, f"checkpoint-{step}", run_dir)
+        if refused is None:
+            raise
+        raise refused from error
+    prune(run_dir, keep, best=best, verified=path)
+    return path
+
+
+def stage(run_dir: Path, step: int) -> Path:
+    """A new empty folder to write `checkpoint-<step>` in; what killed saves left behind is cleared away first."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(run_dir)
+    staging = run_dir / f"checkpoint-{step}{_suffix('tmp')}"
+    staging.mkdir()
+    return staging
+
+
+def commit(staging: Path) -> Path:
+    """Make a staged folder the checkpoint: flush, seal, rename, flush the name, read back.
+
+    Raises StorageError when what is read back differs, OSError when the disk refuses.
+    """
+    run_dir, name = staging.parent, staging.name.partition(".")[0]
+    final = run_dir / name
+    seal(staging, int(name.removeprefix("checkpoint-")))
+    displaced = None
+    if final.exists():  # a folder cannot be renamed onto another; see clear_leftovers for a crash between the two
+        displaced = run_dir / f"{name}{_suffix('old') if is_ours(final) else _foreign_suffix(final)}"
+        os.rename(final, displaced)
+    os.rename(staging, final)
+    sync_folder(run_dir)
+    if wrong := problems(final):
+        _quarantine(final, wrong)
+        raise StorageError(f"{final} was written but reads back wrong ({'; '.join(wrong)}); check the disk.")
+    if displaced is not None and _LEFTOVER.fullmatch(displaced.name):
+        remove_tree(displaced)
+    return final
+
+
+def load_state(checkpoint: Path) -> Any:
+    """The state tree of a checkpoint, tensors on the CPU. Raises CheckpointError when it is missing or damaged."""
+    return serial.read(checkpoint / STATE)
+
+
+def resolve(resume: Resume, run_dir: Path) -> Path | None:
+    """The checkpoint to continue from, verified; None: start afresh.
+
+    Raises CheckpointError (exit code 4) rather than starting again from step 0 when checkpoints exist but none is good.
+    """
+    if resume is None or resume is False or resume == "never":
+        return None
+    if resume == "auto":
+        return latest(run_dir)
+    if resume is True:
+        found = latest(run_dir)
+        if found is None:
+            raise CheckpointError(
+                f"There is no checkpoint in {run_dir} to resume from; resume 'auto' starts afresh then."
+            )
+        return found
+    return _named(Path(resume))
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest checkpoint of which every byte is right; None when none was ever saved.
+
+    A damaged one is renamed `checkpoint-N.corrupt`, with a warning that names the file, and the one before is tried.
+    Raises CheckpointError when none is left.
+    """
+    clear_leftovers(run_dir)
+    foreign = []
+    for path in reversed(checkpoints(run_dir)):
+        if not is_ours(path):
+            foreign.append(path.name)
+            continue
+        if wrong := problems(path):
+            _quarantine(path, wrong)
+            continue
+        if foreign:
+            warnings.warn(
+                f"{', '.join(foreign)} in {run_dir} are not Covey's; resuming from {path.name}.", stacklevel=2
+            )
+        return path
+    if foreign:
+        raise CheckpointError(
+            f"{run_dir} holds {', '.join(foreign[:3])}, which Covey did not write, so training cannot resume exactly; "
+            f"start from those weights with model={str(run_dir / foreign[0])!r} and resume 'never'."
+        )
+    if any(_SET_ASIDE.fullmatch(path.name) for path in _folders(run_dir)):
+        raise CheckpointError(
+            f"Every checkpoint in {run_dir} is damaged (see the folders ending in .corrupt); "
+            "restore one from a copy, or start again with resume 'never'."
+        )
+    return None
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Every `checkpoint-N` of a run, oldest step first, unverified."""
+    named = [(int(match[1]), path) for path in _folders(run_dir) if (match := _FINISHED.fullmatch(path.name))]
+    return [path for _, path in sorted(named)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The N of `checkpoint-N`."""
+    match = _FINISHED.fullmatch(checkpoint.name)
+    if match is None:
+        raise CheckpointError(f"{checkpoint} is not named checkpoint-<step>; give the folder its name back.")
+    return int(match[1])
+
+
+def prune(run_dir: Path, keep: int | None, *, best: str | None = None, verified: Path | None = None) -> list[Path]:
+    """Delete the oldest checkpoints beyond `keep` (None or 0: keep all) and return them.
+
+    Never deleted: `best`, the newest one that verifies (`verified`, when the caller has just checked it), anything newer, and
+    whatever Covey did not write. With none that verifies nothing is deleted. A delete that fails is a warning.
+    """
+    ours = [path for path in checkpoints(run_dir) if is_ours(path) and not path.is_symlink()]
+    if not keep or keep < 0 or len(ours) <= keep:
+        return []
+    verified = verified or next((path for path in reversed(ours) if not problems(path)), None)
+    if verified is None:
+        return []
+    ours = [path for path in ours if step_of(path) <= step_of(verified)]
+    safe = {verified.name} | ({Path(best).name} if best else set())
+    excess = max(0, len(ours) - max(keep, sum(path.name in safe for path in ours)))
+    return [path for path in [path for path in ours if path.name not in safe][:excess] if _delete(path)]
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what killed processes left, by our own temporary names only; a checkpoint caught in mid-swap comes back."""
+    for path in _folders(run_dir):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or _is_other_living_process(int(match[3])):
+            continue
+        final = run_dir / f"checkpoint-{match[1]}"
+        if match[2] == "old" and not final.exists():
+            os.rename(path, final)
+        else:
+            remove_tree(path)
+
+
+def _named(path: Path) -> Path:
+    """The checkpoint at a path that the user gave: a checkpoint, or a run folder."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist; give the path of a checkpoint or of a run folder.")
+    if not is_ours(path):
+        if not checkpoints(path):
+            raise CheckpointError(
+                f"{path} holds no checkpoint that Covey wrote; to start from its weights give it as the model instead."
+            )
+        found = latest(path)
+        assert found is not None  # it has checkpoints, so latest() returns one or raises
+        return found
+    if wrong := problems(path):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(wrong)}. Resume from another checkpoint, or with 'auto'.")
+    return path
+
+
+def _quarantine(path: Path, wrong: list[str]) -> None:
+    """Rename a bad checkpoint so that nothing takes it for a good one; it is never deleted."""
+    numbers: Iterator[str] = ("" if n == 1 else f"-{n}" for n in range(1, 10_000))
+    target = next(t for n in numbers if not (t := path.with_name(f"{path.name}.corrupt{n}")).exists())
+    try:
+        os.rename(path, target)
+        fate = f"It is now {target.name}"
+    except OSError as error:
+        fate = f"It could not be renamed ({error.strerror})"
+    warnings.warn(f"{path} is damaged: {'; '.join(wrong)}. {fate}; the one before is tried.", stacklevel=3)
+
+
+def _delete(path: Path) -> bool:
+    """Rename first, so that a kill in the middle of deleting never leaves half a checkpoint under a good name."""
+    doomed = path.with_name(f"{path.name}{_suffix('tmp')}")
+    try:
+        os.rename(path, doomed)
+    except OSError as error:
+        warnings.warn(
+            f"The old checkpoint {path} could not be deleted ({error.strerror}); training goes on.", stacklevel=3
+        )
+        return False
+    remove_tree(doomed)
+    return True
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    return [path for path in run_dir.iterdir() if path.is_dir()] if run_dir.is_dir() else []
+
+
+def _suffix(kind: Literal["tmp", "old"]) -> str:
+    return f".{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _foreign_suffix(path: Path) -> str:
+    """For a folder that Covey did not write but whose name is needed: it is kept."""
+    warnings.warn(f"{path} was not written by Covey; it is kept with .foreign in its name.", stacklevel=4)
+    return f".foreign-{uuid.uuid4().hex[:8]}"
+
+
+def _is_other_living_process(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
