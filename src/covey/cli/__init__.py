@@ -1,0 +1,66 @@
+"""The command line: `covey VERB ...`. A verb is one small file, imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from covey import __version__
+from covey.cli import output
+from covey.cli.help import verbs_help
+from covey.errors import ConfigError, CoveyError, did_you_mean
+
+VERBS = {
+    "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
+    "train": "post-train a model on your data with your rewards",
+    "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
+    "chat": "talk to a model, an adapter or a checkpoint in the terminal",
+    "env": "versions and devices, for a bug report",
+}
+"""Each is `covey.cli.<name>` with a `verb` in it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb. Returns the exit code: 0 done, 1 unexpected, 2 wrong input, 130 interrupted, others by kind of error.
+
+    The result goes to stdout, all else to stderr.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    is_debug = "--debug" in words
+    sys.excepthook = sys.__excepthook__ if is_debug else _say_briefly
+    try:
+        return _run(words)
+    except CoveyError as error:
+        if is_debug:
+            raise
+        output.say(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        output.say("Interrupted.")
+        return 130
+    except BrokenPipeError:  # the reader of stdout has gone, as in `covey env | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(words: list[str]) -> int:
+    name = words[0] if words else "--help"
+    if name in ("--help", "-h", "help"):
+        output.result(verbs_help(VERBS, __version__))
+        return 0 if words else 2
+    if name == "--version":
+        output.result(__version__)
+        return 0
+    if name not in VERBS:
+        raise ConfigError(f"covey has no verb {name!r}.{did_you_mean(name, VERBS)} It has {', '.join(VERBS)}.")
+    output.start_logging()
+    return int(importlib.import_module(f"covey.cli.{name}").verb(words[1:]))
+
+
+def _say_briefly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    output.say(
+        f"unexpected {kind.__name__}: {error}\nThis is a bug in Covey or in code that it called; --debug shows where."
+    )

@@ -1,0 +1,24 @@
+"""`--columns answer=solution`: columns of a data set under the names that rewards expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from covey.errors import ConfigError
+
+
+def column_map(pairs: Sequence[str] | None) -> dict[str, str]:
+    """New name to old, from `new=old` words; empty for none.
+
+    >>> column_map(["answer=solution"])
+    {'answer': 'solution'}
+    """
+    found: dict[str, str] = {}
+    for pair in pairs or ():
+        new, separator, old = pair.partition("=")
+        if not separator or not new or not old:
+            raise ConfigError(f"--columns {pair}: write new=old, such as --columns answer=solution.")
+        if new in found:
+            raise ConfigError(f"--columns names {new!r} twice, as {found[new]} and as {old}; keep one.")
+        found[new] = old
+    return found

@@ -1,0 +1,90 @@
+"""`covey env`: versions and devices for a bug report, without importing any of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Any
+
+from covey import __version__
+from covey.cli import output
+from covey.cli.verb import JSON, Given, Verb
+
+_PACKAGES = (
+    "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "peft",
+    "jsonargparse", "rich", "math-verify", "triton", "vllm", "bitsandbytes", "tensorboard", "wandb", "trackio", "mlflow",
+)  # fmt: skip
+_PREFIXES = ("COVEY_", "HF_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "ACCELERATE_", "OMP_", "TOKENIZERS_")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+def facts() -> dict[str, Any]:
+    """What this machine has, secrets masked."""
+    return {
+        "covey": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "memory_gib": _memory(),
+        "gpus": _gpus(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "environment": {name: _masked(name) for name in sorted(os.environ) if name.startswith(_PREFIXES)},
+    }
+
+
+def run(given: Given) -> None:
+    found = facts()
+    if given.get("json"):
+        output.result_json(found)
+        return
+    for name, value in found.items():
+        if isinstance(value, dict):
+            output.result(f"{name}:" if value else f"{name}: none")
+            for key, item in value.items():
+                output.result(f"  {key:<16} {item}")
+        else:
+            output.result(f"{name:<18} {', '.join(value) or 'none' if isinstance(value, list) else value}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _masked(name: str) -> str:
+    if any(part.endswith(_SECRET) for part in name.split("_")):
+        return "(set)"
+    return re.sub(r"//[^/@]*@", "//(hidden)@", os.environ[name])  # a user and password in an address
+
+
+def _memory() -> float | None:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def _gpus() -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+    except subprocess.TimeoutExpired:
+        return ["nvidia-smi does not answer"]
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+verb = Verb(
+    name="env",
+    usage="[--json]",
+    sentence="Versions and devices, for a bug report. Values of secrets are not shown.",
+    flags=lambda: (JSON,),
+    run=run,
+)

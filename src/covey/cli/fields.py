@@ -1,0 +1,94 @@
+"""The options of GRPOConfig as flags, read from its source text: help is shown without importing torch or transformers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import covey
+from covey import options
+from covey.cli.flags import Flag
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a dataclass as its source shows it."""
+
+    name: str
+    annotation: str
+    default: str
+    doc: str
+    """The text under the field."""
+
+
+def config_flags(common: Collection[str]) -> list[Flag]:
+    """A flag for every option that Covey honours, in the order of the groups; `common` ones are shown by `--help`."""
+    found = {field.name: field for field in fields_in(_inherited_source(), "TrainingArguments")}
+    found |= {field.name: field for field in fields_in(_own_source(), "GRPOConfig")}
+    flags = []
+    for group, names in options.GROUPS.items():
+        for name in names:
+            field = found.get(name)
+            if field is None:
+                continue  # a field that only newer transformers have
+            flags.append(
+                Flag(
+                    name=name,
+                    help=options.INHERITED_HELP.get(name) or field.doc,
+                    type=field.annotation,
+                    default=field.default,
+                    group=group,
+                    is_common=name in common,
+                )
+            )
+    return flags
+
+
+def other_flags() -> list[Flag]:
+    """Options that are known but refused or without effect: accepted here, so that their own sentence is said."""
+    found = {field.name: field for field in fields_in(_inherited_source(), "TrainingArguments")}
+    found |= {field.name: field for field in fields_in(_own_source(), "GRPOConfig")}
+    return [
+        Flag(name=name, help="", type=field.annotation, default=field.default, is_common=False)
+        for name, field in found.items()
+        if name not in options.HONOURED
+    ]
+
+
+def fields_in(source: Path, class_name: str) -> list[Field]:
+    """The annotated fields of a class in a Python file, without running it."""
+    tree = ast.parse(source.read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    fields = []
+    for i, node in enumerate(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            after = body[i + 1] if i + 1 < len(body) else None
+            fields.append(Field(node.target.id, ast.unparse(node.annotation), _default(node.value), _text(after)))
+    return fields
+
+
+def _default(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Call):
+        chosen: Any = next((k.value for k in node.keywords if k.arg in ("default", "default_factory")), None)
+        return _default(chosen)
+    return "" if node is None or isinstance(node, ast.Name) else ast.unparse(node).strip("'")
+
+
+def _text(node: ast.stmt | None) -> str:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return str(node.value.value) if is_text else ""  # type: ignore[union-attr]
+
+
+def _own_source() -> Path:
+    return Path(str(covey.__file__)).parent / "config.py"
+
+
+def _inherited_source() -> Path:
+    spec = importlib.util.find_spec("transformers")  # finds it without importing it
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "training_args.py"

@@ -1,0 +1,198 @@
+"""Flags of a verb: declared, read from the command line and a YAML file, and turned into typed values.
+
+Nothing heavy is imported before every name is known to be right, so a typo is answered at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, did_you_mean
+
+_NUMBER = re.compile(r"-\.?\d")
+_YES_NO = frozenset({"true", "false", "yes", "no", "on", "off", "null", "none"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One option of a verb. `--max-steps 10`, `--max_steps=10` and `max_steps: 10` in YAML are the same."""
+
+    name: str
+    """With underscores."""
+    help: str
+    """One sentence."""
+    type: Any = str
+    """What the value becomes: a type, or an annotation as text where the type is known later."""
+    default: Any = None
+    """As help shows it."""
+    group: str = "options"
+    is_common: bool = True
+    """Shown by `--help`; the others by `--help-all`."""
+
+    @property
+    def kind(self) -> str:
+        """The type as text."""
+        return self.type if isinstance(self.type, str) else getattr(self.type, "__name__", str(self.type))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the bare flag means yes."""
+        return self.kind.startswith("bool")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether several values may follow."""
+        return "list[" in str(self.type)
+
+    @property
+    def spelled(self) -> str:
+        """As one types it."""
+        return "--" + self.name.replace("_", "-")
+
+
+NO_HINTS: Mapping[str, str] = {}
+
+
+def read_flags(
+    arguments: Sequence[str],
+    flags: Iterable[Flag],
+    positional: Sequence[str] = (),
+    hints: Mapping[str, str] = NO_HINTS,
+) -> dict[str, Any]:
+    """What was given, by name, as text (a list of texts for list flags, True or False for bare switches).
+
+    `positional` names what stands without a flag, in order. Raises ConfigError for an unknown flag, with its sentence in
+    `hints` or the nearest name.
+    """
+    known = {flag.name: flag for flag in flags}
+    given: dict[str, Any] = {}
+    free = list(positional)
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("-") and word != "-" and not _NUMBER.match(word):
+            _take_flag(word, rest, known, given, hints)
+        elif free:
+            given[free.pop(0)] = word
+        else:
+            raise ConfigError(f"{word!r} follows no flag; every value needs one, such as --output-dir {word}.")
+    return given
+
+
+def _take_flag(
+    word: str, rest: list[str], known: Mapping[str, Flag], given: dict[str, Any], hints: Mapping[str, str]
+) -> None:
+    spelled, is_assigned, assigned = word.partition("=")
+    name = spelled.lstrip("-").replace("-", "_")
+    negated = name.removeprefix("no_")
+    if name not in known and negated in known and known[negated].is_switch and not is_assigned:
+        given[negated] = False
+        return
+    if not spelled.startswith("--") or name not in known:
+        hint = f" {hints[name]}" if name in hints else _near_flag(name, known)
+        raise ConfigError(f"{spelled} is not an option here.{hint}")
+    flag = known[name]
+    if flag.is_list:
+        values = [assigned] if is_assigned else _following(rest)
+        if not values:
+            raise ConfigError(f"{flag.spelled} needs a value.")
+        given[name] = [*given.get(name, []), *values]
+    elif is_assigned:
+        given[name] = assigned
+    elif flag.is_switch:
+        given[name] = rest.pop(0) if rest and rest[0].lower() in _YES_NO else True
+    elif rest and not _is_flag(rest[0]):
+        given[name] = rest.pop(0)
+    else:
+        raise ConfigError(f"{flag.spelled} needs a value.")
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") or (word.startswith("-") and len(word) == 2 and not _NUMBER.match(word))
+
+
+def _following(rest: list[str]) -> list[str]:
+    values = []
+    while rest and not _is_flag(rest[0]):
+        values.append(rest.pop(0))
+    return values
+
+
+def _near_flag(name: str, known: Mapping[str, Flag]) -> str:
+    spellings = {other: flag.spelled for other, flag in known.items()}
+    near = did_you_mean(name, spellings)
+    for other, spelled in spellings.items():
+        if near == f" Did you mean {other}?":
+            return f" Did you mean {spelled}?"
+    return " --help-all shows every option."
+
+
+def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] = NO_HINTS) -> dict[str, Any]:
+    """Options from a YAML file, by name. Raises ConfigError naming the file, the key and the nearest name."""
+    import yaml
+
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where is not None else ""
+        raise ConfigError(f"{path}{line} is not YAML: {getattr(error, 'problem', None) or error}.") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}; it must hold options, one `name: value` a line.")
+    known = {flag.name for flag in flags}
+    assert isinstance(node, yaml.MappingNode)  # it became a dict
+    written = [str(key.value).replace("-", "_") for key, _ in node.value]
+    for name in written:
+        if name not in known:
+            hint = f" {hints[name]}" if name in hints else did_you_mean(name, known)
+            raise ConfigError(f"{path}: {name} is not an option here.{hint}")
+        if written.count(name) > 1:
+            raise ConfigError(f"{path}: {name} is there twice; keep one.")
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
+
+
+def typed(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options with values of their types. Raises ConfigError for a value that is not of its type."""
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument(f"--{name}", type=types[name])
+        try:
+            values[name] = parser.parse_object({name: _unlisted(value)}, defaults=False)[name]
+        except ArgumentError as error:
+            shown = value if isinstance(value, str) else repr(value)
+            raise ConfigError(f"{name}={shown} cannot be read as {describe(types[name])}.") from error
+    return values
+
+
+def _unlisted(value: Any) -> Any:
+    """`--reward-weights "[1, 0.1]"` is one text that holds the whole list."""
+    if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
+        import yaml
+
+        return yaml.safe_load(str(value[0]))
+    return value
+
+
+def describe(kind: Any) -> str:
+    """A type in words: `int | None` is "a whole number or null"."""
+    text = (
+        kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
+    )
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+    parts = [part.strip() for part in text.replace("typing.", "").split("|")]
+    said = [words.get(part, "a list" if "list" in part else "a mapping" if "dict" in part else part) for part in parts]
+    return " or ".join(dict.fromkeys(said))

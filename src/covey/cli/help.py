@@ -1,0 +1,60 @@
+"""Help by groups: what one needs first, the rest behind `--help-all`."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from covey.cli.flags import Flag
+
+_SHOWN_TYPES = {"int": "N", "float": "X", "bool": "", "str": "TEXT"}
+
+
+def verbs_help(verbs: Mapping[str, str], version: str) -> str:
+    """The page of `covey --help`."""
+    lines = [f"covey {version}: post-train language models with GRPO and its family.", "", "usage: covey VERB ...", ""]
+    lines += [f"  {name:<8}{sentence}" for name, sentence in verbs.items()]
+    lines += ["", "covey VERB --help shows the options of a verb; --debug adds tracebacks to errors."]
+    return "\n".join(lines)
+
+
+def flags_help(usage: str, sentence: str, examples: Iterable[str], flags: Iterable[Flag], *, is_all: bool) -> str:
+    """The page of `covey VERB --help`, or of `--help-all`."""
+    flags = list(flags)
+    shown = [flag for flag in flags if flag.is_common or is_all]
+    lines = [f"usage: {usage}", "", sentence]
+    lines += [f"  $ {example}" for example in examples]
+    groups = dict.fromkeys(flag.group for flag in shown)
+    for group in groups:
+        lines += ["", f"{group}:"]
+        for flag in shown:
+            if flag.group == group:
+                lines += _entry(flag)
+    hidden = len(flags) - len(shown)
+    if hidden:
+        lines += ["", f"{hidden} more options: --help-all. In a YAML file (--config) names have underscores."]
+    return "\n".join(lines)
+
+
+def _entry(flag: Flag) -> list[str]:
+    width = min(shutil.get_terminal_size((110, 24)).columns, 120)
+    head = f"  {flag.spelled} {_placeholder(flag)}".rstrip()
+    default = "" if flag.default in (None, "None", "", False, "False") else f" [{flag.default}]"
+    body = textwrap.wrap(flag.help + default, max(width - 36, 30)) or [""]
+    if len(head) < 36:
+        return [f"{head:<36}{body[0]}", *(" " * 36 + line for line in body[1:])]
+    return [head, *(" " * 36 + line for line in body)]
+
+
+def _placeholder(flag: Flag) -> str:
+    first = flag.kind.split("|")[0].strip()
+    if first == "None" and "|" in flag.kind:
+        first = flag.kind.split("|")[1].strip()
+    if flag.is_list:
+        return "VALUE ..."
+    if first.startswith("dict"):
+        return "JSON"
+    if flag.is_switch and str(flag.default) == "True":
+        return "[true|false]"
+    return _SHOWN_TYPES.get(first, "VALUE")

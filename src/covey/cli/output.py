@@ -1,0 +1,51 @@
+"""Where the command line writes: the result to stdout, everything else to stderr, and nothing that controls a terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from typing import Any
+
+# C0 without tab and newline, DEL, C1, and the characters that change the direction of text
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f]")
+
+
+def result(text: str) -> None:
+    """What the user asked for."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def result_json(value: Any) -> None:
+    """What the user asked for, as one JSON object on one line."""
+    result(json.dumps(value, default=str, allow_nan=False))
+
+
+def say(text: str) -> None:
+    """What the user should know meanwhile."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def clean(text: str) -> str:
+    """Text of a model or a data set without control characters, so that it cannot steer the terminal."""
+    return _CONTROL.sub("", text)
+
+
+class LogToStderr(logging.Handler):
+    """Log records as lines of words: `warning: ...`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno == logging.INFO else record.levelname.lower() + ": "
+        say(prefix + record.getMessage())
+
+
+def start_logging() -> None:
+    """Show Covey's own log on stderr."""
+    logger = logging.getLogger("covey")
+    if not any(isinstance(handler, LogToStderr) for handler in logger.handlers):
+        logger.addHandler(LogToStderr())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

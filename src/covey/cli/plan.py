@@ -1,0 +1,112 @@
+"""What a run would do, without doing it: its options, its batch arithmetic in words, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from covey import options
+from covey.cli import output
+from covey.cli.verb import Given
+from covey.config import GRPOConfig, batch_arithmetic
+from covey.errors import ModelError
+from covey.learner.memory import Memory, Shape, estimate
+
+_CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is not loaded for an estimate
+
+
+def show(config: GRPOConfig, given: Given, wanted: Mapping[str, Any], dataset: Any) -> None:
+    """Print the plan: as JSON on stdout with `--json`, else as text."""
+    counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
+    prompt_tokens = longest_prompt(dataset) // _CHARACTERS_A_TOKEN
+    memory = memory_of(config, given, counts.prompts_per_generation, prompt_tokens)
+    if given.get("json"):
+        plan = {
+            "config": resolved(config),
+            "arithmetic": {**vars(counts), "in_words": counts.in_words()},
+            "memory": {**vars(memory), "peak": memory.peak},
+        }
+        output.result_json(plan)
+        return
+    defaults = options.defaults_of(GRPOConfig)
+    output.result("options that you set (default):")
+    for name in wanted:
+        output.result(f"  {name}: {_plain(getattr(config, name))} ({_plain(defaults[name])})")
+    output.result("\nbatch arithmetic:\n" + _indented(counts.in_words()))
+    output.result(
+        f"\nmemory on each device, for prompts of up to {prompt_tokens} tokens:\n" + _indented(memory.in_words())
+    )
+    output.say("\nNothing was trained; leave --dry-run out to start. --print-config shows every option.")
+
+
+def resolved(config: GRPOConfig) -> dict[str, Any]:
+    """Every option that acts, as plain values."""
+    return {name: _plain(value) for name, value in vars(config).items() if name in options.HONOURED}
+
+
+def as_yaml(config: GRPOConfig, own: Mapping[str, Any]) -> str:
+    """Every option as YAML that `--config` reads, those of the verb first."""
+    import yaml
+
+    kept = {name: value for name, value in own.items() if name not in ("print_config", "config", "json")}
+    return yaml.safe_dump({**kept, **resolved(config)}, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int) -> Memory:
+    """The estimate for a model by name, from its configuration alone."""
+    init = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
+    shape = Shape.of(model_config(given["model"], config.trust_remote_code))
+    weight_bytes = (
+        2 if str(init.get("dtype", "float32")).removeprefix("torch.") in ("bfloat16", "float16", "half") else 4
+    )
+    return estimate(
+        shape,
+        weight_bytes=weight_bytes,
+        compute_bytes=2 if config.bf16 or config.fp16 else weight_bytes,
+        optimizer=str(getattr(config.optim, "value", config.optim)),
+        rows=config.per_device_train_batch_size,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=config.max_completion_length,
+        max_tokens=config.max_tokens_per_microbatch,
+        logits_chunk=config.logits_chunk_tokens,
+        is_checkpointed=bool(config.gradient_checkpointing),
+        has_reference=config.beta > 0,
+        adapter_rank=given.get("lora_r"),
+        prompts=-(-prompts // config.world_size),
+        group=config.num_generations,
+    )
+
+
+def model_config(model: str, trust_remote_code: bool) -> Any:
+    """The configuration of a model by name, without its weights. Raises ModelError when there is none."""
+    from transformers import AutoConfig
+
+    from covey.models import resolve_source
+
+    try:
+        return AutoConfig.from_pretrained(resolve_source(model), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{model} has no configuration that transformers reads: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def longest_prompt(dataset: Any, rows: int = 1000) -> int:
+    """Characters of the longest of the first prompts."""
+    taken = dataset.select(range(min(rows, len(dataset)))) if hasattr(dataset, "select") else dataset.take(rows)
+    return max((_characters(row["prompt"]) for row in taken), default=0)
+
+
+def _characters(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(str(message.get("content") or "")) for message in prompt)
+
+
+def _plain(value: Any) -> Any:
+    value = getattr(value, "value", value)
+    return value if isinstance(value, bool | int | float | str | list | dict | None) else str(value)
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())

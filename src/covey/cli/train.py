@@ -1,0 +1,233 @@
+"""`covey train`: post-train a model on your data with your rewards."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from covey import options
+from covey.cli import output
+from covey.cli.columns import column_map
+from covey.cli.fields import config_flags, other_flags
+from covey.cli.flags import Flag
+from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.errors import ConfigError
+
+_COMMON = frozenset(
+    {
+        "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "num_generations", "max_completion_length", "temperature", "learning_rate", "lr_scheduler_type", "algorithm",
+        "loss_type", "beta", "epsilon", "epsilon_high", "scale_rewards", "reward_weights", "eval_strategy", "eval_steps",
+        "early_stopping_patience", "save_steps", "save_total_limit", "logging_steps", "report_to", "log_completions",
+        "bf16", "gradient_checkpointing", "use_cpu", "seed",
+    }
+)  # fmt: skip
+"""Options of GRPOConfig that `covey train --help` shows."""
+
+_WHAT = (
+    Flag(name="model", help="Model to train: a folder, a hub id, or demo for the one that ships with Covey.", group="what"),
+    Flag(name="dataset", help="Prompts: a JSONL, CSV or Parquet file, a folder, a hub id, or demo; PATH:SPLIT picks a split.", group="what"),
+    Flag(name="reward", help="Reward by name, or your own as file.py:function or package.module:function; several may be given.", type=list[str], group="what"),
+    Flag(name="eval_dataset", help="Held-out prompts, like --dataset; evaluated at the end, and as --eval-strategy says.", group="what"),
+    CONFIG,
+    Flag(name="resume", help="auto: go on where this run stopped, or start; never: start; or the path of a checkpoint.", default="never", group="run"),
+    Flag(name="dry_run", help="Show the options, the batch arithmetic and an estimate of memory, and stop.", type=bool, group="run"),
+    Flag(name="print_config", help="Print every option as YAML that --config reads, and stop.", type=bool, group="run"),
+    Flag(name="prompt_column", help="Column that holds the prompt: text or chat messages.", default="prompt", group="data"),
+    Flag(name="answer_column", help="Column that rewards receive as `answer`.", group="data"),
+    Flag(name="columns", help="Columns under new names, as new=old.", type=list[str], group="data"),
+    Flag(name="system_prompt", help="System message before every prompt, which then becomes a chat.", group="data"),
+    Flag(name="dataset_config", help="Configuration of a hub data set that has several.", group="data", is_common=False),
+    Flag(name="streaming", help="Read the data set as it is needed; needs --max-steps.", type=bool, group="data", is_common=False),
+    Flag(name="max_prompts", help="Use the first N prompts only.", type=int, group="data"),
+    Flag(name="max_eval_prompts", help="Evaluate on the first N held-out prompts only.", type=int, group="data"),
+    Flag(name="dtype", help="Type that the weights are loaded in: float32, bfloat16, auto, ...", default="float32", group="model"),
+    Flag(name="lora_r", help="Train a LoRA adapter of this rank instead of all weights.", type=int, group="adapter"),
+    Flag(name="lora_alpha", help="Scale of the adapter; unset: twice its rank.", type=float, group="adapter"),
+    Flag(name="lora_dropout", help="Dropout of the adapter.", type=float, default=0.0, group="adapter", is_common=False),
+    Flag(name="lora_target_modules", help="Layers that get an adapter.", type=list[str], default="all-linear", group="adapter", is_common=False),
+    JSON,
+)  # fmt: skip
+
+_HINTS = {
+    **options.RENAMED,
+    "model_name_or_path": "Use model.",
+    "dataset_name": "Use dataset.",
+    "dataset_path": "Use dataset.",
+    "reward_funcs": "Use reward.",
+    "reward_model_name_or_path": "Use reward.",
+    "use_peft": "Set lora_r, such as 16.",
+}
+
+
+@functools.cache
+def flags() -> tuple[Flag, ...]:
+    return (*_WHAT, *config_flags(_COMMON))
+
+
+def config_types() -> Mapping[str, Any]:
+    """Types of the flags that are GRPOConfig's."""
+    from covey.config import GRPOConfig
+
+    return get_type_hints(GRPOConfig)
+
+
+def run(given: Given) -> int:
+    own = {flag.name for flag in _WHAT}
+    wanted = {name: value for name, value in given.items() if name not in own}
+    wanted.setdefault("output_dir", _next_run())
+    if given.get("dtype"):
+        wanted["model_init_kwargs"] = {**(wanted.get("model_init_kwargs") or {}), "dtype": given["dtype"]}
+    from covey.config import GRPOConfig
+
+    config = GRPOConfig(**wanted)
+    if given.get("print_config"):
+        from covey.cli.plan import as_yaml
+
+        output.result(as_yaml(config, {name: value for name, value in given.items() if name in own}))
+        return 0
+    for name in ("model", "dataset", "reward"):
+        if not given.get(name):
+            raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
+    rewards = _rewards(given["reward"])
+    dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
+    if given.get("dry_run"):
+        from covey.cli.plan import show
+
+        show(config, given, wanted, dataset)
+        return 0
+    held_out = given.get("eval_dataset")
+    eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
+    return _train(config, given, rewards, dataset, eval_dataset)
+
+
+def _train(config: Any, given: Given, rewards: list[Any], dataset: Any, eval_dataset: Any) -> int:
+    from covey.trainer import GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model=given["model"],
+        reward_funcs=rewards,
+        args=config,
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
+        peft_config=adapter(given),
+    )
+    output.say(f"run: {config.output_dir}")
+    trained = trainer.train(resume_from_checkpoint=given.get("resume", "never"))
+    if trainer.stopped_by:
+        output.say(
+            f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {resume_command(sys.argv, config.output_dir)}"
+        )
+        return 130 if trainer.stopped_by == "SIGINT" else 75
+    trainer.save_model()
+    metrics = {**_last(trainer.state.log_history), **trained.metrics}
+    if eval_dataset is not None and getattr(config.eval_strategy, "value", config.eval_strategy) == "no":
+        metrics |= trainer.evaluate()
+    _report(config, given, trained.global_step, metrics)
+    return 0
+
+
+def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any]) -> None:
+    if given.get("json"):
+        output.result_json(
+            {"run": config.output_dir, "steps": steps, "seconds": metrics["train_runtime"], "metrics": metrics}
+        )
+        return
+    output.result(f"trained {steps} steps in {metrics['train_runtime']:.0f} s: {config.output_dir}")
+    for name in ("reward", "kl", "entropy", "completions/mean_length", "eval_reward"):
+        if isinstance(metrics.get(name), float):
+            output.result(f"  {name:<24}{metrics[name]:.4g}")
+    output.say(f"talk to it: covey chat {config.output_dir}")
+
+
+def _last(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The newest value of each metric."""
+    newest: dict[str, Any] = {}
+    for entry in history:
+        newest |= entry
+    newest.pop("step", None)
+    return newest
+
+
+def resume_command(words: Sequence[str], run: str) -> str:
+    """The command line that goes on with a run, from the one that started it."""
+    import shlex
+
+    kept = [
+        word for i, word in enumerate(words[1:], 1) if not word.startswith("--resume") and words[i - 1] != "--resume"
+    ]
+    named = any(word.startswith(("--output-dir", "--output_dir")) for word in kept)
+    return shlex.join(["covey", *kept, *([] if named else ["--output-dir", run]), "--resume", "auto"])
+
+
+def load_prompts(named: str, given: Given, limit: int | None) -> Any:
+    """The data set that a flag names, its columns as the other flags say."""
+    from covey import data
+
+    columns = column_map(given.get("columns"))
+    if given.get("answer_column"):
+        columns["answer"] = given["answer_column"]
+    return data.load(
+        named,
+        prompt_column=given.get("prompt_column", "prompt"),
+        columns=columns,
+        system_prompt=given.get("system_prompt"),
+        limit=limit,
+        streaming=bool(given.get("streaming")),
+        config_name=given.get("dataset_config"),
+    )
+
+
+def _rewards(named: Sequence[str]) -> list[Any]:
+    from covey import rewards
+
+    return [rewards.resolve(name) for name in named]
+
+
+def adapter(given: Given) -> Any:
+    """The PEFT configuration that the flags ask for, or None."""
+    if not given.get("lora_r"):
+        for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+            if name in given:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --lora-r, the rank of the adapter.")
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError("--lora-r needs the peft package: pip install 'covey[peft]'.") from error
+    return LoraConfig(
+        r=given["lora_r"],
+        lora_alpha=given.get("lora_alpha", 2 * given["lora_r"]),
+        lora_dropout=given.get("lora_dropout", 0.0),
+        target_modules=given.get("lora_target_modules", "all-linear"),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _next_run() -> str:
+    taken = [
+        int(found[1]) for path in Path("runs").glob("train-*") if (found := re.fullmatch(r"train-(\d+)", path.name))
+    ]
+    return f"runs/train-{max(taken, default=0) + 1}"
+
+
+verb = Verb(
+    name="train",
+    usage="[CONFIG.yaml | demo] --model MODEL --dataset DATA --reward REWARD [options]",
+    sentence="Post-train a language model with GRPO, or any algorithm of its family.",
+    examples=(
+        "covey train --model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl --prompt-column question --reward math",
+        "covey train run.yaml --learning-rate 2e-6 --dry-run",
+    ),
+    flags=flags,
+    quiet_flags=other_flags,
+    types=config_types,
+    hints=_HINTS,
+    positional=("config",),
+    presets={"demo": {"model": "demo", "dataset": "demo", "reward": ["demo"]}},
+    run=run,
+)

@@ -1,0 +1,73 @@
+"""A verb: its flags and the function that does it. One small file each; `covey.cli` finds them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.cli import output
+from covey.cli.flags import Flag, read_flags, read_yaml, typed
+from covey.cli.help import flags_help
+
+Given = Mapping[str, Any]
+"""Typed values of the flags that were given, by name."""
+
+_PLAIN: Mapping[str, Any] = {
+    **{kind.__name__: kind for kind in (bool, int, float, str)},
+    **{str(kind): kind for kind in (list[str], list[int], list[float])},
+}
+_ALWAYS = (
+    Flag(name="help", help="Show the common options and stop.", type=bool, group="help"),
+    Flag(name="help_all", help="Show every option and stop.", type=bool, group="help"),
+    Flag(name="debug", help="Show tracebacks.", type=bool, group="help"),
+)
+JSON = Flag(name="json", help="Print the result as one JSON object on the last line.", type=bool, group="output")
+CONFIG = Flag(name="config", help="YAML file of options; flags win over it.", group="run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """`run` takes what was given and returns the exit code (None: 0)."""
+
+    name: str
+    usage: str
+    """After the verb: `MODEL [options]`."""
+    sentence: str
+    flags: Callable[[], Sequence[Flag]]
+    run: Callable[[Given], int | None]
+    positional: Sequence[str] = ()
+    examples: Sequence[str] = ()
+    quiet_flags: Callable[[], Sequence[Flag]] = tuple
+    """Flags that are read but not shown."""
+    types: Callable[[], Mapping[str, Any]] = dict
+    """Types of flags that are declared as text; imported only once every name is right."""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """What to say to names that belong elsewhere."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options that a word stands for where a YAML file may stand."""
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        """Read the arguments and do it. Returns the exit code."""
+        is_all = "--help-all" in arguments or "--help_all" in arguments
+        shown = [*self.flags(), *_ALWAYS]
+        if is_all or "--help" in arguments or "-h" in arguments:
+            usage = f"covey {self.name} {self.usage}"
+            output.result(flags_help(usage, self.sentence, self.examples, shown, is_all=is_all))
+            return 0
+        flags = [*shown, *self.quiet_flags()]
+        given = read_flags(arguments, flags, self.positional, self.hints)
+        given = {**self._from_file(given.pop("config", None), flags), **given}
+        given.pop("debug", None)
+        types: dict[str, Any] = {flag.name: _PLAIN.get(flag.kind, flag.type) for flag in flags}
+        if any(isinstance(types.get(name, str), str) for name in given):
+            types |= self.types()
+        return self.run(typed(given, {**dict.fromkeys(self.positional, str), **types})) or 0
+
+    def _from_file(self, config: str | None, flags: Sequence[Flag]) -> Mapping[str, Any]:
+        if config is None:
+            return {}
+        if config in self.presets and not Path(config).exists():
+            return self.presets[config]
+        return read_yaml(config, flags, self.hints)
