@@ -1,0 +1,160 @@
+"""A log of one JSON object a line: appended whole, readable while it grows, and never a reason for training to stop."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from covey.runs.storage import refusal, write_atomically
+
+NON_FINITE = "non_finite"
+"""The key under which a line names its NaN and infinite values: JSON has no word for them, so they are written as null."""
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MAX_WAITING = 10_000
+
+
+class JsonLines:
+    """Appends to `metrics.jsonl` or `alerts.jsonl`. A disk that refuses is one warning; the lines wait and follow later.
+
+    Each line goes to the operating system in one piece before `append` returns, so a killed process loses none.
+    A line that a power failure tore is removed when the file is opened again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[bytes] = []
+        self._is_refused = False
+        self._mend()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a line. Values: numbers (0-d tensors too), text, None, lists and mappings of them; TypeError otherwise."""
+        self._waiting.append(line_of(row))
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError as error:
+            self._refused(error)
+            return
+        self._waiting.clear()
+        if self._is_refused:
+            warnings.warn(f"{self.path} can be written again; no line was lost.", stacklevel=2)
+            self._is_refused = False
+
+    def truncate_to(self, step: int) -> int:
+        """Drop every line of a later step, before a run resumes from `step`; how many were dropped."""
+        if not self.path.exists():
+            return 0
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if not _is_after(line, step)]
+        if len(kept) < len(lines):
+            write_atomically(self.path, b"".join(kept))
+        return len(lines) - len(kept)
+
+    def sync(self) -> None:
+        """Bring the file to the disk, so that a checkpoint is never ahead of its metrics after a power failure."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            self._refused(error)
+        finally:
+            os.close(descriptor)
+
+    def _write(self, content: bytes) -> None:
+        """All of `content`, or none of it and OSError."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                for start in range(0, len(content), 1 << 20):
+                    chunk = content[start : start + (1 << 20)]
+                    while chunk:
+                        chunk = chunk[os.write(descriptor, chunk) :]
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def _refused(self, error: OSError) -> None:
+        lost = len(self._waiting) - _MAX_WAITING
+        if lost > 0:
+            del self._waiting[:lost]
+        if not self._is_refused:
+            said = refusal(error, "A line", self.path) or error
+            warnings.warn(f"{said} Training goes on; lines wait in memory until there is room.", stacklevel=3)
+        self._is_refused = True
+
+    def _mend(self) -> None:
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(self.path, whole)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every whole line, NaN and infinities restored; a torn line is left out. Empty when there is no file."""
+    return list(iterate(path))
+
+
+def iterate(path: Path) -> Iterator[dict[str, Any]]:
+    """`read`, a line at a time."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            if (row := _parse(line)) is not None:
+                yield row
+
+
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """The JSON of a row, with its NaN and infinite values (also nested ones) as null and named under `non_finite`."""
+    found: dict[str, str] = {}
+    plain = {str(key): _plain(value, str(key), found) for key, value in row.items()}
+    if found:
+        plain[NON_FINITE] = found
+    return json.dumps(plain, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+
+
+def _plain(value: Any, where: str, found: dict[str, str]) -> Any:
+    if hasattr(value, "item") and not isinstance(value, Mapping):
+        value = value.item()  # a 0-d tensor or a NumPy number
+    if isinstance(value, float) and not math.isfinite(value):
+        found[where] = str(float(value))
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}", found) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}.{i}", found) for i, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{where} is a {type(value).__name__}; a line of metrics holds numbers, text, lists and mappings.")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None when it is torn or no row."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    words = row.pop(NON_FINITE, None)
+    for name, word in words.items() if isinstance(words, dict) else ():
+        if row.get(name, 0) is None and isinstance(word, str):
+            row[name] = _WORDS.get(word)
+    return row
+
+
+def _is_after(line: bytes, step: int) -> bool:
+    row = _parse(line)
+    return row is None or (isinstance(row.get("step"), int) and row["step"] > step)

@@ -1,0 +1,105 @@
+"""A log of JSON lines: whole lines only, NaN kept, no step twice, and no disk that stops the training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from covey.runs.metrics import JsonLines, read
+
+
+def test_lines_come_back_in_order(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    rows = [{"step": step, "loss": step / 3, "note": "größer\n", "list": [1, None], "flag": True} for step in (1, 2, 3)]
+    for row in rows:
+        log.append(row)
+        assert read(log.path)[-1] == row  # on the disk at once
+    assert read(log.path) == rows
+
+
+def test_a_missing_file_is_an_empty_log(tmp_path: Path) -> None:
+    assert read(tmp_path / "metrics.jsonl") == []
+
+
+def test_nan_is_null_for_other_readers_and_nan_for_ours(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.append(
+        {"step": 1, "loss": math.nan, "kl": math.inf, "low": -math.inf, "none": None, "by": {"length": math.nan}}
+    )
+    (line,) = log.path.read_text().splitlines()
+    strict = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert strict["loss"] is strict["kl"] is None
+    assert strict["non_finite"] == {"loss": "nan", "kl": "inf", "low": "-inf", "by.length": "nan"}
+    (row,) = read(log.path)
+    assert math.isnan(row["loss"])
+    assert row["kl"] == math.inf
+    assert row["low"] == -math.inf
+    assert row["none"] is None
+    assert "non_finite" not in row
+
+
+def test_tensors_and_numpy_numbers_are_numbers(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.append({"step": np.int64(3), "loss": torch.tensor(0.5), "kl": np.float32("nan")})
+    assert json.loads(log.path.read_text())["loss"] == 0.5
+    assert read(log.path)[0]["step"] == 3
+
+
+def test_what_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(TypeError, match=r"by\.model is a object"):
+        log.append({"by": {"model": object()}})
+    log.append({"step": 1})
+    assert read(log.path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("cut", range(1, 30, 4))
+def test_a_torn_last_line_is_left_out_and_does_not_spoil_the_next(cut: int, tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.append({"step": 1, "loss": 0.25})
+    whole = log.path.stat().st_size
+    log.append({"step": 2, "loss": 0.123456789})
+    os.truncate(log.path, whole + cut)
+    assert read(log.path) == [{"step": 1, "loss": 0.25}]
+    JsonLines(log.path).append({"step": 2, "loss": 0.5})
+    assert read(log.path) == [{"step": 1, "loss": 0.25}, {"step": 2, "loss": 0.5}]
+
+
+def test_no_step_is_logged_twice_after_resuming(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 2, 3, 4):
+        log.append({"step": step})
+    log.append({"note": "a line without a step stays"})
+    assert log.truncate_to(2) == 2
+    log.append({"step": 3})
+    assert [row.get("step") for row in read(log.path)] == [1, 2, 2, None, 3]
+    assert log.truncate_to(10) == 0
+    assert JsonLines(tmp_path / "other.jsonl").truncate_to(1) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.binary()
+    | st.text().map(str.encode)
+    | st.lists(st.sampled_from([b'{"a":1}', b"\n", b"[", b'{"non_finite":{"a":[]}}'])).map(b"".join)
+)
+def test_any_bytes_can_be_read(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    assert all(isinstance(row, dict) for row in read(path))
+    JsonLines(path).truncate_to(0)
+
+
+def test_a_row_may_be_longer_than_a_pipe(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.append({"step": 1, "text": "x" * 3_000_000})
+    assert len(read(log.path)[0]["text"]) == 3_000_000
