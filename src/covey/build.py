@@ -1,0 +1,250 @@
+"""Options to parts: the only reader of the whole configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from covey import algorithms as alg
+from covey.algorithms import Algorithm
+from covey.config import GRPOConfig, batch_arithmetic
+from covey.data import PromptStream
+from covey.errors import ConfigError, RewardError
+from covey.evaluation import Evaluator
+from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, no_critic
+from covey.learner.reference import Reference
+from covey.models import context_limit, make_optimizer, make_scheduler
+from covey.parts import Parts
+from covey.rewards import Scorer, resolve
+from covey.rollout import SamplingParams, choose_sampler
+from covey.session import Session
+from covey.world import World
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What the user brought, loaded and checked."""
+
+    args: GRPOConfig
+    model: Any
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    algorithm: Algorithm
+    scorer: Scorer
+    train_dataset: Any
+    world: World
+
+
+def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
+    """The algorithm that `given` or `args.algorithm` names, or the one that TRL's loss options compose.
+
+    A name, an import path, a preset function or an Algorithm will do. Raises ConfigError for anything else.
+    """
+    chosen = args.algorithm if given is None else given
+    if isinstance(chosen, str):
+        return alg.from_name(chosen)
+    if callable(chosen) and not isinstance(chosen, Algorithm):
+        chosen = chosen()
+    if isinstance(chosen, Algorithm):
+        return chosen
+    if chosen is not None:
+        raise ConfigError(
+            f"algorithm={chosen!r} is neither a name, nor an import path, nor a covey.algorithms.Algorithm."
+        )
+    wanted = inspect.signature(alg.from_options).parameters
+    return alg.from_options(**{name: getattr(args, name) for name in wanted if hasattr(args, name)})
+
+
+def build_scorer(
+    args: GRPOConfig,
+    reward_funcs: Any,
+    processing_classes: Any,
+    trainer_state: Callable[[], Any],
+    device: torch.device,
+) -> Scorer:
+    """One scorer over callables, reward models and names, with the limits of the configuration."""
+    if reward_funcs is None:
+        raise RewardError(
+            "reward_funcs is missing; give at least one function, reward model or name of a built-in reward."
+        )
+    many = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    tokenizers = (
+        list(processing_classes) if isinstance(processing_classes, (list, tuple)) else [processing_classes] * len(many)
+    )
+    if len(tokenizers) != len(many):
+        raise ConfigError(
+            f"reward_processing_classes has {len(tokenizers)} entries for {len(many)} rewards; give one for each, None where "
+            "a reward is a function."
+        )
+    rewards = [resolve(reward, tokenizer, device=device) for reward, tokenizer in zip(many, tokenizers, strict=True)]
+    return Scorer(
+        rewards,
+        args.reward_weights,
+        timeout_seconds=args.reward_timeout_seconds,
+        error_limit=args.reward_error_limit,
+        on_error=args.on_reward_error,
+        trainer_state=trainer_state,
+    )
+
+
+def build_policy(given: Given) -> Policy:
+    args = given.args
+    return Policy(
+        model=given.model,
+        pad_id=given.tokenizer.pad_token_id,
+        temperature=args.temperature or 1.0,
+        compute_dtype=compute_dtype(args),
+        logits_chunk=args.logits_chunk_tokens,
+        auxiliary_coefficient=auxiliary_coefficient(args, given.model),
+    )
+
+
+def compute_dtype(args: GRPOConfig) -> torch.dtype | None:
+    """The type that matrix products run in, None for the parameters' own."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else None
+
+
+def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
+    """Weight of a mixture-of-experts model's balancing loss; 0 for every other model."""
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own is None and args.router_aux_loss_coef:
+        raise ConfigError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no router; leave it out."
+        )
+    chosen = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
+    has_router = own is not None and getattr(config, "output_router_logits", None) is not None
+    return float(chosen or 0.0) if has_router else 0.0
+
+
+def build_reference(algorithm: Algorithm, policy: Policy) -> Reference:
+    """What the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
+    if not algorithm.needs.ref_logp:
+        return NoReference()
+    is_peft = hasattr(policy.model, "peft_config") and hasattr(policy.model, "get_base_model")
+    return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy)
+
+
+def sampling_params(args: GRPOConfig) -> SamplingParams:
+    """The sampling options by name; `generation_kwargs` win, and only names that are honoured are accepted."""
+    options = {
+        "max_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+    }
+    extra = dict(args.generation_kwargs or {})
+    if "max_new_tokens" in extra:
+        extra["max_tokens"] = extra.pop("max_new_tokens")
+    if extra.pop("do_sample", True) is False:
+        extra["temperature"] = 0.0
+    if "stop_strings" in extra:
+        stop = extra.pop("stop_strings")
+        extra["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    known = set(inspect.signature(SamplingParams).parameters)
+    for name in extra:
+        if name not in known:
+            raise ConfigError(
+                f"generation_kwargs has {name!r}, which the sampler does not honour; it knows {', '.join(sorted(known))}."
+            )
+    return SamplingParams(**{**options, **extra})
+
+
+def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
+    args = given.args
+    limit = context_limit(given.model)
+    return PromptStream(
+        dataset,
+        given.tokenizer,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=shuffle,
+        chat_template_kwargs=args.chat_template_kwargs or {},
+        max_prompt_length=None if limit is None else limit - args.max_completion_length,
+    )
+
+
+def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
+    args, algorithm = given.args, given.algorithm
+    policy = build_policy(given)
+    critic = no_critic()
+    if algorithm.critic is not None:
+        critic = ValueHead(given.model.config.get_text_config().hidden_size, policy.device)
+    optimizer = optimizers[0] or make_optimizer(args, given.model, critic.parameters())
+    scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
+    sampling = sampling_params(args)
+    return Learner(
+        policy=policy,
+        reference=build_reference(algorithm, policy),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        world=given.world,
+        max_completion_length=args.max_completion_length,
+        max_rows=args.per_device_train_batch_size,
+        max_tokens=args.max_tokens_per_microbatch,
+        max_grad_norm=args.max_grad_norm,
+        mask_truncated=args.mask_truncated_completions,
+        is_off_policy=is_off_policy,
+        disable_dropout=args.disable_dropout,
+        critic=critic,
+        uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
+        scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
+    )
+
+
+def build_parts(
+    given: Given,
+    session: Callable[[Learner, int, float], Session],
+    optimizers: tuple[Any, Any],
+    num_prompts: int | None,
+) -> Parts:
+    """Everything the loop calls. `session` makes the session once the learner, the steps and the epoch length are known."""
+    args = given.args
+    counts = batch_arithmetic(args, given.world.size, num_prompts)
+    is_off_policy = counts.optimizer_steps_per_generation > 1
+    learner = build_learner(given, counts.total_steps, optimizers, is_off_policy)
+    steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
+    return Parts(
+        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset),
+        sampler=choose_sampler(
+            given.model,
+            given.tokenizer,
+            eos_ids=given.eos_ids,
+            backend=args.rollout_backend,
+        ),
+        scorer=given.scorer,
+        learner=learner,
+        algorithm=given.algorithm,
+        session=session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps)),
+        world=given.world,
+        sampling=sampling_params(args),
+        prompts_per_rollout=counts.prompts_per_generation,
+        num_generations=args.num_generations,
+        batches_per_rollout=counts.optimizer_steps_per_generation // args.num_iterations,
+        num_iterations=args.num_iterations,
+        total_steps=counts.total_steps,
+        seed=args.seed,
+    )
+
+
+def build_evaluator(given: Given, parts: Parts) -> Evaluator:
+    """Evaluation with the parts of training, on completions drawn with a fixed seed."""
+    args = given.args
+    return Evaluator(
+        sampler=parts.sampler,
+        scorer=given.scorer,
+        learner=parts.learner,
+        algorithm=given.algorithm,
+        world=given.world,
+        sampling=sampling_params(args),
+        num_generations=args.num_generations_eval or args.num_generations,
+        batch_size=max(args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations),
+        seed=args.seed + 2**30,
+    )

@@ -1,0 +1,154 @@
+"""`covey demo`: a small model learns arithmetic word problems by GRPO, on this machine, in minutes, without network."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import JSON, Given, Verb
+from covey.errors import RunFolderError
+
+if TYPE_CHECKING:
+    from covey.assessment import Assessment
+    from covey.trainer import GRPOTrainer
+
+_FLAGS = (
+    Flag(name="output_dir", help="Folder of the run; runs/demo-1, runs/demo-2, ... when left out.", group="run"),
+    Flag(name="steps", help="Optimizer steps; the shipped settings when left out.", type=int, group="run"),
+    Flag(name="seed", help="Seed of everything random.", type=int, default=0, group="run"),
+    Flag(name="held_out", help="Problems of the evaluation before and after.", type=int, default=300, group="run"),
+    Flag(name="resume", help="Go on with an interrupted demo: its folder.", group="run"),
+    JSON,
+)
+
+
+def run(given: Given) -> int | None:
+    """Evaluate, train, evaluate again, and say what changed."""
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    folder = _folder(options)
+    started = time.perf_counter()
+    trainer = _trainer(folder, options)
+    say = output.say
+    count = sum(p.numel() for p in trainer.model.parameters())
+    per_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    group = trainer.args.num_generations
+    say(f"model: {count / 1e6:.1f}M parameters (shipped)   task: arithmetic word problems   run: {folder}")
+    say(f"a step: {per_step // group} prompts x {group} completions = {per_step}")
+    before = _assess(trainer, options, from_start=True)
+    say(f"before: {_percent(before)} right on {len(before.greedy)} held-out problems")
+    result = trainer.train(resume_from_checkpoint=options["resume"])
+    if trainer.stopped_by is not None:
+        say(f"\nstopped after step {result.global_step}, and saved. Go on with: covey demo --resume {folder}")
+        return trainer.exit_code
+    trainer.save_model(str(folder / "model"))
+    after = _assess(trainer, options)
+    _conclude(folder, before, after, result.global_step, time.perf_counter() - started, options)
+    return None
+
+
+def _folder(options: dict[str, Any]) -> Path:
+    """The folder of this run: the one to resume, the one asked for, or the next free number."""
+    if options["resume"]:
+        folder = Path(options["resume"])
+        if not (folder / "run.json").is_file():
+            raise RunFolderError(f"{folder} holds no run to resume; give the folder that an interrupted demo named.")
+        return folder
+    if options["output_dir"]:
+        folder = Path(options["output_dir"])
+        if folder.exists() and any(folder.iterdir()):
+            raise RunFolderError(
+                f"{folder} is not empty; give a new --output-dir, or --resume {folder} to go on with it."
+            )
+        return folder
+    number = 1
+    while (Path("runs") / f"demo-{number}").exists():
+        number += 1
+    return Path("runs") / f"demo-{number}"
+
+
+def _trainer(folder: Path, options: dict[str, Any]) -> GRPOTrainer:
+    from datasets import Dataset
+
+    from covey import GRPOConfig, GRPOTrainer, demo
+
+    settings = dict(demo.DEMO_SETTINGS)
+    if options["steps"] is not None:
+        settings["max_steps"] = options["steps"]
+    args = GRPOConfig(output_dir=str(folder), seed=options["seed"], report_to="none", **settings)
+    return GRPOTrainer(
+        model=str(demo.model_path()),
+        reward_funcs=demo.reward,
+        args=args,
+        train_dataset=Dataset.from_list(demo.rows("train")),
+    )
+
+
+def _assess(trainer: GRPOTrainer, options: dict[str, Any], *, from_start: bool = False) -> Assessment:
+    """Greedy answers to the held-out problems. `from_start`: of the shipped model, also when a run is resumed."""
+    from datasets import Dataset
+
+    from covey import demo
+    from covey.assessment import assess
+    from covey.data import PromptStream
+    from covey.models import load_model
+    from covey.rewards import Scorer
+    from covey.rollout import choose_sampler
+
+    model = load_model(str(demo.model_path())) if from_start else trainer.model
+    rows = demo.rows("test")[: options["held_out"]]
+    prompts = PromptStream(Dataset.from_list(rows), trainer.processing_class, seed=0, shuffle=False).take(len(rows))
+    sampler = choose_sampler(model, trainer.processing_class, eos_ids=trainer.eos_ids)
+    return assess(sampler, Scorer([demo.reward]), prompts, max_tokens=trainer.args.max_completion_length)
+
+
+def _percent(found: Assessment) -> str:
+    accuracy = found.accuracy
+    return f"{100 * accuracy.value:.0f}% (95% {100 * accuracy.low:.0f} to {100 * accuracy.high:.0f})"
+
+
+def _conclude(
+    folder: Path, before: Assessment, after: Assessment, steps: int, seconds: float, options: dict[str, Any]
+) -> None:
+    from covey.assessment import compare
+
+    gain = compare(before, after)["accuracy"]
+    verdict = "learnt" if gain.is_real and gain.value > 0 else "no gain can be told"
+    say = output.result if not options["json"] else output.say
+    say("")
+    say(f"{'held-out accuracy':<20} {'before':>22} {'after':>22}")
+    say(f"{'greedy':<20} {_percent(before):>22} {_percent(after):>22}")
+    say(f"{'tokens an answer':<20} {before.mean_length:>22.1f} {after.mean_length:>22.1f}")
+    say(f"\n{gain.in_words()}: {verdict}, in {steps} steps and {seconds:.0f} s")
+    say(f"talk to it:      covey chat {folder / 'model'}")
+    say(f"test it again:   covey eval {folder / 'model'} --dataset demo:test --reward demo")
+    say(f"what happened:   {folder / 'metrics.jsonl'}, {folder / 'rollouts'}")
+    if options["json"]:
+        output.result_json(
+            {
+                "accuracy_before": before.accuracy.value,
+                "accuracy_after": after.accuracy.value,
+                "interval_before": [before.accuracy.low, before.accuracy.high],
+                "interval_after": [after.accuracy.low, after.accuracy.high],
+                "gain": gain.value,
+                "gain_interval": [gain.low, gain.high],
+                "p_value": gain.p_value,
+                "held_out": len(after.greedy),
+                "seconds": round(seconds, 2),
+                "steps": steps,
+                "seed": options["seed"],
+                "run": str(folder),
+            }
+        )
+
+
+verb = Verb(
+    name="demo",
+    usage="[options]",
+    sentence="Post-train the small model that ships with Covey on arithmetic word problems: no network, no GPU, minutes.",
+    flags=lambda: _FLAGS,
+    run=run,
+    examples=("covey demo", "covey demo --seed 1 --json", "covey demo --resume runs/demo-1"),
+)

@@ -1,0 +1,166 @@
+"""`covey eval`: how good a model is on a set of prompts, with intervals; and whether another one is better."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.assessment import Assessment
+
+_FLAGS = (
+    Flag(name="dataset", help="Prompts: a file, a folder or a hub id, with :split if need be; demo for the demo's.", group="data"),
+    Flag(name="reward", help="Built-in name or import path that scores an answer; may be repeated.", type="list[str]", group="data"),
+    Flag(name="reward_weights", help="Weight of each reward; 1 each when left out.", type="list[float]", group="data"),
+    Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
+    Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
+    Flag(name="system_prompt", help="System message put before every prompt.", group="data"),
+    Flag(name="max_prompts", help="Use only the first so many rows.", type=int, group="data"),
+    Flag(name="num_samples", help="Answers drawn a prompt, beside the greedy one; 0: greedy only.", type=int, default=0, group="answers"),
+    Flag(name="k", help="pass@k for each of these k; needs --num-samples.", type="list[int]", group="answers"),
+    Flag(name="temperature", help="Sampling temperature of the drawn answers.", type=float, default=1.0, group="answers"),
+    Flag(name="top_p", help="Nucleus of the drawn answers.", type=float, default=1.0, group="answers"),
+    Flag(name="max_tokens", help="Most tokens of an answer.", type=int, default=256, group="answers"),
+    Flag(name="threshold", help="An answer is right from this reward on.", type=float, default=0.5, group="answers"),
+    Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="answers"),
+    Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="answers"),
+    Flag(name="compare_to", help="Another model: tests whether it is better, prompt by prompt.", group="comparison"),
+    Flag(name="answers", help="Write every greedy answer and its score to this JSONL file.", group="output"),
+    JSON,
+    CONFIG,
+)  # fmt: skip
+
+
+def run(given: Given) -> None:
+    """Evaluate one model or two, print a table or JSON."""
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    _check(options)
+    first = _assess(options["model"], options)
+    found: dict[str, Any] = {"model": options["model"], "dataset": options["dataset"], **first.summary(_ks(options))}
+    second = None
+    if options["compare_to"]:
+        from covey.assessment import compare, summary_of
+
+        second = _assess(options["compare_to"], options)
+        found["compared_to"] = {"model": options["compare_to"], **second.summary(_ks(options))}
+        differences = compare(first, second)
+        found["difference"] = summary_of(differences)
+    if options["answers"]:
+        _write_answers(Path(options["answers"]), first)
+    if options["json"]:
+        output.result_json(_finite(found))
+        return
+    _table(options, first, second)
+    if second is not None:
+        for name, difference in differences.items():
+            scale, unit = (100.0, "points") if name == "accuracy" else (1.0, "reward")
+            output.result(
+                f"{name}: {options['compare_to']} against {options['model']}: {difference.in_words(unit, scale)}"
+            )
+
+
+def _check(options: dict[str, Any]) -> None:
+    if not options.get("model"):
+        raise ConfigError(
+            "covey eval needs a model: covey eval runs/demo-1/checkpoint-60 --dataset demo --reward demo."
+        )
+    for name in ("dataset", "reward"):
+        if not options[name]:
+            raise ConfigError(f"covey eval needs --{name}; see covey eval --help.")
+    if options["k"] and max(options["k"]) > options["num_samples"]:
+        raise ConfigError(f"pass@{max(options['k'])} needs --num-samples {max(options['k'])} or more.")
+
+
+def _ks(options: dict[str, Any]) -> list[int]:
+    """The ks asked for, or 1 and all powers of two up to the number of samples."""
+    samples = options["num_samples"]
+    return list(options["k"] or [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= samples])
+
+
+def _assess(model_name: str, options: dict[str, Any]) -> Assessment:
+    from covey.assessment import assess
+    from covey.cli.columns import column_map
+    from covey.data import PromptStream, eos_ids, load, prepare_tokenizer
+    from covey.models import context_limit, load_model, load_tokenizer
+    from covey.rewards import Scorer
+    from covey.rollout import SamplingParams, choose_sampler
+
+    dataset = load(
+        options["dataset"],
+        prompt_column=options["prompt_column"],
+        columns=column_map(options["columns"]),
+        system_prompt=options["system_prompt"],
+        limit=options["max_prompts"],
+    )
+    scorer = Scorer.of(options["reward"], options["reward_weights"])
+    scorer.check(dataset.column_names)
+    model = load_model(model_name)
+    tokenizer = prepare_tokenizer(load_tokenizer(model), model)
+    limit = context_limit(model)
+    room = None if limit is None else limit - options["max_tokens"]
+    stream = PromptStream(dataset, tokenizer, seed=0, shuffle=False, max_prompt_length=room)
+    sampler = choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer))
+    output.say(f"{model_name}: {len(dataset)} prompts, 1 greedy and {options['num_samples']} drawn answers each ...")
+    return assess(
+        sampler,
+        scorer,
+        stream.take(len(dataset)),
+        max_tokens=options["max_tokens"],
+        num_samples=options["num_samples"],
+        sampling=SamplingParams(temperature=options["temperature"], top_p=options["top_p"]),
+        seed=options["seed"],
+        threshold=options["threshold"],
+        batch_size=options["batch_size"],
+    )
+
+
+def _table(options: dict[str, Any], first: Assessment, second: Assessment | None) -> None:
+    names = [options["model"]] + ([options["compare_to"]] if second else [])
+    for name, found in zip(names, [first] + ([second] if second else []), strict=True):
+        output.result(f"{name} on {options['dataset']} ({len(found.greedy)} prompts)")
+        rows = [("accuracy, greedy", found.accuracy, 100.0, "%"), ("reward, greedy", found.reward, 1.0, "")]
+        if found.sampled:
+            rows.append(("reward, drawn", found.sampled_reward, 1.0, ""))
+            rows += [(f"pass@{k}", found.pass_at(k), 100.0, "%") for k in _ks(options)]
+        for label, estimate, scale, unit in rows:
+            value, low, high = scale * estimate.value, scale * estimate.low, scale * estimate.high
+            output.result(f"  {label:<18} {value:7.3f}{unit}  (95% {low:.3f} to {high:.3f})")
+        output.result(f"  {'tokens, greedy':<18} {found.mean_length:7.1f}")
+
+
+def _write_answers(path: Path, found: Assessment) -> None:
+    lines = [
+        json.dumps({"answer": text, "reward": None if reward != reward else reward})
+        for text, reward in zip(found.texts, found.greedy, strict=True)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same tree with null for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and value - value != 0.0 else value
+
+
+verb = Verb(
+    name="eval",
+    usage="MODEL --dataset DATA --reward REWARD [options]",
+    sentence="Accuracy, reward and pass@k on a set of prompts, with 95% intervals; two models with a paired test.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("model",),
+    examples=(
+        "covey eval demo --dataset demo:test --reward demo",
+        "covey eval runs/x/checkpoint-100 --dataset test.jsonl --reward math --num-samples 8 --compare-to demo",
+    ),
+)

@@ -1,0 +1,51 @@
+"""From scored groups to groups with advantages, and what is worth knowing of a rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from covey.algorithms import Algorithm
+from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
+
+
+def with_advantages(groups: Sequence[Group], algorithm: Algorithm, weights: Tensor) -> list[Group]:
+    """The groups with `advantages` [G] or [G, T] (and the critic's `returns`), judged over the whole rollout."""
+    scores = Scores.of(groups, weights, kl=reward_kl(groups, algorithm))
+    judged, returns = algorithm.judge(scores)  # [P, G] or [P, G, T], and [P, G, T] or None
+    out = []
+    for p, group in enumerate(groups):
+        own_returns = None if returns is None else returns[p, : group.size]
+        out.append(replace(group, advantages=judged[p, : group.size], returns=own_returns))
+    return out
+
+
+def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:
+    """[P, G, T], the penalty of an algorithm whose KL is in the reward; None for all others."""
+    if algorithm.kl is None or algorithm.kl.where != "reward":
+        return None
+    old = stack_tokens(groups, lambda completion: completion.old_logp)
+    ref = stack_tokens(groups, lambda completion: completion.ref_logp)
+    mask = stack_tokens(groups, lambda completion: completion.written)
+    return algorithm.kl.penalty(old, ref) * mask
+
+
+def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Lengths of the completions, by TRL's names. A completion counts as terminated when it ended by itself."""
+    lengths = torch.tensor([float(c.num_tokens) for group in groups for c in group.completions])
+    truncated = torch.tensor([c.is_truncated for group in groups for c in group.completions])
+    ended = lengths[~truncated]
+    least, most = (ended.min().item(), ended.max().item()) if ended.numel() else (math.nan, math.nan)
+    return {
+        "completions/mean_length": Mean.of(lengths),
+        "completions/min_length": Min(lengths.min().item()),
+        "completions/max_length": Max(lengths.max().item()),
+        "completions/clipped_ratio": Mean.of(truncated),
+        "completions/mean_terminated_length": Mean.of(lengths, ~truncated),
+        "completions/min_terminated_length": Min(least),
+        "completions/max_terminated_length": Max(most),
+    }

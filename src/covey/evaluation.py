@@ -1,0 +1,76 @@
+"""How good is the policy on prompts it does not train on? The rewards of training, on completions drawn with a fixed seed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covey.algorithms import Algorithm
+from covey.credit import completion_metrics, with_advantages
+from covey.data import PromptStream
+from covey.learner import Learner
+from covey.rewards import Scorer, reward_metrics
+from covey.rollout import Sampler, SamplingParams
+from covey.types import Group, Metric, merge_metrics
+from covey.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Draws `num_generations` completions of every prompt of a data set and scores them."""
+
+    sampler: Sampler
+    scorer: Scorer
+    learner: Learner
+    algorithm: Algorithm
+    world: World
+    sampling: SamplingParams
+    num_generations: int
+    batch_size: int
+    """Completions in flight at a time in this process."""
+    seed: int
+
+    def __call__(
+        self, prompts: PromptStream, count: int, controllers: Mapping[str, float], prefix: str
+    ) -> dict[str, float]:
+        """Metrics of the first `count` prompts by TRL's names, each with `prefix` (such as `eval`).
+
+        The same seed every time: two evaluations differ by the policy alone. Rewards that fail are left out of the
+        means, as in training; `<prefix>_loss` is the algorithm's loss on these completions.
+        """
+        started = time.perf_counter()
+        algorithm = self.algorithm.resolve(controllers)
+        parts: list[dict[str, Metric]] = []
+        per_turn = max(1, self.batch_size * self.world.size // self.num_generations)
+        done = 0
+        while done < count:
+            batch = prompts.take(min(per_turn, count - done))
+            done += len(batch)
+            groups = self._scored(batch)
+            groups = self.learner.annotate(groups, algorithm)
+            groups = with_advantages(groups, algorithm, self.scorer.weights)
+            losses = self.learner.loss(groups, algorithm)
+            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights)
+            parts.append({**losses, **rewards, **completion_metrics(groups)})
+        return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
+
+    def _scored(self, prompts: Sequence[Any]) -> list[Group]:
+        mine = self.world.share(prompts)
+        sampling = replace(self.sampling, seed=self.seed)
+        groups = list(self.sampler.sample(mine, self.num_generations, sampling))
+        return self.world.interleave(self.scorer.score(groups))
+
+    def _named(
+        self, metrics: Mapping[str, Metric], turns: int, count: int, seconds: float, prefix: str
+    ) -> dict[str, float]:
+        named = {}
+        for name, metric in sorted(metrics.items()):
+            value = metric.value / turns if name in ("loss", "value_loss") else metric.value
+            if not math.isnan(value):
+                named[f"{prefix}_{name}"] = float(value)
+        named[f"{prefix}_runtime"] = round(seconds, 4)
+        named[f"{prefix}_samples_per_second"] = round(count * self.num_generations / seconds, 3)
+        return named

@@ -1,0 +1,85 @@
+"""Prompts, rollouts, rewards, advantages, an update, new weights: the whole of training, on one screen."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from covey.credit import completion_metrics, with_advantages
+from covey.parts import Parts
+from covey.rewards import reward_metrics
+from covey.state import TrainState
+from covey.types import Group
+
+
+def run(parts: Parts, state: TrainState) -> TrainState:
+    """Train until `parts.total_steps`, or until the session asks to stop. One turn is one optimizer step."""
+    parts.sampler.load(parts.learner.policy.model, version=state.step)
+    while state.step < parts.total_steps and not parts.session.should_stop:
+        started = time.perf_counter()
+        if not state.pending:
+            state = roll_out(parts, state)
+        batch, waiting = state.popped()
+        algorithm = parts.algorithm.resolve(state.controllers)
+        report = parts.learner.step(batch, algorithm, state.step + 1)
+        parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
+        report = report.merged(state.rollout_metrics)
+        seconds = {**state.rollout_seconds, "step": time.perf_counter() - started}
+        report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
+        controllers = parts.algorithm.advance(state.controllers, report)
+        state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
+        parts.sampler.load(parts.learner.policy.model, version=state.step)
+        parts.session.record(state, batch, report)
+    return state
+
+
+def roll_out(parts: Parts, state: TrainState) -> TrainState:
+    """Draw, score and judge the completions of the next optimizer steps."""
+    seconds: dict[str, float] = {}
+    algorithm = parts.algorithm.resolve(state.controllers)
+    prompts = parts.world.share(parts.prompts.take(parts.prompts_per_rollout))
+    with timed(seconds, "rollout"):
+        groups = list(parts.sampler.sample(prompts, parts.num_generations, parts.sampling_for(state.num_rollouts)))
+    with timed(seconds, "reward"):
+        groups = parts.world.interleave(parts.scorer.score(groups))
+    with timed(seconds, "annotate"):
+        groups = parts.learner.annotate(groups, algorithm)
+    groups = with_advantages(groups, algorithm, parts.scorer.weights)
+    metrics = {
+        **reward_metrics(groups, parts.scorer.names, parts.scorer.weights),
+        **parts.world.merge(parts.scorer.take_metrics()),
+        **completion_metrics(groups),
+    }
+    batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
+    return state.queued(batches * parts.num_iterations, metrics, seconds)
+
+
+def split(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:
+    """The completions of a rollout in `parts` equal batches, whole groups together wherever the sizes allow it."""
+    if parts == 1:
+        return [list(groups)]
+    order = random.Random(seed).sample(range(len(groups)), len(groups))
+    if len(groups) % parts == 0:
+        size = len(groups) // parts
+        return [[groups[i] for i in order[p * size : (p + 1) * size]] for p in range(parts)]
+    places = [(i, g) for i in order for g in range(groups[i].size)]
+    size = -(-len(places) // parts)
+    batches = []
+    for start in range(0, len(places), size):
+        members: dict[int, list[int]] = {}
+        for i, g in places[start : start + size]:
+            members.setdefault(i, []).append(g)
+        batches.append([groups[i].take(indices) for i, indices in members.items()])
+    return batches
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started

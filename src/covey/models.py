@@ -1,0 +1,190 @@
+"""Models and tokenizers from what a user gives: a folder, a hub id, or a loaded object. Optimizers and schedules by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from covey.errors import ConfigError, ModelError, did_you_mean
+
+
+def load_model(
+    model: str | Any, init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> Any:
+    """A causal language model, in float32 unless `init_kwargs["dtype"]` says otherwise (as TRL loads it).
+
+    `model` is a folder, a hub id, `"demo"` for the model that ships with Covey, or a loaded model, which is returned
+    as it is. Raises ModelError when the folder lacks a file or the id cannot be found.
+    """
+    if not isinstance(model, (str, Path)):
+        if init_kwargs:
+            raise ConfigError(
+                "model_init_kwargs is given, but the model is already loaded; pass the model's name, or drop the option."
+            )
+        return model
+    from transformers import AutoModelForCausalLM
+
+    source = resolve_source(model)
+    kwargs = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+    if isinstance(kwargs["dtype"], str):
+        kwargs["dtype"] = _dtype(kwargs["dtype"])
+    if kwargs["dtype"] is None:
+        kwargs["dtype"] = torch.float32
+    _check_folder(source, needs=("config.json",), what="model")
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"The model {str(model)!r} could not be loaded: {_first_line(error)}") from error
+
+
+def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer at `source`, or the one beside the model that was loaded.
+
+    Raises ModelError when there is none.
+    """
+    from transformers import AutoTokenizer
+
+    where = resolve_source(source if source is not None else model.config._name_or_path)
+    if not str(where):
+        raise ModelError(
+            "The model was not loaded from a folder or id, so its tokenizer is unknown; pass processing_class=."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
+        raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {_first_line(error)}") from error
+
+
+def resolve_source(source: str | Path) -> str:
+    """A folder or hub id; `"demo"` is the shipped model unless a folder of that name exists here."""
+    if str(source) == "demo" and not Path("demo").exists():
+        from covey.demo import model_path
+
+        return str(model_path())
+    return str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+
+
+def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
+    """A local folder must hold its files; anything that does not look like a path is left to the hub."""
+    folder = Path(source)
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if not folder.exists():
+        if looks_local:
+            raise ModelError(f"The {what} folder {source!r} does not exist.")
+        return
+    if not folder.is_dir():
+        raise ModelError(f"The {what} {source!r} is a file; give the folder that holds config.json and the weights.")
+    missing = [name for name in needs if not (folder / name).is_file()]
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("adapter_config.json")]
+    if (folder / "adapter_config.json").is_file():
+        missing = []
+    if not weights:
+        missing.append("model.safetensors")
+    if missing:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(f"The {what} folder {source!r} lacks {' and '.join(missing)}; it holds {found}.")
+
+
+def _dtype(name: str) -> Any:
+    if name == "auto":
+        return "auto"
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        known = ["auto", "float32", "bfloat16", "float16"]
+        raise ConfigError(f"dtype {name!r} is not known.{did_you_mean(name, known)} Use one of {', '.join(known)}.")
+    return dtype
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def with_adapter(model: Any, peft_config: Any) -> Any:
+    """The model with a fresh PEFT adapter on it. A model that already is a PeftModel is returned as it is.
+
+    Raises ConfigError for a second adapter, or when peft is not installed.
+    """
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    if peft_config is None:
+        return model
+    if is_peft:
+        raise ConfigError("peft_config is given, but the model already carries an adapter; drop one of the two.")
+    try:
+        from peft import get_peft_model
+    except ImportError as error:
+        raise ConfigError("peft_config needs the peft package: pip install 'covey[peft]'.") from error
+    return get_peft_model(model, peft_config)
+
+
+def prepare_for_training(model: Any, args: Any) -> Any:
+    """Gradient checkpointing on or off as asked for; the model in training mode."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
+    if args.gradient_checkpointing:
+        kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
+        getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": kwargs})
+        if inner is not model:
+            inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
+    elif getattr(inner, "is_gradient_checkpointing", False):
+        getattr(inner, f"{word}_checkpointing_disable")()
+    return model.train()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability of the model to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer:
+    """The optimizer that `args.optim` names, over the trainable parameters of `model` and `extra` ones (a value head).
+
+    Weight decay leaves out biases and norms, as in transformers.
+    """
+    from transformers import Trainer
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    norms = [nn.LayerNorm]
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = set(get_parameter_names(model, norms, patterns))
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ModelError("The model has no trainable parameters; unfreeze some, or pass peft_config=.")
+    groups = [
+        {"params": [p for n, p in trainable if n in decayed], "weight_decay": args.weight_decay},
+        {"params": [p for n, p in trainable if n not in decayed] + list(extra), "weight_decay": 0.0},
+    ]
+    make, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if "params" in kwargs or "model" in kwargs or "optimizer_dict" in kwargs:
+        raise ConfigError(
+            f"optim={args.optim} builds its own parameter groups, which Covey cannot checkpoint; use adamw_torch."
+        )
+    return make([group for group in groups if group["params"]], **kwargs)
+
+
+def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    """The learning-rate schedule that `args.lr_scheduler_type` names, over `total_steps` optimizer steps."""
+    from transformers import get_scheduler
+
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(total_steps),
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+def context_limit(model: Any) -> int | None:
+    """The most tokens, prompt and completion together, that the model has positions for; None when it has no limit."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return int(limit) if limit is not None and math.isfinite(limit) and limit > 0 else None

@@ -1,0 +1,40 @@
+"""What a run is made of: one object a stage, put together by `build.py` and used by `loop.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from covey.algorithms import Algorithm
+from covey.data import PromptStream
+from covey.learner import Learner
+from covey.rewards import Scorer
+from covey.rollout import Sampler, SamplingParams
+from covey.session import Session
+from covey.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything the loop calls, and the few numbers that it counts by."""
+
+    prompts: PromptStream
+    sampler: Sampler
+    scorer: Scorer
+    learner: Learner
+    algorithm: Algorithm
+    session: Session
+    world: World
+    sampling: SamplingParams
+    prompts_per_rollout: int
+    num_generations: int
+    """G, completions a prompt."""
+    batches_per_rollout: int
+    """Optimizer steps that share one rollout, each on its own part of it."""
+    num_iterations: int
+    """How often each part is used."""
+    total_steps: int
+    seed: int
+
+    def sampling_for(self, rollout: int) -> SamplingParams:
+        """The sampling options of the `rollout`-th generation batch: the same draws on any machine, new ones each time."""
+        return replace(self.sampling, seed=(self.seed * 1_000_003 + rollout) % 2**31)

@@ -1,0 +1,104 @@
+"""Between a running loop and the disk: what a step leaves in the run folder, what a checkpoint holds, how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+
+from covey.parts import Parts
+from covey.runs import RunFolder, checkpoint, rng
+from covey.state import TrainState
+from covey.types import Group, StepReport
+
+
+def write_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Model (or adapter) and tokenizer as transformers writes them, so that any tool can open the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
+    """Everything beside the weights that an exact resume needs."""
+    learner = parts.learner
+    return {
+        "state": state.to_dict(),
+        "optimizer": learner.optimizer.state_dict(),
+        "scheduler": learner.scheduler.state_dict(),
+        "scaler": {} if learner.scaler is None else learner.scaler.state_dict(),
+        "reference": learner.reference.state_dict(),
+        "critic": dict(learner.critic.state_dict()),
+        "prompts": parts.prompts.state_dict(),
+        "scorer": parts.scorer.state_dict(),
+        "window": parts.session.state_dict(),
+        "rng": rng.snapshot(),
+    }
+
+
+def restore_tree(parts: Parts, folder: Path) -> TrainState:
+    """Put back what `checkpoint_tree` holds, and the weights; returns the state to continue from."""
+    tree = checkpoint.load_state(folder)
+    learner = parts.learner
+    load_weights(learner.policy.model, folder)
+    learner.optimizer.load_state_dict(tree["optimizer"])
+    learner.scheduler.load_state_dict(tree["scheduler"])
+    if learner.scaler is not None:
+        learner.scaler.load_state_dict(tree["scaler"])
+    learner.reference.load_state_dict(tree["reference"])
+    if tree["critic"]:
+        learner.critic.load_state_dict(tree["critic"])
+    parts.prompts.load_state_dict(tree["prompts"])
+    parts.scorer.load_state_dict(tree["scorer"])
+    parts.session.load_state_dict(tree["window"])
+    rng.restore(tree["rng"])
+    known = {item.name for item in fields(TrainState)}
+    return TrainState(**{name: value for name, value in tree["state"].items() if name in known})
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """The weights of a checkpoint into a model that is in use, in place."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        return
+    saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict())
+
+
+def callback_states(handler: Any) -> dict[str, Any]:
+    """What the callbacks that can be saved remember, by class name (early stopping counts, for one)."""
+    return {type(c).__name__: c.state() for c in handler.callbacks if isinstance(c, ExportableState)}
+
+
+def restore_callbacks(handler: Any, states: Mapping[str, Any]) -> None:
+    """Give the callbacks in use the memory of those that were saved; their own options stay as they were given."""
+    for callback in handler.callbacks:
+        saved = states.get(type(callback).__name__)
+        if isinstance(callback, ExportableState) and isinstance(saved, Mapping):
+            for name, value in saved.get("attributes", {}).items():
+                setattr(callback, name, value)
+
+
+class Recording:
+    """Where a run is written down; on processes other than the main one `folder` is None and nothing is written."""
+
+    def __init__(self, folder: RunFolder | None, reward_names: Sequence[str], rollout_steps: int) -> None:
+        self.folder, self.reward_names, self.rollout_steps = folder, list(reward_names), rollout_steps
+
+    def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """One line of metrics, the events, and now and then the rollouts themselves."""
+        if self.folder is None:
+            return
+        self.folder.append_metrics(report.step, logs, report.seconds)
+        self.folder.append_events(report.step, report.events)
+        if self.rollout_steps and (report.step == 1 or report.step % self.rollout_steps == 0):
+            self.folder.write_rollouts(report.step, groups, self.reward_names)
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.close()

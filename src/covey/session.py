@@ -1,0 +1,197 @@
+"""What happens around a step: callbacks, logs, evaluation, checkpoints. The loop calls `record`; the rest follows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from covey.state import TrainState
+from covey.types import Group, Metric, StepReport, merge_metrics
+
+
+class Recorder(Protocol):
+    """Where a run is written down: the run folder on the main process, nothing on the others."""
+
+    def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Display(Protocol):
+    """What the person in front of the terminal sees."""
+
+    def update(self, report: StepReport, total_steps: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StopSignal(Protocol):
+    @property
+    def requested(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class Session:
+    """transformers' callback protocol around Covey's loop. Holds no numbers of the mathematics."""
+
+    args: Any
+    handler: Any
+    """transformers.trainer_callback.CallbackHandler"""
+    trainer_state: Any
+    control: Any
+    recorder: Recorder
+    display: Display
+    stop: StopSignal
+    evaluate: Callable[[], Mapping[str, float]]
+    save: Callable[[TrainState], None]
+    steps_per_epoch: float
+    window: dict[str, Metric] = field(default_factory=dict)
+    """Metrics since the last log."""
+    window_seconds: list[float] = field(default_factory=list)
+    total_loss: float = 0.0
+    last_saved: int = -1
+    latest: TrainState = field(default_factory=TrainState)
+    """After the last whole step: what a checkpoint in an emergency holds."""
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def should_stop(self) -> bool:
+        return bool(self.stop.requested or self.control.should_training_stop)
+
+    def begin(self, state: TrainState) -> None:
+        """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""
+        self.latest = state
+        self.trainer_state.global_step = state.step
+        self.started = time.perf_counter()
+        self._call("on_train_begin")
+        self._call("on_epoch_begin")
+        if self.args.eval_on_start and state.step == 0:
+            self._evaluate()
+        self._call("on_step_begin")
+
+    def record(self, state: TrainState, groups: Sequence[Group], report: StepReport) -> None:
+        """After a step: what it did goes to the run folder, the screen, the callbacks; then evaluate and save when due."""
+        epoch_before = math.floor((state.step - 1) / self.steps_per_epoch + 1e-9)
+        self.latest = state
+        self.trainer_state.global_step = state.step
+        self.trainer_state.epoch = state.step / self.steps_per_epoch
+        self.trainer_state.num_input_tokens_seen = state.num_tokens
+        self.window = merge_metrics([self.window, report.metrics])
+        self.window_seconds.append(report.seconds.get("step", 0.0))
+        loss = report["loss"]
+        self.total_loss += loss if math.isfinite(loss) else 0.0
+        self.recorder.step(report, plain(report.metrics) | {"epoch": self.trainer_state.epoch}, groups)
+        self.display.update(report, self.trainer_state.max_steps)
+        self._call("on_step_end")
+        if self.trainer_state.epoch >= epoch_before + 1 - 1e-9:
+            self._call("on_epoch_end")
+            is_last = state.step >= self.trainer_state.max_steps
+            if not is_last:
+                self._call("on_epoch_begin")
+        self._follow(state)
+        if not self.should_stop:
+            self._call("on_step_begin")
+
+    def end(self, state: TrainState) -> dict[str, float]:
+        """After the last step: a checkpoint if the run was interrupted, `on_train_end`, and the run's summary."""
+        if self.stop.requested and state.step > self.last_saved and self.args.save_strategy != "no":
+            self._save(state)
+        seconds = time.perf_counter() - self.started
+        summary = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(self.samples_seen(state) / seconds, 3),
+            "train_steps_per_second": round(state.step / seconds, 3),
+            "total_flos": 0.0,
+            "train_loss": self.total_loss / max(state.step, 1),
+        }
+        self.log(summary)
+        self._call("on_train_end")
+        self.recorder.close()
+        self.display.close()
+        return summary
+
+    def samples_seen(self, state: TrainState) -> float:
+        """Completions trained on."""
+        per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return float(state.step * per_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next log entry is still collecting."""
+        return {"window": dict(self.window), "seconds": list(self.window_seconds), "total_loss": self.total_loss}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.window, self.window_seconds = dict(state["window"]), list(state["seconds"])
+        self.total_loss = state["total_loss"]
+
+    def log(self, logs: Mapping[str, float]) -> None:
+        """Add an entry to `log_history` and hand it to the trackers."""
+        entry = dict(logs)
+        if self.trainer_state.epoch is not None:
+            entry["epoch"] = round(self.trainer_state.epoch, 6)
+        self.trainer_state.log_history.append({**entry, "step": self.trainer_state.global_step})
+        self.control = self.handler.on_log(self.args, self.trainer_state, self.control, entry)
+
+    # -- what the callbacks asked for -------------------------------------------------------------------------------
+
+    def _follow(self, state: TrainState) -> None:
+        if self.control.should_log:
+            self._log_window(state)
+        is_best = False
+        if self.control.should_evaluate:
+            is_best = self._evaluate()
+        saves_best = self.args.save_strategy == "best" and is_best
+        if self.control.should_save or saves_best:
+            self._save(state)
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+
+    def _log_window(self, state: TrainState) -> None:
+        logs = plain(self.window)
+        logs["num_tokens"] = float(state.num_tokens)
+        logs["step_time"] = sum(self.window_seconds) / max(len(self.window_seconds), 1)
+        count = max(len(self.window_seconds), 1)
+        for name in ("loss", "policy_loss", "value_loss"):
+            if name in logs:  # sums over micro-batches within a step, a mean over the steps of the window
+                logs[name] = logs[name] / count
+        self.window, self.window_seconds = {}, []
+        self.log(logs)
+
+    def _evaluate(self) -> bool:
+        """Evaluate now. Returns whether it is the best so far."""
+        metrics = self.evaluate()
+        self._call("on_evaluate", metrics=metrics)
+        return self._is_best(metrics)
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        name = self.args.metric_for_best_model
+        if name is None:
+            return False
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            known = ", ".join(sorted(metrics))
+            raise KeyError(f"metric_for_best_model={name!r} is not among the evaluation's metrics: {known}.")
+        value, best = metrics[name], self.trainer_state.best_metric
+        sign = 1.0 if self.args.greater_is_better else -1.0
+        if best is not None and sign * value <= sign * best:
+            return False
+        self.trainer_state.best_metric = value
+        self.trainer_state.best_global_step = self.trainer_state.global_step
+        return True
+
+    def _save(self, state: TrainState) -> None:
+        self.save(state)
+        self.last_saved = state.step
+        self._call("on_save")
+
+    def _call(self, event: str, **kwargs: Any) -> None:
+        method = getattr(self.handler, event)
+        self.control = method(self.args, self.trainer_state, self.control, **kwargs)
+
+
+def plain(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Metrics as floats, sorted by name; undefined ones (NaN counts of nothing) are left out."""
+    values = {name: float(metric.value) for name, metric in sorted(metrics.items())}
+    keep_nan = {"loss", "grad_norm"}
+    return {name: value for name, value in values.items() if name in keep_nan or not math.isnan(value)}

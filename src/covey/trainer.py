@@ -1,0 +1,383 @@
+"""`GRPOTrainer`: TRL's front door to Covey's loop. Same arguments, same callbacks, same names in the logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput, enable_full_determinism
+
+from covey import loop
+from covey.algorithms import Algorithm
+from covey.build import Given, build_algorithm, build_evaluator, build_parts, build_prompts, build_scorer
+from covey.config import GRPOConfig
+from covey.data import check_dataset, eos_ids, prepare_tokenizer
+from covey.errors import ConfigError, CoveyError, DataError, StorageError
+from covey.evaluation import Evaluator
+from covey.learner import Learner
+from covey.models import disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
+from covey.monitor import Progress
+from covey.options import ALGORITHM_OPTIONS
+from covey.parts import Parts
+from covey.recording import (
+    Recording,
+    callback_states,
+    checkpoint_tree,
+    load_weights,
+    restore_callbacks,
+    restore_tree,
+    write_model,
+)
+from covey.runs import RunFolder, StopRequest, checkpoint
+from covey.session import Session
+from covey.state import TrainState
+from covey.world import World
+
+logger = logging.getLogger(__name__)
+
+_NOT_YET = {
+    "tools": "tool calls in rollouts are not supported yet",
+    "rollout_func": "give Covey a `Sampler` of your own instead: it is a protocol of two methods",
+    "environment_factory": "environments are not supported yet",
+}
+
+
+class GRPOTrainer:
+    """Post-trains a causal language model with GRPO or any algorithm of its family.
+
+    Takes TRL 1.16's arguments: `model` (a hub id, a folder, or a loaded model, PEFT included), `reward_funcs` (callables,
+    reward models, or names of built-in rewards), `args`, `train_dataset` (column `prompt`: text or chat messages; other
+    columns reach the rewards), `eval_dataset` (one set or a dict of sets), `processing_class`,
+    `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
+    preset's name, an import path, or a `covey.algorithms.Algorithm`.
+
+    Wrong input raises a `CoveyError` whose message names the input and the fix, before anything is trained.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        algorithm: str | Algorithm | None = None,
+    ) -> None:
+        _refuse({"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory})
+        self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
+        if not isinstance(self.args, GRPOConfig):
+            raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        self.world = World.of(self.args)
+        self.algorithm = build_algorithm(self.args) if algorithm is None else _algorithm(self.args, algorithm)
+        self.state = TrainerState(is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main)
+        self.scorer = build_scorer(
+            self.args, reward_funcs, reward_processing_classes, lambda: self.state, self.world.device
+        )
+        self.train_dataset = _checked(train_dataset, "train_dataset", self.args)
+        self.eval_dataset = _check_eval(eval_dataset, self.args)
+        if self.train_dataset is not None:
+            self.scorer.check(self.train_dataset.column_names)
+        self._load(model, processing_class, quantization_config, peft_config)
+        self.optimizers = optimizers
+        self.optimizer, self.lr_scheduler = optimizers
+        self.control = TrainerControl()
+        self.callback_handler = self._build_callbacks(callbacks)
+        self._parts: Parts | None = None
+        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    # -- what a user calls ------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
+
+        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
+        transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
+        """
+        if self.train_dataset is None:
+            raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        start = checkpoint.resolve(wanted, Path(self.args.output_dir))
+        with StopRequest() as stop:
+            parts = self._build_parts(stop, start)
+            self._parts = parts
+            state = TrainState(controllers=self.algorithm.initial_controllers())
+            state = state if start is None else self._resume(parts, start)
+            parts.session.begin(state)
+            state = self._run(parts, state)
+            summary = parts.session.end(state)
+        self.scorer.close()
+        self._load_best()
+        self.stopped_by = stop.name
+        return TrainOutput(state.step, summary["train_loss"], summary)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Rewards and lengths on held-out prompts, named `<prefix>_reward`, `<prefix>_rewards/<name>/mean`, ...
+
+        A dict of sets gives `<prefix>_<name>_reward` and so on. `ignore_keys` has no effect on a language model and is
+        there for TRL's signature. The same seed every time, so two evaluations differ by the policy alone.
+        """
+        given = self.eval_dataset if eval_dataset is None else _check_eval(eval_dataset, self.args)
+        if given is None:
+            raise DataError("evaluate() needs eval_dataset: a data set with a column 'prompt'.")
+        metrics: dict[str, float] = {}
+        sets = given if isinstance(given, Mapping) else {"": given}
+        for name, dataset in sets.items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            metrics |= self._evaluate_one(dataset, prefix)
+        session = self._parts.session if self._parts else None
+        if session is not None:
+            session.log(metrics)
+        else:
+            self.log(metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (an adapter, for PEFT) and its tokenizer as transformers would, to `output_dir`."""
+        if self.world.is_main:
+            write_model(Path(output_dir or self.args.output_dir), self.model, self.processing_class)
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to `output_dir`."""
+        if self.world.is_main:
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Add an entry to `state.log_history` and hand it to the callbacks."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.remove_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        return self.world.is_main
+
+    def is_local_process_zero(self) -> bool:
+        return self.world.is_main
+
+    # -- how it is put together -------------------------------------------------------------------------------------
+
+    def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
+        args = self.args
+        init_kwargs = dict(args.model_init_kwargs or {})
+        if quantization_config is not None:
+            init_kwargs["quantization_config"] = quantization_config
+        loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code)
+        tokenizer = processing_class or load_tokenizer(loaded, trust_remote_code=args.trust_remote_code)
+        self.processing_class = prepare_tokenizer(tokenizer, loaded)
+        self.eos_ids = eos_ids(loaded, self.processing_class)
+        loaded = with_adapter(loaded, peft_config)
+        if args.disable_dropout:
+            disable_dropout(loaded)
+        if not hasattr(loaded, "hf_device_map"):
+            loaded = loaded.to(self.world.device)
+        self.model = prepare_for_training(loaded, args)
+
+    def _build_callbacks(self, callbacks: Sequence[Any] | None) -> CallbackHandler:
+        chosen: list[Any] = [DefaultFlowCallback, *get_reporting_integration_callbacks(self.args.report_to)]
+        chosen += list(callbacks or [])
+        if self.args.early_stopping_patience is not None:
+            chosen.append(EarlyStoppingCallback(self.args.early_stopping_patience))
+        handler = CallbackHandler(chosen, self.model, self.processing_class, None, None)
+        handler.train_dataloader = handler.eval_dataloader = None
+        return handler
+
+    @property
+    def _given(self) -> Given:
+        return Given(
+            args=self.args,
+            model=self.model,
+            tokenizer=self.processing_class,
+            eos_ids=self.eos_ids,
+            algorithm=self.algorithm,
+            scorer=self.scorer,
+            train_dataset=self.train_dataset,
+            world=self.world,
+        )
+
+    def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
+        folder = RunFolder.create(Path(self.args.output_dir), resume=start is not None) if self.world.is_main else None
+        session = partial(self._build_session, stop=stop, folder=folder)
+        return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
+
+    def _parts_without_training(self) -> Parts:
+        """Parts to evaluate a model that has not been trained in this process."""
+        given = replace(self._given, train_dataset=None)
+        return build_parts(given, self._idle_session, self.optimizers, None)
+
+    def _idle_session(self, learner: Learner, total_steps: int, steps_per_epoch: float) -> Session:
+        return self._build_session(learner, total_steps, steps_per_epoch, stop=StopRequest(), folder=None)
+
+    def _build_session(
+        self, learner: Learner, total_steps: int, steps_per_epoch: float, *, stop: StopRequest, folder: RunFolder | None
+    ) -> Session:
+        args = self.args
+        self.optimizer, self.lr_scheduler = learner.optimizer, learner.scheduler
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // max(1, int(steps_per_epoch)))
+        self.state.train_batch_size = args.per_device_train_batch_size
+        self.state.compute_steps(args, total_steps)
+        learner.before_update = partial(self._event, "on_pre_optimizer_step")
+        learner.after_update = partial(self._event, "on_optimizer_step")
+        session = Session(
+            args=args,
+            handler=self.callback_handler,
+            trainer_state=self.state,
+            control=self.control,
+            recorder=Recording(folder, self.scorer.names, args.rollout_log_steps),
+            display=Progress(total_steps, enabled=self.world.is_main and not args.disable_tqdm),
+            stop=stop,
+            evaluate=self._evaluate_in_training,
+            save=self._save_checkpoint,
+            steps_per_epoch=steps_per_epoch,
+        )
+        if folder is not None:
+            folder.describe(
+                args=args,
+                algorithm=self.algorithm,
+                rewards=[spec.call for spec in self.scorer.rewards],
+                dataset=self.train_dataset,
+            )
+        return session
+
+    def _event(self, name: str) -> None:
+        self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def _run(self, parts: Parts, state: TrainState) -> TrainState:
+        """The loop; whatever ends it early on purpose leaves a checkpoint of the last whole step."""
+        parts.session.latest = state
+        try:
+            return loop.run(parts, state)
+        except (CoveyError, KeyboardInterrupt):
+            if self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved:
+                self._save_checkpoint(parts.session.latest)
+            raise
+        finally:
+            parts.session.display.close()
+
+    def _evaluate_in_training(self) -> dict[str, float]:
+        return self.evaluate()
+
+    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        if self._parts is None:
+            self._parts = self._parts_without_training()
+        evaluator: Evaluator = build_evaluator(self._given, self._parts)
+        count = _length(dataset)
+        if count is None:
+            raise DataError("eval_dataset is a stream without length; pass a finite Dataset, such as stream.take(200).")
+        prompts = build_prompts(self._given, dataset, shuffle=False)
+        controllers = self._parts.session.latest.controllers
+        return evaluator(prompts, count, controllers, prefix)
+
+    def _save_checkpoint(self, state: TrainState) -> None:
+        """Save; a disk that refuses is told once and training goes on, with the earlier checkpoints intact."""
+        assert self._parts is not None
+        parts = self._parts
+        if self.world.is_main:
+            self.state.stateful_callbacks = callback_states(self.callback_handler)
+            tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
+            best = self.state.best_global_step
+            try:
+                path = checkpoint.save(
+                    Path(self.args.output_dir),
+                    state.step,
+                    self._write_checkpoint,
+                    tree,
+                    keep=self.args.save_total_limit,
+                    best=f"checkpoint-{best}" if best is not None else None,
+                )
+            except StorageError as error:
+                logger.error("%s Training goes on; the next save tries again.", error)
+            else:
+                if best is not None and best == state.step:
+                    self.state.best_model_checkpoint = str(path)
+        self.world.barrier()
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        write_model(folder, self.model, self.processing_class)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _resume(self, parts: Parts, start: Path) -> TrainState:
+        state = restore_tree(parts, start)
+        saved = TrainerState.load_from_json(str(start / "trainer_state.json"))
+        for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
+            setattr(self.state, name, getattr(saved, name))
+        self.state.num_input_tokens_seen = state.num_tokens
+        restore_callbacks(self.callback_handler, saved.stateful_callbacks)
+        return state
+
+    def _load_best(self) -> None:
+        if not self.args.load_best_model_at_end or self.state.best_model_checkpoint is None:
+            return
+        load_weights(self.model, Path(self.state.best_model_checkpoint))
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"GRPOTrainer({name}=...) cannot be honoured: {_NOT_YET[name]}.")
+
+
+def _short_name(model: Any) -> str:
+    name = model if isinstance(model, (str, Path)) else model.config._name_or_path
+    return Path(str(name)).name or "model"
+
+
+def _algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
+    """The constructor's `algorithm`, by the rules of the option of that name."""
+    if args.algorithm is not None:
+        raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
+    changed = sorted(set(args.changed()) & set(ALGORITHM_OPTIONS))
+    if changed:
+        raise ConfigError(
+            f"algorithm= and {', '.join(changed)} both say what the loss is; put the values into the algorithm, "
+            "such as alg.grpo(...).replace(...), and drop the options."
+        )
+    return build_algorithm(args, algorithm)
+
+
+def _check_eval(given: Any, args: GRPOConfig) -> Any:
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return {name: _checked(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in given.items()}
+    return _checked(given, "eval_dataset", args)
+
+
+def _checked(dataset: Any, name: str, args: GRPOConfig) -> Any:
+    return check_dataset(dataset, name, prompt_only=bool(args.remove_unused_columns))
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None
