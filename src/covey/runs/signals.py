@@ -1,0 +1,80 @@
+"""Signals ask for a stop at the next step; a second one stops at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+PREEMPTED = 75
+"""EX_TEMPFAIL: saved, please start the same command again."""
+_SAME_PRESS_SECONDS = 0.5
+
+
+class StopRequest:
+    """While entered, SIGTERM, SIGINT and SIGUSR1 set `requested` instead of ending the process; the loop reads it.
+
+    A second signal ends the process at once with 128 + its number. Launchers forward a signal that the process has already
+    received itself, so one that follows within half a second counts as the same. Handlers that were there before are
+    called too and put back on leaving; a signal that was ignored stays ignored. Off the main thread, where Python permits
+    no handlers, nothing is installed. A child process made by fork falls back to what was there before.
+
+    Example: `with StopRequest() as stop: ...; sys.exit(stop.exit_code)`.
+    """
+
+    def __init__(self, names: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")) -> None:
+        self.signal: signal.Signals | None = None
+        """The first signal received; None: none yet."""
+        self._signals = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has no SIGUSR1
+        self._before: dict[signal.Signals, Any] = {}
+        self._owner = os.getpid()
+        self._received_at = 0.0
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal asked to stop."""
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """After a clean stop with a checkpoint: 130 for Ctrl-C, 75 for the others (a scheduler requeues), 0 for none."""
+        if self.signal is None:
+            return 0
+        return 128 + signal.SIGINT if self.signal is signal.SIGINT else PREEMPTED
+
+    def __enter__(self) -> StopRequest:
+        self._owner = os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                before = signal.getsignal(number)
+                if (
+                    before is not signal.SIG_IGN and before is not None
+                ):  # None: not set from Python, not ours to replace
+                    self._before[number] = before
+                    signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() == self._owner:
+            for number, before in self._before.items():
+                signal.signal(number, before)
+        self._before.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(signal.Signals(number), signal.SIG_DFL)
+        if os.getpid() != self._owner:
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+            return
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._received_at = signal.Signals(number), now
+            if callable(before) and before is not signal.default_int_handler:
+                before(number, frame)
+        elif now - self._received_at > _SAME_PRESS_SECONDS:
+            os._exit(128 + number)

@@ -1,0 +1,146 @@
+"""The first signal asks, the second ends; handlers of others are called and put back. Real signals, real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from covey.runs.signals import StopRequest
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+LOOP = """
+import sys, time
+from covey.runs.signals import StopRequest
+
+print("ready", flush=True)
+with StopRequest() as stop:
+    print("entered", flush=True)
+    while not stop.requested or "stubborn" in sys.argv:
+        time.sleep(0.01)
+        if stop.requested:
+            print("asked", flush=True)
+    print("saved", flush=True)
+sys.exit(stop.exit_code)
+"""
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert process.stdout.readline() == "entered\n"
+    return process
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_a_signal_lets_the_loop_finish_and_says_the_code(number: signal.Signals, code: int) -> None:
+    with started() as process:
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=10)
+    assert "saved" in out
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("second, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_the_process_at_once(first: signal.Signals, second: signal.Signals, code: int) -> None:
+    with started("stubborn") as process:
+        assert process.stdout is not None
+        process.send_signal(first)
+        assert process.stdout.readline() == "asked\n"
+        time.sleep(0.6)
+        sent = time.monotonic()
+        process.send_signal(second)
+        assert process.wait(timeout=10) == code
+        assert time.monotonic() - sent < 1.0
+
+
+def test_a_signal_that_a_launcher_repeats_is_one_request() -> None:
+    with started() as process:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=10)
+    assert "saved" in out
+    assert process.returncode == 75
+
+
+def test_nothing_asked_is_exit_code_zero() -> None:
+    with StopRequest() as stop:
+        assert not stop.requested
+    assert stop.exit_code == 0
+
+
+def test_handlers_of_others_are_called_and_put_back() -> None:
+    called: list[int] = []
+    mine = lambda number, frame: called.append(number)
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        interrupt = signal.getsignal(signal.SIGINT)
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.requested
+            assert stop.signal is signal.SIGUSR1
+            os.kill(os.getpid(), signal.SIGINT)  # within half a second: the same request, and no KeyboardInterrupt
+        assert called == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(signal.SIGINT) is interrupt
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_are_put_back_after_an_error() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="inside"), StopRequest():
+        raise ValueError("inside")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_off_the_main_thread_nothing_is_installed_and_nothing_breaks() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            seen.extend([stop.requested, signal.getsignal(signal.SIGTERM)])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False, before]
+
+
+def test_a_forked_child_can_still_be_terminated() -> None:
+    script = """
+import os, signal, time
+from covey.runs.signals import StopRequest
+with StopRequest() as stop:
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM, status
+    assert not stop.requested
+"""
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+    assert time.monotonic() - started < 15
