@@ -1,0 +1,136 @@
+"""The command line as one meets it: quick help, one sentence for a mistake, results on stdout and all else on stderr."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from covey.cli import VERBS, main
+from covey.cli.output import clean
+
+
+def covey(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "covey", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--help-all"], ["chat", "--help"]])
+def test_help_comes_within_half_a_second(words):
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        assert covey(*words).returncode == 0
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help-all"], ["chat", "--help"], ["eval", "--help"], ["demo", "--help"]]
+)
+def test_help_imports_neither_torch_nor_transformers(words):
+    code = f"import sys; from covey.cli import main; main({words!r}); assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_help_lists_every_verb(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {verb} " in shown for verb in VERBS)
+
+
+def test_no_verb_shows_help_and_says_that_something_is_missing(capsys):
+    assert main([]) == 2
+    assert "usage: covey VERB" in capsys.readouterr().out
+
+
+def test_the_version_is_the_package_version(capsys):
+    import covey
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == covey.__version__ + "\n"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["trian"], "error: covey has no verb 'trian'. Did you mean train?"),
+        (
+            ["train", "--epsilon-hihg", "0.3"],
+            "error: --epsilon-hihg is not an option here. Did you mean --epsilon-high?",
+        ),
+        (["train", "--evaluation_strategy", "no"], "Use eval_strategy."),
+        (["train", "--dataset_name", "x"], "Use dataset."),
+        (["env", "--jsn"], "Did you mean --json?"),
+    ],
+)
+def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_2(words, said, capsys):
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_a_typo_is_answered_before_anything_heavy_is_imported():
+    code = (
+        "import sys; from covey.cli import main; main(['train', '--max-step', '1']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_debug_shows_the_traceback():
+    shown = covey("env", "--jsn", "--debug")
+    assert shown.returncode == 1
+    assert "Traceback" in shown.stderr
+
+
+def test_an_unexpected_error_is_short_and_says_how_to_see_more():
+    code = (
+        "import sys; import covey.cli.env as env; import covey.cli\n"
+        "def boom(): raise RuntimeError('no such thing')\n"
+        "env.facts = boom\n"
+        "sys.exit(covey.cli.main(['env']))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("unexpected RuntimeError: no such thing\n")
+    assert "--debug" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_an_interrupt_ends_with_130(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("covey.cli.env.facts", interrupt)
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_env_is_one_json_object_without_secrets(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:word@example.org")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    shown = covey("env", "--json")
+    found = json.loads(shown.stdout)
+    assert found["environment"]["HF_TOKEN"] == "(set)"
+    assert found["environment"]["HF_ENDPOINT"] == "https://(hidden)@example.org"
+    assert found["environment"]["TOKENIZERS_PARALLELISM"] == "false"
+    assert "hf_secret" not in shown.stdout
+    assert "torch" in found["packages"]
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    code = "import sys; from covey.cli import main; sys.exit(main(['train', '--help-all']))"
+    shown = subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{code}" | head -1'], capture_output=True, text=True, check=False
+    )
+    assert shown.stdout.startswith("usage: covey train")
+    assert "BrokenPipe" not in shown.stderr
+
+
+def test_text_of_a_model_cannot_steer_the_terminal():
+    assert clean("a\x1b[31mb\x07\tc\nd\u202ee\x9b0m") == "a[31mb\tc\nde0m"

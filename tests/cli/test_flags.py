@@ -1,0 +1,127 @@
+"""Flags from the command line and from YAML, by any spelling; a wrong one is answered with the nearest name."""
+
+import pytest
+
+from covey.cli.flags import Flag, describe, read_flags, read_yaml, typed
+from covey.errors import ConfigError
+
+FLAGS = (
+    Flag(name="max_steps", help="", type=int),
+    Flag(name="learning_rate", help="", type=float),
+    Flag(name="use_cpu", help="", type=bool),
+    Flag(name="bf16", help="", type="bool | None"),
+    Flag(name="reward", help="", type=list[str]),
+    Flag(name="reward_weights", help="", type=list[float]),
+    Flag(name="model", help=""),
+)
+TYPES = {flag.name: flag.type for flag in FLAGS} | {"bf16": bool | None, "options": dict | str | None}
+
+
+@pytest.mark.parametrize(
+    "words, given",
+    [
+        (["--max-steps", "10"], {"max_steps": "10"}),
+        (["--max_steps=10"], {"max_steps": "10"}),
+        (["--max-steps", "-1"], {"max_steps": "-1"}),
+        (["--use-cpu"], {"use_cpu": True}),
+        (["--use-cpu", "false"], {"use_cpu": "false"}),
+        (["--no-use-cpu"], {"use_cpu": False}),
+        (["--no_bf16"], {"bf16": False}),
+        (["--use-cpu", "--model", "m"], {"use_cpu": True, "model": "m"}),
+        (["--reward", "a", "b", "--reward", "c.py:d"], {"reward": ["a", "b", "c.py:d"]}),
+        (["--reward-weights", "1", "-0.5"], {"reward_weights": ["1", "-0.5"]}),
+        (["run.yaml", "--model=m=1"], {"config": "run.yaml", "model": "m=1"}),
+    ],
+)
+def test_every_spelling_is_read(words, given):
+    assert read_flags(words, FLAGS, positional=("config",)) == given
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--lerning-rate", "1"], "--lerning-rate is not an option here. Did you mean --learning-rate?"),
+        (["--lerning_rate=1"], "--lerning_rate is not an option here. Did you mean --learning-rate?"),
+        (["-m", "x"], "-m is not an option here."),
+        (["--max-steps"], "--max-steps needs a value."),
+        (["--max-steps", "--use-cpu"], "--max-steps needs a value."),
+        (["--reward"], "--reward needs a value."),
+        (["a.yaml", "b"], "'b' follows no flag"),
+        (["--old-name", "1"], "--old-name is not an option here. Use max_steps."),
+    ],
+)
+def test_a_wrong_flag_is_answered_in_one_sentence(words, said):
+    with pytest.raises(ConfigError) as caught:
+        read_flags(words, FLAGS, positional=("config",), hints={"old_name": "Use max_steps."})
+    assert said in str(caught.value)
+
+
+def test_texts_become_values_of_their_types():
+    given = {
+        "max_steps": "10",
+        "learning_rate": "1e-6",
+        "use_cpu": True,
+        "bf16": "null",
+        "reward_weights": ["1", "-0.5"],
+    }
+    assert typed(given, TYPES) == {
+        "max_steps": 10,
+        "learning_rate": 1e-6,
+        "use_cpu": True,
+        "bf16": None,
+        "reward_weights": [1.0, -0.5],
+    }
+    assert typed({"reward_weights": ["[1, 0.1]"]}, TYPES) == {"reward_weights": [1.0, 0.1]}
+    assert typed({"options": '{"a": 1}'}, TYPES) == {"options": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("max_steps", "many", "max_steps=many cannot be read as a whole number."),
+        ("learning_rate", "fast", "learning_rate=fast cannot be read as a number."),
+        ("bf16", "maybe", "bf16=maybe cannot be read as true or false or null."),
+        ("max_steps", [1, 2], "max_steps=[1, 2] cannot be read as a whole number."),
+    ],
+)
+def test_a_value_of_another_type_is_named(name, value, said):
+    with pytest.raises(ConfigError) as caught:
+        typed({name: value}, TYPES)
+    assert str(caught.value) == said
+
+
+def test_types_are_described_in_words():
+    assert describe(int | None) == "a whole number or null"
+    assert describe(list[float]) == "a list"
+
+
+def test_yaml_holds_the_same_names(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("max-steps: 3\nlearning_rate: 1e-5\nreward: [a, b]\n")
+    assert typed(read_yaml(file, FLAGS), TYPES) == {"max_steps": 3, "learning_rate": 1e-5, "reward": ["a", "b"]}
+    file.write_text("")
+    assert read_yaml(file, FLAGS) == {}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("lerning_rate: 1", "run.yaml: lerning_rate is not an option here. Did you mean learning_rate?"),
+        ("max_steps: 1\nmax_steps: 2", "run.yaml: max_steps is there twice; keep one."),
+        ("- a\n- b", "run.yaml holds a list; it must hold options"),
+        ("max_steps: [1", "run.yaml, line 1 is not YAML"),
+        ("!!python/object/apply:os.system ['true']", "run.yaml"),
+        ("dataset_name: x", "run.yaml: dataset_name is not an option here. Use dataset."),
+    ],
+)
+def test_a_wrong_yaml_file_is_answered_in_one_sentence(tmp_path, monkeypatch, text, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml("run.yaml", FLAGS, hints={"dataset_name": "Use dataset."})
+    assert said in str(caught.value)
+
+
+def test_a_missing_yaml_file_is_named():
+    with pytest.raises(ConfigError, match=r"nowhere.yaml cannot be read: No such file or directory."):
+        read_yaml("nowhere.yaml", FLAGS)

@@ -1,0 +1,102 @@
+"""The memory estimate against what a real small model holds."""
+
+import pytest
+import torch
+
+from covey.learner.memory import Shape, estimate, in_gib
+from kit import tiny_model
+
+SMALL = {"layers": 3, "hidden": 64}
+
+
+def guess(shape, **changed):
+    given = {
+        "weight_bytes": 4,
+        "compute_bytes": 4,
+        "optimizer": "adamw_torch_fused",
+        "rows": 2,
+        "prompt_tokens": 30,
+        "completion_tokens": 50,
+        "max_tokens": None,
+        "logits_chunk": 1024,
+        "is_checkpointed": False,
+        "has_reference": False,
+        "adapter_rank": None,
+        "prompts": 3,
+        "group": 4,
+    }
+    return estimate(shape, **{**given, **changed})
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama", "gpt2"])
+def test_parameters_are_counted_without_loading_weights(arch):
+    model = tiny_model(arch, **SMALL)
+    assert Shape.of(model.config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_weights_gradients_and_optimizer_are_those_of_a_real_step():
+    model = tiny_model(**SMALL)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(10)[None]).logits.sum().backward()
+    optimizer.step()
+    memory = guess(Shape.of(model.config))
+    size = lambda tensors: sum(tensor.nbytes for tensor in tensors)
+    states = [s for state in optimizer.state.values() for name, s in state.items() if name != "step"]
+    assert memory.weights == size(model.parameters())
+    assert memory.gradients == size(parameter.grad for parameter in model.parameters())
+    assert memory.optimizer == size(states)
+
+
+def test_activations_are_what_a_forward_pass_keeps_within_a_fifth():
+    model = tiny_model(**SMALL)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(torch.randint(0, 200, (2, 80))).last_hidden_state
+    assert hidden.requires_grad
+    assert guess(Shape.of(model.config)).activations == pytest.approx(sum(kept.values()), rel=0.2)
+
+
+def test_the_cache_stores_a_prompt_once_a_group():
+    shape = Shape.of(tiny_model(**SMALL).config)
+    tokens = 3 * (30 + 4 * 50)
+    assert guess(shape).cache == tokens * 3 * 2 * 32 * 4  # layers, keys and values, 1 head of 32, bytes
+
+
+def test_a_reference_costs_the_weights_once_more_and_an_adapter_saves_it():
+    shape = Shape.of(tiny_model(**SMALL).config)
+    assert guess(shape, has_reference=True).reference == guess(shape).weights
+    adapted = guess(shape, has_reference=True, adapter_rank=8)
+    assert adapted.reference == 0
+    assert adapted.optimizer == 2 * 4 * shape.adapter_parameters(8)
+
+
+def test_an_adapter_is_counted_as_peft_makes_it():
+    peft = pytest.importorskip("peft")
+    model = tiny_model(**SMALL)
+    shape = Shape.of(model.config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert shape.adapter_parameters(8) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_options_that_save_memory_do():
+    shape = Shape.of(tiny_model(**SMALL).config)
+    assert guess(shape, is_checkpointed=True).activations < guess(shape).activations
+    assert guess(shape, max_tokens=40).activations == guess(shape).activations // 4
+    assert guess(shape, optimizer="adamw_8bit").optimizer == guess(shape).optimizer // 4
+    assert guess(shape, optimizer="sgd").optimizer == 0
+    assert guess(shape, logits_chunk=16).logits < guess(shape).logits
+
+
+def test_the_words_end_with_the_peak():
+    memory = guess(Shape.of(tiny_model(**SMALL).config))
+    assert memory.in_words().splitlines()[-1].startswith("peak")
+    assert in_gib(memory.peak) in memory.in_words()
+    assert in_gib(3 * 2**30) == "3.0 GiB"
