@@ -144,6 +144,12 @@ def _refuse_bad_factories(config: Any) -> None:
         if value not in known:
             hint = did_you_mean(value, known) or f" It is one of {', '.join(known)}."
             raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
+    scheduler = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+    if scheduler in ("reduce_lr_on_plateau", "greedy"):
+        raise ConfigError(
+            f"lr_scheduler_type={scheduler!r} cannot be honoured: it follows an evaluation loss, which says little in GRPO; "
+            "use linear, cosine or constant."
+        )
     if str(getattr(config.optim, "value", config.optim)).startswith(_UNUSABLE_OPTIMIZERS):
         raise ConfigError(f"optim={config.optim!r} cannot be honoured: {REFUSED['optim_target_modules']}.")
 

@@ -27,6 +27,7 @@ def make(**given):
         ({"optim": "adamw_8bt"}, "Did you mean adamw_8bit?"),
         ({"optim": "galore_adamw"}, "cannot be honoured"),
         ({"lr_scheduler_type": "cosin"}, "Did you mean cosine?"),
+        ({"lr_scheduler_type": "greedy"}, "it follows an evaluation loss"),
         ({"rollout_backend": "vllm"}, "There is no vLLM backend yet"),
         ({"temperature": 0}, "temperature=0 must be above 0. GRPO compares different completions"),
         ({"temperature": float("nan")}, "temperature=nan must be a number"),
