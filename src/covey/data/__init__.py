@@ -1,0 +1,27 @@
+"""Prompts in: data sets from files, folders and the hub, checked, and drawn in an order that resumes exactly."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covey.data.checks import check_dataset
+    from covey.data.loading import load
+    from covey.data.stream import PromptStream
+    from covey.data.tokenizer import eos_ids, prepare_tokenizer
+
+_WHERE = {
+    "PromptStream": "stream",
+    "check_dataset": "checks",
+    "eos_ids": "tokenizer",
+    "load": "loading",
+    "prepare_tokenizer": "tokenizer",
+}
+__all__ = ["PromptStream", "check_dataset", "eos_ids", "load", "prepare_tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,0 +1,106 @@
+"""Is this a data set of prompts? Asked before a model is loaded, answered in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.compute as compute
+
+from covey.data.prompts import check_prompt
+from covey.errors import DataError, did_you_mean
+
+_BATCH = 1000
+
+
+def row_of(index: int | str, name: str) -> str:
+    """How error messages call a row: `Row 3 (counting from 0) of train.jsonl`."""
+    return f"Row {index} (counting from 0) of {name}"
+
+
+def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: bool = False) -> Any:
+    """The data set, once it is known to hold prompts; `None` for `None`. `prompt_only` leaves out every other column.
+
+    Raises DataError for the wrong type, no column `prompt`, no rows, or a row without a usable prompt (named by its number).
+    Rows of a streamed data set are checked when they are drawn.
+    """
+    if dataset is None:
+        return None
+    _check_type(dataset, name)
+    columns = dataset.column_names
+    if columns is not None:
+        _check_columns(columns, name)
+    if isinstance(dataset, datasets.Dataset):
+        _check_rows(dataset, name)
+    return dataset.select_columns(["prompt"]) if prompt_only else dataset
+
+
+def _check_type(dataset: Any, name: str) -> None:
+    if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        return
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(map(str, dataset))
+        raise DataError(
+            f"{name} holds several splits ({splits}); pass one of them, such as dataset[{next(iter(dataset), '')!r}]."
+        )
+    hint = "; wrap it with datasets.Dataset.from_list(rows)" if isinstance(dataset, list | tuple) else ""
+    raise DataError(f"{name} is a {type(dataset).__name__}, not a datasets.Dataset or IterableDataset{hint}.")
+
+
+def _check_columns(columns: list[str], name: str) -> None:
+    if "prompt" not in columns:
+        near = (
+            did_you_mean("prompt", columns) or f" Use one of them with prompt_column= (--prompt-column {columns[0]})."
+        )
+        listed = ", ".join(columns)
+        raise DataError(
+            f"{name} has no column 'prompt'; it has {listed}.{near}" if columns else f"{name} has no columns at all."
+        )
+    pictures = [column for column in columns if column in ("image", "images")]
+    if pictures:
+        raise DataError(
+            f"{name} has a column {pictures[0]!r}, but pictures are not supported; remove or rename the column."
+        )
+
+
+def _check_rows(dataset: datasets.Dataset, name: str) -> None:
+    if not len(dataset):
+        raise DataError(f"{name} is empty: it has the columns {', '.join(dataset.column_names)} and no rows.")
+    prompts = dataset.select_columns(["prompt"])
+    if _are_texts(prompts):
+        return
+    for start in range(0, len(prompts), _BATCH):
+        for index, prompt in enumerate(_values(prompts, start, name), start):
+            check_prompt(prompt, row_of(index, name))
+
+
+def _values(prompts: datasets.Dataset, start: int, name: str) -> list[Any]:
+    """The prompts of up to 1,000 rows; a row whose bytes are no text is named."""
+    try:
+        return list(prompts[start : start + _BATCH]["prompt"])
+    except UnicodeDecodeError as error:
+        for index in range(start, min(start + _BATCH, len(prompts))):
+            with contextlib.suppress(UnicodeDecodeError):
+                prompts[index]
+                continue
+            raise DataError(f"{row_of(index, name)} is not UTF-8; save the file as UTF-8.") from error
+        raise
+
+
+def _are_texts(prompts: datasets.Dataset) -> bool:
+    """True when the column is text without nulls and blanks, told by Arrow without looking at rows in Python."""
+    feature = prompts.features["prompt"]
+    if getattr(feature, "dtype", None) not in ("string", "large_string"):
+        return False
+    for batch in prompts.with_format("arrow").iter(100_000):
+        texts = batch["prompt"]
+        try:
+            blank = compute.any(compute.equal(compute.utf8_length(compute.utf8_trim_whitespace(texts)), 0)).as_py()
+        except pyarrow.ArrowInvalid:  # bytes that are no UTF-8
+            return False
+        if texts.null_count or blank:
+            return False
+    return True

@@ -1,0 +1,87 @@
+"""One row of a data set to a `Prompt`: checked, rendered, encoded as TRL 1.16 encodes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from covey.errors import DataError, ModelError
+from covey.types import Message, Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
+
+
+def check_prompt(value: Any, where: str) -> None:
+    """Raise DataError unless `value` is text or a list of chat messages with something in it. `where` names the row."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{where} has an empty prompt; remove the row or fill it.")
+        return
+    if value is None:
+        raise DataError(f"{where} has no prompt (null); remove the row or fill it.")
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise DataError(
+            f"{where} has a prompt of type {type(value).__name__}; it must be text or a list of chat messages."
+        )
+    if not value:
+        raise DataError(f"{where} has an empty list of messages as its prompt; remove the row or fill it.")
+    for message in value:
+        _check_message(message, where)
+
+
+def _check_message(message: Any, where: str) -> None:
+    example = '{"role": "user", "content": "..."}'
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where} has a message that is not of the form {example}: {str(message)[:80]}.")
+    if message["role"] not in ROLES:
+        raise DataError(f"{where} has a message with the role {message['role']!r}; known roles are {', '.join(ROLES)}.")
+    content = message.get("content")
+    if not isinstance(content, str | Sequence) and not message.get("tool_calls"):
+        raise DataError(
+            f"{where} has a message whose content is {type(content).__name__}; it must be text, as in {example}."
+        )
+
+
+def to_prompt(row: Mapping[str, Any], uid: str, where: str, tokenizer: Any, template: Mapping[str, Any]) -> Prompt:
+    """The row as a prompt. Raises DataError or ModelError with `where` in the sentence."""
+    value = row.get("prompt")
+    check_prompt(value, where)
+    columns = {name: column for name, column in row.items() if name != "prompt"}
+    if isinstance(value, str):
+        ids = tokenizer(text=value)["input_ids"]  # special tokens as the tokenizer adds them, which is TRL's rule
+        return Prompt(uid=uid, text=value, token_ids=tuple(ids), columns=columns)
+    messages = tuple(clean(message) for message in value or ())
+    own = row.get("chat_template_kwargs") or {}
+    ids = encode_chat(messages, where, tokenizer, {**template, **own})
+    return Prompt(uid=uid, messages=messages, token_ids=ids, columns=columns)
+
+
+def clean(message: Mapping[str, Any]) -> Message:
+    """The message without the empty fields that a table gives it because other rows have them."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}
+
+
+def encode_chat(
+    messages: Sequence[Message], where: str, tokenizer: Any, template: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """[L] ids of a conversation that is the model's turn next; one that ends with the assistant is continued.
+
+    Raises ModelError when the tokenizer has no chat template, DataError when the template refuses the messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None and not template.get("chat_template"):
+        raise ModelError(
+            f"{where} is a list of chat messages, but the tokenizer has no chat template; use an instruct model's tokenizer, "
+            "set tokenizer.chat_template, or give prompts as plain text."
+        )
+    continues = messages[-1]["role"] == "assistant"
+    how: dict[str, Any] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=True, return_dict=True, **{**how, **template}
+        )
+    except Exception as error:  # a template is a program and raises what it likes
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
+        ) from error
+    return tuple(encoded["input_ids"])

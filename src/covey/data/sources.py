@@ -1,0 +1,249 @@
+"""Where data sets come from: files, folders, hub ids, the shipped demo. No code of a data set is ever run."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+
+from covey.errors import DataError, did_you_mean
+
+FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+
+AnyDataset: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
+
+
+def opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
+    """The data set as it is stored: of its splits the one asked for, or `train`, or the only one."""
+    with _quiet():
+        return _opened(source, split, streaming, config_name)
+
+
+def shown(source: Any) -> str:
+    """The source as error messages call it."""
+    if isinstance(source, str | Path):
+        return str(source)
+    names = [str(one) for one in source]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
+    if source == "demo" and not Path("demo").exists():
+        return _demo(split, streaming)
+    files = _files(source)
+    if files:
+        return _from_files(files, shown(source), split, streaming)
+    folder = Path(str(source)).expanduser()
+    if folder.is_dir():
+        return _from_folder(folder, split, streaming, config_name)
+    return _from_hub(str(source), split, streaming, config_name)
+
+
+def _files(source: Any) -> list[Path]:
+    """The files that `source` names, [] when it is a folder or a hub id. Raises DataError for one that is not there."""
+    if not isinstance(source, str | Path):
+        return [file for one in source for file in (_files(one) or [_missing(one)])]
+    text = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+    path = Path(text)
+    if path.is_file():
+        return [path]
+    if glob.has_magic(text):
+        found = sorted(Path(one) for one in glob.glob(text, recursive=True) if Path(one).is_file())
+        return found or [_missing(source)]
+    looks_local = text.startswith((".", "/")) or text.count("/") > 1 or _suffix(path) in FORMATS
+    if looks_local and not path.is_dir():
+        _missing(source)
+    return []
+
+
+def _missing(source: Any) -> Path:
+    path = Path(str(source)).expanduser()
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
+    raise DataError(f"The data set {str(source)!r} does not exist.{did_you_mean(path.name, beside)}{where}")
+
+
+def _suffix(path: Path) -> str:
+    """The suffix that says the format: `.jsonl` of `a.jsonl.gz`."""
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+
+
+def _from_files(files: Sequence[Path], name: str, split: str | None, streaming: bool) -> AnyDataset:
+    kinds = {FORMATS.get(_suffix(file)) for file in files}
+    if None in kinds:
+        odd = next(file for file in files if _suffix(file) not in FORMATS)
+        raise DataError(
+            f"{odd} has no known suffix; data sets are {', '.join(FORMATS)} files, folders of them, or hub ids."
+        )
+    if len(kinds) > 1:
+        raise DataError(f"{name} mixes {' and '.join(sorted(map(str, kinds)))} files; give files of one format.")
+    if split is not None and split.partition("[")[0] != "train":
+        raise DataError(
+            f"{name} is a file, which has no split {split!r}; drop ':{split}', or give the file of that split."
+        )
+    empty = [file for file in files if not file.stat().st_size]
+    if empty:
+        raise DataError(f"{empty[0]} is empty.")
+    options: dict[str, Any] = {"delimiter": "\t"} if _suffix(files[0]) == ".tsv" else {}
+    paths = [str(file.resolve()) for file in files]
+    kind = str(kinds.pop())
+    try:
+        return datasets.load_dataset(kind, data_files=paths, split=split or "train", streaming=streaming, **options)
+    except (datasets.exceptions.DatasetsError, StopIteration, ValueError, OSError, UnicodeError) as error:
+        raise DataError(_unreadable(files, kind, error)) from error
+
+
+def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
+    """Why a file cannot be read, with the line of a JSONL file that is at fault."""
+    for file in files:
+        if kind != "json" or file.suffix.lower() in _COMPRESSED or _suffix(file) == ".json":
+            continue
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                fault = _line_fault(line)
+                if fault:
+                    return f"{file}, line {number}: {fault}."
+    if "no data" in str(error) or isinstance(error, StopIteration):
+        return f"{shown(files)} has no rows."
+    cause = error.__cause__ or error
+    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
+    return f"{shown(files)} cannot be read as {kind}: {reason}."
+
+
+def _line_fault(line: bytes) -> str | None:
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+    except ValueError as error:
+        return f"not JSON ({error})"
+    return (
+        None
+        if isinstance(row, dict)
+        else f'a {type(row).__name__} where an object such as {{"prompt": ...}} was wanted'
+    )
+
+
+def _from_folder(folder: Path, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _from_saved(folder, split, streaming)
+    card = folder / "README.md"
+    if card.is_file() and "data_files" in card.read_text(encoding="utf-8", errors="replace"):
+        return _load_named(str(folder), config_name, split, streaming)  # a data set card says which file is which split
+    splits = _splits_of(folder)
+    if not splits:
+        raise DataError(
+            f"The folder {str(folder)!r} holds no data set: no {', '.join(FORMATS)} file, and none saved by datasets."
+        )
+    wanted, bracket, part = (split or _default_split(list(splits), str(folder))).partition("[")
+    if wanted not in splits:
+        raise DataError(_no_split(str(folder), wanted, list(splits)))
+    return _from_files(splits[wanted], f"{folder}:{wanted}", f"train{bracket}{part}", streaming)
+
+
+def _splits_of(folder: Path) -> dict[str, list[Path]]:
+    """The data files of a folder by split: what a word of their path says, or `train` when none says anything.
+
+    `datasets` also reads words of the folder's own path, so that `my_test/train.jsonl` becomes a test set.
+    """
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(folder.rglob("*")):
+        inside = file.relative_to(folder)
+        if _suffix(file) not in FORMATS or not file.is_file() or any(part.startswith(".") for part in inside.parts):
+            continue
+        words = re.split(r"[^a-z]+", str(inside.with_name(inside.name.partition(".")[0])).lower())
+        named = [split for word, split in _SPLIT_WORDS.items() if word in words]
+        splits.setdefault(named[0] if named else inside.name.partition(".")[0], []).append(file)
+    if not set(splits) & set(_SPLIT_WORDS.values()):
+        return {"train": [file for files in splits.values() for file in files]} if splits else {}
+    return splits
+
+
+def _from_saved(folder: Path, split: str | None, streaming: bool) -> AnyDataset:
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.DatasetDict):
+        wanted, _, part = (split or _default_split(list(saved), str(folder))).partition("[")
+        if wanted not in saved:
+            raise DataError(_no_split(str(folder), wanted, list(saved)))
+        saved = saved[wanted]
+    else:
+        wanted, _, part = (split or "train").partition("[")
+    if part:
+        instruction = datasets.ReadInstruction.from_spec(f"{wanted}[{part}").to_absolute({wanted: len(saved)})[0]
+        saved = saved.select(range(instruction.from_ or 0, len(saved) if instruction.to is None else instruction.to))
+    return saved.to_iterable_dataset() if streaming else saved
+
+
+def _from_hub(name: str, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
+    if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", name):
+        _missing(name)
+    return _load_named(name, config_name, split, streaming)
+
+
+def _load_named(name: str, config_name: str | None, split: str | None, streaming: bool) -> AnyDataset:
+    """A folder of files or a hub id, by `datasets`; its own words are kept where it refuses."""
+    try:
+        if split is None:
+            found = datasets.load_dataset(name, config_name, streaming=streaming)
+            return found[_default_split(list(found), name)]
+        return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
+    except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise DataError(
+            f"The data set {name!r} is neither a file or folder here nor on the hub ({_first_line(error)}); "
+            "check the name, or log in with `hf auth login` if it is private."
+        ) from error
+    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+        raise DataError(f"The data set {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def _default_split(splits: Sequence[str], name: str) -> str:
+    if "train" in splits:
+        return "train"
+    if len(splits) == 1:
+        return splits[0]
+    raise DataError(f"{name} has the splits {', '.join(splits)}; say which, as in {name}:{splits[0]}.")
+
+
+def _no_split(name: str, wanted: str, splits: Sequence[str]) -> str:
+    return f"{name} has no split {wanted!r}; it has {', '.join(splits)}.{did_you_mean(wanted, splits)}"
+
+
+def _demo(split: str | None, streaming: bool) -> AnyDataset:
+    from covey.demo import rows
+
+    dataset = datasets.Dataset.from_list(list(rows(split or "train")))
+    return dataset.to_iterable_dataset() if streaming else dataset
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars for files that are read in a moment, no log of errors that are told as DataError; then as before."""
+    was_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if was_on:
+            datasets.enable_progress_bars()

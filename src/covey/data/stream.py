@@ -1,0 +1,167 @@
+"""Prompts in an order that a seed decides, from a position that a checkpoint remembers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from covey.data.checks import row_of
+from covey.data.order import BlockOrder, Permutation
+from covey.data.prompts import to_prompt
+from covey.errors import DataError
+from covey.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_FIRST_CHECK_ROWS = 100_000
+"""Of a longer data set only so many rows are measured before training; the others when they are drawn."""
+
+
+class PromptStream:
+    """The prompts of a data set without end: each row once an epoch, then the next epoch in a new order.
+
+    `take` gives the same prompts in every process; a process shares them out itself. The first epoch's order is that of
+    TRL's `RepeatSampler` with the same seed, and a streamed data set is shuffled in blocks of `block_size` rows. A prompt of
+    more than `max_prompt_length` tokens raises DataError (those of the first 100,000 rows already here), or is left out
+    and counted with `on_too_long="drop"`; it is never cut.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        *,
+        seed: int = 42,
+        shuffle: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_length: int | None = None,
+        on_too_long: Literal["error", "drop"] = "error",
+        block_size: int = 1000,
+        name: str = "the data set",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = dict(chat_template_kwargs or {})
+        self.max_prompt_length = max_prompt_length
+        self.on_too_long = on_too_long
+        self.name = name
+        self.num_dropped = 0
+        self._dataset = dataset
+        self._seed, self._shuffle = seed, shuffle
+        is_finite = hasattr(dataset, "__len__")
+        self._order: Permutation | BlockOrder = (
+            Permutation(dataset, seed=seed, shuffle=shuffle)
+            if is_finite
+            else BlockOrder(dataset, seed=seed, shuffle=shuffle, block_size=block_size)
+        )
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise DataError(
+                f"No room for a prompt: max_completion_length takes the whole context and leaves {max_prompt_length} tokens; lower it."
+            )
+        if is_finite:
+            self._check_lengths()
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows an epoch; `None` for a streamed data set."""
+        return self._order.num_rows
+
+    @property
+    def epoch(self) -> float:
+        """Epochs drawn so far, 1.5 in the middle of the second; whole epochs only for a streamed data set."""
+        return self._order.epoch
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next `n` prompts, over the end of the epoch where need be. An empty stream raises DataError."""
+        taken: list[Prompt] = []
+        dropped_in_a_row = 0
+        while len(taken) < n:
+            uid, row = self._order.next()
+            prompt = self._prompt(uid, row)
+            if prompt is not None:
+                taken.append(prompt)
+                dropped_in_a_row = 0
+                continue
+            dropped_in_a_row += 1
+            if dropped_in_a_row >= (self.num_rows or _FIRST_CHECK_ROWS):
+                raise DataError(
+                    f"Every prompt of {self.name} is longer than the {self.max_prompt_length} tokens that fit; nothing is left to train on."
+                )
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """The exact position, as plain values that JSON can hold."""
+        return {
+            "order": self._order.state_dict(),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "dropped": self.num_dropped,
+            "fingerprint": self._fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError when the data or its order is not the one it was taken from."""
+        now = {"seed": self._seed, "shuffle": self._shuffle}
+        for name, value in now.items():
+            if state[name] != value:
+                raise DataError(
+                    f"The checkpoint drew its prompts with {name}={state[name]!r} and this run has {value!r}; resume with the same, "
+                    "or start a new run from the checkpoint's model."
+                )
+        if state["fingerprint"] != self._fingerprint():
+            raise DataError(
+                f"{self.name} is not the one of the checkpoint (other rows or columns), so its position means nothing; restore it, "
+                "or start a new run from the checkpoint's model."
+            )
+        self.num_dropped = state["dropped"]
+        self._order.load_state_dict(state["order"])
+
+    def _prompt(self, uid: str, row: Mapping[str, Any]) -> Prompt | None:
+        """The row as a prompt, or None when it is too long and may be dropped."""
+        where = row_of(uid.partition(":")[2], self.name)
+        prompt = to_prompt(row, uid, where, self.tokenizer, self.template)
+        length, limit = len(prompt.token_ids), self.max_prompt_length
+        if not length:
+            raise DataError(f"{where} has a prompt without a single token; remove the row.")
+        if limit is None or length <= limit:
+            return prompt
+        if self.on_too_long == "error":
+            raise DataError(
+                f"{where} has a prompt of {length} tokens, but only {limit} fit beside the completion in the model's context; "
+                "shorten it, remove the row, or lower max_completion_length."
+            )
+        if not self.num_dropped:
+            logger.warning(
+                "%s has a prompt of %d tokens where %d fit; such prompts are left out and counted.",
+                where,
+                length,
+                limit,
+            )
+        self.num_dropped += 1
+        return None
+
+    def _check_lengths(self) -> None:
+        """Measure the rows that could be too long, before any work is spent."""
+        limit = self.max_prompt_length
+        if limit is None or self.on_too_long == "drop":
+            return
+        for index in range(min(len(self._dataset), _FIRST_CHECK_ROWS)):
+            row = self._dataset[index]
+            if _most_tokens(row.get("prompt")) > limit:
+                self._prompt(f"0:{index}", row)
+
+    def _fingerprint(self) -> str:
+        """A digest of the number of rows, the columns, and the prompts of up to 16 rows."""
+        rows = self.num_rows
+        told = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
+        for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
+            told.append(str(self._dataset[index].get("prompt")))
+        return hashlib.sha256("\0".join(told).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _most_tokens(value: Any) -> int:
+    """No fewer than the prompt's tokens, without a tokenizer: a token is at least one byte, a template adds some text."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "surrogatepass")) + 2
+    return len(str(value).encode("utf-8", "surrogatepass")) + 1000
