@@ -34,7 +34,7 @@ def expect_complete(path: Path | None, steps: set[int]) -> None:
 def latest_quietly(run: Path) -> Path | None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a kill must not even leave a damaged checkpoint behind
-        return checkpoint.latest(run)
+        return checkpoint.resolve("auto", run)
 
 
 def fill(disk: Path) -> Path:
@@ -105,11 +105,11 @@ def test_the_state_that_fills_the_disk_is_refused_too(small_disk: Path) -> None:
     assert list(small_disk.iterdir()) == []
 
 
-def calls_of_a_save(saver: Saver, run: Path) -> list[str]:
+def calls_of_a_save(saver: Saver, run: Path, step: int = 2) -> list[str]:
     """The system calls of the second of two saves, the pruning of the first included, in order."""
     assert saver.save(run, 1, "-o", "/dev/null") == 0
     log = run.with_suffix(".log")
-    assert saver.save(run, 2, "-o", str(log), "-e", f"trace={CALLS}") == 0
+    assert saver.save(run, step, "-o", str(log), "-e", f"trace={CALLS}") == 0
     return [line for line in log.read_text().splitlines() if re.match(r"\w+\(", line)]
 
 
@@ -134,17 +134,18 @@ def test_files_reach_the_disk_before_the_name_that_makes_them_count(saver: Saver
     assert manifest < manifest_named < folder < commit < place(rf"^fsync\(\d+<{run}>") < pruned
 
 
-def test_a_save_killed_at_any_system_call_never_loses_a_checkpoint(saver: Saver, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [2, 1], ids=["next", "same-step-again"])
+def test_a_save_killed_at_any_system_call_never_loses_a_checkpoint(saver: Saver, step: int, tmp_path: Path) -> None:
     counts: dict[str, int] = {}
-    for line in calls_of_a_save(saver, tmp_path / "counted"):
+    for line in calls_of_a_save(saver, tmp_path / "counted", step):
         call = line.partition("(")[0]
         counts[call] = counts.get(call, 0) + 1
         run = tmp_path / f"{call}-{counts[call]}"
         assert saver.save(run, 1, "-o", "/dev/null") == 0
         kill = f"inject={call}:signal=SIGKILL:when={counts[call]}"
-        assert saver.save(run, 2, "-o", "/dev/null", "-e", f"trace={call}", "-e", kill) == -signal.SIGKILL
+        assert saver.save(run, step, "-o", "/dev/null", "-e", f"trace={call}", "-e", kill) == -signal.SIGKILL
         path = latest_quietly(run)
-        expect_complete(path, {1, 2})
+        expect_complete(path, {1, step})
         left = [path.name for path in run.iterdir()]
         assert all(re.fullmatch(r"checkpoint-\d", name) for name in left), left  # no leftovers
     assert sum(counts.values()) > 40

@@ -105,8 +105,11 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     saved(tmp_path, 1)
     path = saved(tmp_path, 2)
     damage(path / name)
-    with pytest.warns(UserWarning, match=f"checkpoint-2 is damaged: .*{name}.*checkpoint-2.corrupt"):
-        assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-1"
+    with pytest.warns(UserWarning, match=f"checkpoint-2 is damaged: .*{name}"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-1"  # who only reads renames nothing
+    assert path.is_dir()
+    with pytest.warns(UserWarning, match=f"checkpoint-2 is damaged: .*{name}.*now checkpoint-2.corrupt"):
+        assert checkpoint.resolve("auto", tmp_path) == tmp_path / "checkpoint-1"
     assert (tmp_path / "checkpoint-2.corrupt").is_dir()
     assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-1"  # and quietly from now on
 
@@ -200,7 +203,7 @@ def test_the_same_step_saved_twice_is_the_second(tmp_path: Path) -> None:
 def test_a_crash_in_mid_swap_brings_the_old_one_back(tmp_path: Path) -> None:
     path = saved(tmp_path, 1)
     path.rename(tmp_path / f"checkpoint-1.old-{os.getpid()}-0123abcd")
-    assert checkpoint.latest(tmp_path) == path
+    assert checkpoint.resolve("auto", tmp_path) == path
 
 
 @pytest.mark.parametrize(
@@ -256,6 +259,8 @@ def test_leftovers_of_dead_processes_are_cleared_and_of_living_ones_kept(tmp_pat
         ):
             (tmp_path / name).mkdir()
         assert checkpoint.latest(tmp_path) is None
+        assert len(names(tmp_path)) == 3  # who only reads clears nothing away
+        assert checkpoint.resolve("auto", tmp_path) is None
         assert names(tmp_path) == [f"checkpoint-2.tmp-{alive.pid}-00000000", "notes.tmp-1-0"]
     finally:
         alive.kill()

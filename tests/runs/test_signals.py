@@ -75,6 +75,7 @@ def test_nothing_asked_is_exit_code_zero() -> None:
     with StopRequest() as stop:
         assert not stop.requested
     assert stop.exit_code == 0
+    assert stop.name is None
 
 
 def test_handlers_of_others_are_called_and_put_back() -> None:
@@ -86,7 +87,7 @@ def test_handlers_of_others_are_called_and_put_back() -> None:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert stop.requested
-            assert stop.signal is signal.SIGUSR1
+            assert stop.name == "SIGUSR1"
             os.kill(os.getpid(), signal.SIGINT)  # within half a second: the same request, and no KeyboardInterrupt
         assert called == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGUSR1) is mine

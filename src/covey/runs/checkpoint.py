@@ -88,8 +88,8 @@ def commit(staging: Path) -> Path:
     os.rename(staging, final)
     sync_folder(run_dir)
     if wrong := problems(final):
-        _quarantine(final, wrong)
-        raise StorageError(f"{final} was written but reads back wrong ({'; '.join(wrong)}); check the disk.")
+        fate = _quarantine(final)
+        raise StorageError(f"{final} was written but reads back wrong ({'; '.join(wrong)}). {fate}Check the disk.")
     if displaced is not None and _LEFTOVER.fullmatch(displaced.name):
         remove_tree(displaced)
     return final
@@ -107,32 +107,31 @@ def resolve(resume: Resume, run_dir: Path) -> Path | None:
     """
     if resume is None or resume is False or resume == "never":
         return None
-    if resume == "auto":
-        return latest(run_dir)
-    if resume is True:
-        found = latest(run_dir)
-        if found is None:
-            raise CheckpointError(
-                f"There is no checkpoint in {run_dir} to resume from; resume 'auto' starts afresh then."
-            )
-        return found
-    return _named(Path(resume))
+    if resume is not True and resume != "auto":
+        return _named(Path(resume))
+    clear_leftovers(run_dir)
+    found = latest(run_dir, quarantine=True)
+    if found is None and resume is True:
+        raise CheckpointError(f"There is no checkpoint in {run_dir} to resume from; resume 'auto' starts afresh then.")
+    return found
 
 
-def latest(run_dir: Path) -> Path | None:
+def latest(run_dir: Path, *, quarantine: bool = False) -> Path | None:
     """The newest checkpoint of which every byte is right; None when none was ever saved.
 
-    A damaged one is renamed `checkpoint-N.corrupt`, with a warning that names the file, and the one before is tried.
-    Raises CheckpointError when none is left.
+    A damaged one is passed over with a warning that names the file; with `quarantine`, which only the process that trains
+    asks for, it is also renamed `checkpoint-N.corrupt`. Raises CheckpointError when none is left.
     """
-    clear_leftovers(run_dir)
-    foreign = []
+    foreign: list[str] = []
+    damaged: list[str] = []
     for path in reversed(checkpoints(run_dir)):
         if not is_ours(path):
             foreign.append(path.name)
             continue
         if wrong := problems(path):
-            _quarantine(path, wrong)
+            damaged.append(path.name)
+            fate = _quarantine(path) if quarantine else ""
+            warnings.warn(f"{path} is damaged: {'; '.join(wrong)}. {fate}The one before is tried.", stacklevel=2)
             continue
         if foreign:
             warnings.warn(
@@ -144,10 +143,9 @@ def latest(run_dir: Path) -> Path | None:
             f"{run_dir} holds {', '.join(foreign[:3])}, which Covey did not write, so training cannot resume exactly; "
             f"start from those weights with model={str(run_dir / foreign[0])!r} and resume 'never'."
         )
-    if any(_SET_ASIDE.fullmatch(path.name) for path in _folders(run_dir)):
+    if damaged or any(_SET_ASIDE.fullmatch(path.name) for path in _folders(run_dir)):
         raise CheckpointError(
-            f"Every checkpoint in {run_dir} is damaged (see the folders ending in .corrupt); "
-            "restore one from a copy, or start again with resume 'never'."
+            f"Every checkpoint in {run_dir} is damaged; restore one from a copy, or start again with resume 'never'."
         )
     return None
 
@@ -207,23 +205,22 @@ def _named(path: Path) -> Path:
                 f"{path} holds no checkpoint that Covey wrote; to start from its weights give it as the model instead."
             )
         found = latest(path)
-        assert found is not None  # it has checkpoints, so latest() returns one or raises
+        assert found is not None  # it has checkpoints, so latest returns one or raises
         return found
     if wrong := problems(path):
         raise CheckpointError(f"{path} is damaged: {'; '.join(wrong)}. Resume from another checkpoint, or with 'auto'.")
     return path
 
 
-def _quarantine(path: Path, wrong: list[str]) -> None:
-    """Rename a bad checkpoint so that nothing takes it for a good one; it is never deleted."""
+def _quarantine(path: Path) -> str:
+    """Rename a bad checkpoint, so that nothing takes it for a good one, and say so; it is never deleted."""
     numbers: Iterator[str] = ("" if n == 1 else f"-{n}" for n in range(1, 10_000))
     target = next(t for n in numbers if not (t := path.with_name(f"{path.name}.corrupt{n}")).exists())
     try:
         os.rename(path, target)
-        fate = f"It is now {target.name}"
     except OSError as error:
-        fate = f"It could not be renamed ({error.strerror})"
-    warnings.warn(f"{path} is damaged: {'; '.join(wrong)}. {fate}; the one before is tried.", stacklevel=3)
+        return f"It could not be renamed ({error.strerror}). "
+    return f"It is now {target.name}. "
 
 
 def _delete(path: Path) -> bool:

@@ -39,6 +39,11 @@ class StopRequest:
         return self.signal is not None
 
     @property
+    def name(self) -> str | None:
+        """`SIGINT`, `SIGTERM` ...; None: nothing asked."""
+        return None if self.signal is None else self.signal.name
+
+    @property
     def exit_code(self) -> int:
         """After a clean stop with a checkpoint: 130 for Ctrl-C, 75 for the others (a scheduler requeues), 0 for none."""
         if self.signal is None:

@@ -1,0 +1,198 @@
+"""Where a run came from: source text of its parts, versions, git, hardware. Only reads; never fails a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_KNOWN_PACKAGES = ("covey", "torch", "transformers", "builtins", "functools")
+_VERSIONS = (
+    *("covey", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "peft"),
+    *("pyarrow", "vllm", "bitsandbytes", "triton"),
+)
+MAX_TEXT = 200_000
+"""Characters of one source file or of the git diff that are kept."""
+
+
+def component(value: Any) -> Any:
+    """What a part of an algorithm is, as JSON: its import path, its parameters, and for one's own code source and sha256.
+
+    Dataclasses are walked field by field, partials and closures into what they hold. Anything else is its `repr`.
+    """
+    return _component(value, depth=0)
+
+
+def own_files(value: Any) -> dict[str, dict[str, Any]]:
+    """Text and sha256 of every file of the user's own in which parts of `value` are defined, by path."""
+    files: dict[str, dict[str, Any]] = {}
+    for name in _files_of(component(value)):
+        if (text := _read(Path(name))) is not None:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            files[name] = {"sha256": digest, "text": text[:MAX_TEXT], "is_cut": len(text) > MAX_TEXT}
+    return files
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of what decides the numbers; packages that are not installed are left out."""
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_facts(folder: Path) -> dict[str, Any] | None:
+    """Commit, whether the tree differs from it, the difference (cut at MAX_TEXT), untracked names. None outside git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    diff = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or ""
+    untracked = (_git(folder, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+    return {
+        "commit": commit.strip(),
+        "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
+        "is_dirty": bool(diff),
+        "diff": diff[:MAX_TEXT],
+        "is_diff_cut": len(diff) > MAX_TEXT,
+        "untracked": untracked[:100],
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Machine, processor, memory and GPUs."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return {
+        "machine": platform.platform(),
+        "host": platform.node(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": _memory_gb(),
+        "gpus": [{"name": gpu.name, "memory_gb": round(gpu.total_memory / 1e9, 1)} for gpu in gpus],
+        "cuda": torch.version.cuda,
+    }
+
+
+def dataset_facts(dataset: Any) -> dict[str, Any] | None:
+    """Fingerprint, rows and columns of a `datasets` data set; what it does not know (a stream has no length) is None."""
+    if dataset is None:
+        return None
+    return {
+        "fingerprint": getattr(dataset, "_fingerprint", None),
+        "rows": len(dataset) if hasattr(dataset, "__len__") else None,
+        "columns": list(getattr(dataset, "column_names", None) or []),
+    }
+
+
+def _component(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth > 8:
+        return repr(value)[:200]
+    inner = functools.partial(_component, depth=depth + 1)
+    if isinstance(value, list | tuple):
+        return [inner(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): inner(item) for key, item in value.items()}
+    if isinstance(value, functools.partial):
+        return {"partial": inner(value.func), "args": inner(value.args), "keywords": inner(value.keywords)}
+    if inspect.isroutine(value):
+        return _code(value) | _closure(value, inner)
+    if inspect.isclass(value):
+        return _code(value)
+    if dataclasses.is_dataclass(value):
+        held = {item.name: inner(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {**_code(type(value)), "fields": held}
+    if callable(value):
+        return {**_code(type(value)), "repr": repr(value)[:200]}
+    return repr(value)[:200]
+
+
+def _code(value: Any) -> dict[str, Any]:
+    """Import path; for code of the user's own also file, line, source and sha256."""
+    module, name = getattr(value, "__module__", None) or "builtins", getattr(value, "__qualname__", repr(value))
+    found: dict[str, Any] = {"name": f"{module}:{name}"}
+    if module.partition(".")[0] in _KNOWN_PACKAGES:
+        return found
+    try:
+        lines, number = inspect.getsourcelines(value)
+    except (OSError, TypeError):  # typed at a prompt, or written in C
+        code = getattr(value, "__code__", None)
+        digest = hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest() if code else None
+        return found | {"file": None, "source": None, "sha256": digest}
+    source = "".join(lines)
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    file = inspect.getsourcefile(value)
+    return found | {"file": file, "line": number, "source": source[:MAX_TEXT], "sha256": digest}
+
+
+def _closure(value: Any, inner: Any) -> dict[str, Any]:
+    """Values that a function of the user's own carries from where it was made."""
+    cells, code = getattr(value, "__closure__", None), getattr(value, "__code__", None)
+    if not cells or code is None:
+        return {}
+    held = {}
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        try:
+            held[name] = inner(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    return {"holds": held}
+
+
+def _files_of(described: Any) -> set[str]:
+    if isinstance(described, list):
+        return set().union(*map(_files_of, described)) if described else set()
+    if not isinstance(described, dict):
+        return set()
+    own = (
+        {described["file"]}
+        if isinstance(described.get("file"), str) and "site-packages" not in described["file"]
+        else set()
+    )
+    return own.union(*map(_files_of, described.values()))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    # a repository can name programs for git to run: none of them is
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.pager=cat", "-C", str(folder), *words]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=10, env=environment, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    text = _read(Path("/proc/cpuinfo")) or ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _memory_gb() -> float | None:
+    if sys.platform == "win32":
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
