@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sys
 from typing import Any
@@ -19,8 +20,16 @@ def result(text: str) -> None:
 
 
 def result_json(value: Any) -> None:
-    """What the user asked for, as one JSON object on one line."""
-    result(json.dumps(value, default=str, allow_nan=False))
+    """What the user asked for, as one JSON object on one line; a number that is not finite is null."""
+    result(json.dumps(_finite(value), default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(text: str) -> None:

@@ -44,12 +44,15 @@ def resolved(config: GRPOConfig) -> dict[str, Any]:
     return {name: _plain(value) for name, value in vars(config).items() if name in options.HONOURED}
 
 
-def as_yaml(config: GRPOConfig, own: Mapping[str, Any]) -> str:
-    """Every option as YAML that `--config` reads, those of the verb first."""
+def as_yaml(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Every option as YAML that `--config` reads, those of the verb first. What follows from others stays unset."""
     import yaml
 
-    kept = {name: value for name, value in own.items() if name not in ("print_config", "config", "json")}
-    return yaml.safe_dump({**kept, **resolved(config)}, sort_keys=False, allow_unicode=True).rstrip()
+    kept = {name: value for name, value in own.items() if name not in ("print_config", "dry_run", "config", "json")}
+    defaults = {
+        name: _plain(value) for name, value in options.defaults_of(GRPOConfig).items() if name in options.HONOURED
+    }
+    return yaml.safe_dump({**kept, **defaults, **wanted}, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int) -> Memory:

@@ -79,55 +79,59 @@ def config_types() -> Mapping[str, Any]:
 def run(given: Given) -> int:
     own = {flag.name for flag in _WHAT}
     wanted = {name: value for name, value in given.items() if name not in own}
+    if given.get("resume") == "auto" and "output_dir" not in wanted:
+        raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
     wanted.setdefault("output_dir", _next_run())
     if given.get("dtype"):
         wanted["model_init_kwargs"] = {**(wanted.get("model_init_kwargs") or {}), "dtype": given["dtype"]}
     from covey.config import GRPOConfig
 
     config = GRPOConfig(**wanted)
+    peft_config = adapter(given)
     if given.get("print_config"):
         from covey.cli.plan import as_yaml
 
-        output.result(as_yaml(config, {name: value for name, value in given.items() if name in own}))
+        output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in own}))
         return 0
     for name in ("model", "dataset", "reward"):
         if not given.get(name):
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
-    rewards = _rewards(given["reward"])
     dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
     if given.get("dry_run"):
         from covey.cli.plan import show
+        from covey.rewards import resolve
 
+        for reward in given["reward"]:
+            resolve(reward)
         show(config, given, wanted, dataset)
         return 0
     held_out = given.get("eval_dataset")
     eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
-    return _train(config, given, rewards, dataset, eval_dataset)
+    return _train(config, given, dataset, eval_dataset, peft_config)
 
 
-def _train(config: Any, given: Given, rewards: list[Any], dataset: Any, eval_dataset: Any) -> int:
+def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any) -> int:
     from covey.trainer import GRPOTrainer
 
     trainer = GRPOTrainer(
         model=given["model"],
-        reward_funcs=rewards,
+        reward_funcs=list(given["reward"]),
         args=config,
         train_dataset=dataset,
         eval_dataset=eval_dataset,
-        peft_config=adapter(given),
+        peft_config=peft_config,
     )
-    output.say(f"run: {config.output_dir}")
-    trained = trainer.train(resume_from_checkpoint=given.get("resume", "never"))
+    trained = trainer.train(resume_from_checkpoint=given.get("resume"))
     if trainer.stopped_by:
-        output.say(
-            f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {resume_command(sys.argv, config.output_dir)}"
-        )
+        again = resume_command(sys.argv, config.output_dir)
+        output.say(f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {again}")
         return 130 if trainer.stopped_by == "SIGINT" else 75
     trainer.save_model()
     metrics = {**_last(trainer.state.log_history), **trained.metrics}
     if eval_dataset is not None and getattr(config.eval_strategy, "value", config.eval_strategy) == "no":
         metrics |= trainer.evaluate()
-    _report(config, given, trained.global_step, metrics)
+    if trainer.is_world_process_zero():
+        _report(config, given, trained.global_step, metrics)
     return 0
 
 
@@ -180,12 +184,6 @@ def load_prompts(named: str, given: Given, limit: int | None) -> Any:
         streaming=bool(given.get("streaming")),
         config_name=given.get("dataset_config"),
     )
-
-
-def _rewards(named: Sequence[str]) -> list[Any]:
-    from covey import rewards
-
-    return [rewards.resolve(name) for name in named]
 
 
 def adapter(given: Given) -> Any:

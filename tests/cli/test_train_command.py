@@ -1,0 +1,154 @@
+"""`covey train`: what is wrong is said before anything is loaded, what would happen can be seen, and it trains."""
+
+import json
+
+import pytest
+import yaml
+
+from covey.cli import main
+from covey.cli.columns import column_map
+from covey.cli.flags import read_flags
+from covey.cli.train import adapter, flags, resume_command
+from covey.errors import ConfigError
+from kit import tiny_model, tiny_tokenizer
+
+REWARD = "def digits(completions, answer, **kwargs):\n    return [float(len(c)) for c in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model folder, a data set with a column `question`, and a reward in a file."""
+    where = tmp_path_factory.mktemp("train")
+    tiny_model(layers=1).save_pretrained(where / "model")
+    tiny_tokenizer().save_pretrained(where / "model")
+    rows = [{"question": f"What is {i} + {i}?", "solution": str(2 * i)} for i in range(6)]
+    (where / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (where / "mine.py").write_text(REWARD)
+    return where
+
+
+def words(place, *more):
+    given = ["--model", place / "model", "--dataset", place / "sums.jsonl", "--prompt-column", "question"]
+    given += ["--answer-column", "solution", "--reward", f"{place / 'mine.py'}:digits", "--output-dir", place / "run"]
+    return ["train", *map(str, given), "--max-completion-length", "8", "--use-cpu", *map(str, more)]
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--use-vllm"], "use_vllm=True cannot be honoured: there is no vLLM backend yet"),
+        (["--num-generations", "6"], "Try num_generations=8 or 4"),
+        (["--learning-rate", "fast"], "learning_rate=fast cannot be read as a number."),
+        (["--lora-alpha", "8"], "--lora-alpha needs --lora-r"),
+        (["--columns", "answer"], "--columns answer: write new=old"),
+        (["--prompt-column", "qestion"], "has no column 'qestion'"),
+        (["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--reward", "nowhere.py:fn"], "nowhere.py does not exist"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(place, capsys, more, said):
+    assert main(words(place, *more, "--dry-run")) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("name", ["model", "dataset", "reward"])
+def test_what_is_missing_is_named(place, capsys, name):
+    given = words(place)
+    at = given.index(f"--{name}")
+    del given[at : at + 2]
+    assert main(given) == 2
+    assert f"--{name} is missing: " in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_options_arithmetic_and_memory_and_writes_nothing(place, capsys):
+    assert main(words(place, "--learning-rate", "1e-4", "--gradient-accumulation-steps", "2", "--dry-run")) == 0
+    shown = capsys.readouterr().out
+    assert "learning_rate: 0.0001 (1e-06)" in shown
+    assert "2 prompts x 8 completions = 16 completions a generation batch" in shown
+    assert "9 optimizer steps in all, 3 passes over the prompts" in shown
+    assert "peak" in shown
+    assert not (place / "run").exists()
+
+
+def test_a_dry_run_is_one_json_object_when_asked(place, capsys):
+    assert main(words(place, "--dry-run", "--json")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["arithmetic"]["total_steps"] == 18
+    assert plan["config"]["max_completion_length"] == 8
+    assert plan["memory"]["peak"] > plan["memory"]["weights"] > 0
+
+
+def test_a_printed_configuration_is_read_back_and_flags_win(place, capsys):
+    assert main(words(place, "--learning-rate", "1e-4", "--print-config")) == 0
+    first = capsys.readouterr().out
+    file = place / "run.yaml"
+    file.write_text(first)
+    assert main(["train", str(file), "--print-config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(first)
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                str(file),
+                "--learning_rate=2e-4",
+                "--per-device-train-batch-size",
+                "16",
+                "--print-config",
+            ]
+        )
+        == 0
+    )
+    changed = yaml.safe_load(capsys.readouterr().out)
+    assert changed["learning_rate"] == 2e-4
+    assert changed["per_device_train_batch_size"] == 16
+    assert changed["prompt_column"] == "question"
+
+
+def test_the_word_demo_stands_for_the_shipped_model_data_and_reward(capsys):
+    assert main(["train", "demo", "--max-steps", "3", "--print-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["model"], shown["dataset"], shown["reward"]) == ("demo", "demo", ["demo"])
+
+
+def test_every_option_can_be_reached():
+    from covey import options
+
+    reachable = {flag.name for flag in flags()}
+    newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}
+    assert options.HONOURED - newer <= reachable
+    assert all(flag.help for flag in flags())
+
+
+def test_several_rewards_are_given_one_by_one_or_together():
+    assert read_flags(["--reward", "a", "--reward", "b.py:c", "d"], flags())["reward"] == ["a", "b.py:c", "d"]
+
+
+def test_columns_are_new_names_for_old_ones():
+    assert column_map(["answer=solution", "level=difficulty"]) == {"answer": "solution", "level": "difficulty"}
+    with pytest.raises(ConfigError, match="names 'answer' twice"):
+        column_map(["answer=a", "answer=b"])
+
+
+def test_an_adapter_is_asked_for_by_its_rank():
+    assert adapter({}) is None
+    chosen = adapter({"lora_r": 8})
+    assert (chosen.r, chosen.lora_alpha, chosen.target_modules) == (8, 16, "all-linear")
+
+
+@pytest.mark.parametrize(
+    "typed, again",
+    [
+        (
+            ["covey", "train", "run.yaml", "--output-dir", "a b"],
+            "covey train run.yaml --output-dir 'a b' --resume auto",
+        ),
+        (["covey", "train", "x.yaml", "--resume", "never"], "covey train x.yaml --output-dir runs/1 --resume auto"),
+        (["/bin/covey", "train", "--output_dir=o", "--resume=auto"], "covey train --output_dir=o --resume auto"),
+    ],
+)
+def test_the_command_that_goes_on_is_the_one_that_started(typed, again):
+    assert resume_command(typed, "runs/1") == again
