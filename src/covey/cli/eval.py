@@ -54,7 +54,7 @@ def run(given: Given) -> None:
     if options["answers"]:
         _write_answers(Path(options["answers"]), first)
     if options["json"]:
-        output.result_json(_finite(found))
+        output.result_json(found)
         return
     _table(options, first, second)
     if second is not None:
@@ -85,6 +85,7 @@ def _ks(options: dict[str, Any]) -> list[int]:
 
 def _assess(model_name: str, options: dict[str, Any]) -> Assessment:
     from covey.assessment import assess
+    from covey.cli.checkpoints import model_folder
     from covey.cli.columns import column_map
     from covey.data import PromptStream, eos_ids, load, prepare_tokenizer
     from covey.models import context_limit, load_model, load_tokenizer
@@ -100,8 +101,9 @@ def _assess(model_name: str, options: dict[str, Any]) -> Assessment:
     )
     scorer = Scorer.of(options["reward"], options["reward_weights"])
     scorer.check(dataset.column_names)
-    model = load_model(model_name)
-    tokenizer = prepare_tokenizer(load_tokenizer(model), model)
+    folder = model_folder(model_name)
+    model = load_model(folder)
+    tokenizer = prepare_tokenizer(load_tokenizer(model, folder), model)
     limit = context_limit(model)
     room = None if limit is None else limit - options["max_tokens"]
     stream = PromptStream(dataset, tokenizer, seed=0, shuffle=False, max_prompt_length=room)
@@ -141,15 +143,6 @@ def _write_answers(path: Path, found: Assessment) -> None:
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """The same tree with null for numbers that JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value - value != 0.0 else value
 
 
 verb = Verb(
