@@ -1,0 +1,15 @@
+"""Text out of weights: what to ask of a sampler, and the samplers."""
+
+from covey.rollout.hf import TransformersSampler
+from covey.rollout.prompts import PromptLike
+from covey.rollout.sampler import Backend, Sampler, SamplingParams, Unsupported, choose_sampler
+
+__all__ = [
+    "Backend",
+    "PromptLike",
+    "Sampler",
+    "SamplingParams",
+    "TransformersSampler",
+    "Unsupported",
+    "choose_sampler",
+]

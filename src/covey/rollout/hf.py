@@ -1,0 +1,219 @@
+"""A sampler for every causal LM: our own loop over the model's plain forward, with transformers' cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError, ModelError
+from covey.rollout.mode import accepts, evaluating, unwrapped
+from covey.rollout.prompts import PromptLike, as_prompts, occurrences
+from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
+from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, context_of
+from covey.types import Completion, Group, Prompt
+
+SHRINK_BELOW = 0.8
+"""Finished rows leave the batch when fewer than this fraction of it still writes; each time copies the cache."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One completion to write."""
+
+    group: int
+    prompt: Prompt
+    key: int
+
+
+class TransformersSampler:
+    """Samples with any causal LM of transformers, adapters included; all completions of a batch decode together.
+
+    The prompt is computed once for its completions. The model is used as it is, in eval mode, and given back as it was.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int] | None = None,
+        max_batch_completions: int = 256,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`eos_ids` default to those that the model's generation config and the tokenizer name.
+
+        `autocast_dtype` runs the forward under autocast. Raises ModelError for a model that cannot write text.
+        """
+        if max_batch_completions < 1:
+            raise ConfigError(f"max_batch_completions is {max_batch_completions}; give at least 1.")
+        self.tokenizer = tokenizer
+        self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
+        self.max_batch_completions = max_batch_completions
+        self.autocast_dtype = autocast_dtype
+        self.load(model, version=0)
+
+    def load(self, policy: Any, version: int) -> None:
+        """Sample with this model from now on. Its weights are read in place, never copied."""
+        config = unwrapped(policy).config
+        if config.is_encoder_decoder:
+            raise ModelError(f"{type(policy).__name__} is an encoder-decoder; give a causal language model.")
+        if getattr(policy, "active_peft_config", None) is not None and policy.active_peft_config.is_prompt_learning:
+            raise ModelError("Prompt-learning adapters put virtual tokens before the prompt; use LoRA or another kind.")
+        self.model, self.version = policy, version
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, in the order of the prompts."""
+        if n < 1:
+            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
+        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        seed = fresh_seed(params)
+        rows = [
+            _Row(group, prompt, sequence_key(seed, prompt.uid, occurrence, sample))
+            for group, (prompt, occurrence) in enumerate(zip(known, occurrences(known), strict=True))
+            for sample in range(n)
+        ]
+        return self._groups(known, rows, n, params)
+
+    def _groups(self, prompts: list[Prompt], rows: list[_Row], n: int, params: SamplingParams) -> Iterator[Group]:
+        size = max(self.max_batch_completions // n * n, min(n, self.max_batch_completions))
+        written: list[Completion] = []
+        next_group = 0
+        for start in range(0, len(rows), size):
+            written += self._write(rows[start : start + size], params)
+            while len(written) >= n:
+                yield Group(prompt=prompts[next_group], completions=tuple(written[:n]))
+                written, next_group = written[n:], next_group + 1
+
+    def _write(self, rows: list[_Row], params: SamplingParams) -> list[Completion]:
+        """One completion for each row, all in one batch."""
+        device = next(self.model.parameters()).device
+        is_autocast = self.autocast_dtype is not None
+        autocast = torch.autocast(device.type, self.autocast_dtype) if is_autocast else nullcontext()
+        with evaluating(self.model), autocast:
+            return _Batch(self, rows, params, device).run()
+
+
+class _Batch:
+    """The state of one batch of B completions while they are written. Row b of everything is completion `alive[b]`."""
+
+    def __init__(self, sampler: TransformersSampler, rows: list[_Row], params: SamplingParams, device: Any) -> None:
+        self.sampler, self.rows, self.params, self.device = sampler, rows, params, device
+        config = unwrapped(sampler.model).config
+        context = context_of(unwrapped(sampler.model))
+        self.lengths = torch.tensor([len(row.prompt.token_ids) for row in rows], device=device)  # [B]
+        room = params.max_tokens if context is None else (context - self.lengths).clamp(max=params.max_tokens)
+        self.limits = torch.as_tensor(room, device=device).expand(len(rows)).clone()  # [B]
+        self.steps = int(self.limits.max())
+        self.uniforms = uniforms([row.key for row in rows], self.steps).to(device)  # [B, T]
+        self.tokens = torch.zeros(len(rows), self.steps, dtype=torch.int64, device=device)  # [B, T]
+        self.logprobs = torch.zeros(len(rows), self.steps, device=device)  # [B, T]
+        self.ended = torch.zeros(len(rows), dtype=torch.int64, device=device)  # [B], length of a finished completion
+        self.stopped = torch.zeros(len(rows), dtype=torch.bool, device=device)  # [B], ended by itself
+        vocab_size = config.get_text_config().vocab_size
+        self.is_eos = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.is_eos[list(sampler.eos_ids)] = True
+        self.stop = StopStrings.of(params.stop, sampler.tokenizer, vocab_size)
+        self.alive = torch.arange(len(rows), device=device)  # [B now]
+
+    def run(self) -> list[Completion]:
+        logits = self._prefill()
+        for t in range(self.steps):
+            drawn = draw(logits, self.uniforms[self.alive, t], self.params, seen=self.seen)
+            self.tokens[self.alive, t], self.logprobs[self.alive, t] = drawn.tokens, drawn.logprobs
+            self._end(drawn.tokens, t)
+            is_writing = self.ended[self.alive] == 0  # [B now]
+            left = int(is_writing.sum())
+            if not left:
+                break
+            tokens = drawn.tokens
+            if left < SHRINK_BELOW * len(self.alive):
+                tokens = self._keep(is_writing.nonzero().squeeze(-1), tokens)
+            logits = self._forward(tokens[:, None], (self.lengths[self.alive] + t)[:, None])
+        return self._completions()
+
+    def _prefill(self) -> Tensor:
+        """[B, V] logits after the prompts. Each prompt is computed once, then repeated for its completions."""
+        first = [i for i, row in enumerate(self.rows) if i == 0 or row.group != self.rows[i - 1].group]
+        prompts = [self.rows[i].prompt.token_ids for i in first]
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)  # [P, L], padded on the left
+        mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        for p, prompt in enumerate(prompts):
+            ids[p, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[p, longest - len(prompt) :] = 1
+        self.cache = self._new_cache()
+        self.mask = mask.to(self.device)
+        logits = self._forward(ids.to(self.device), (self.mask.cumsum(-1) - 1).clamp(min=0), grow=False)
+        bounds = [*first[1:], len(self.rows)]
+        repeats = torch.tensor([end - start for start, end in zip(first, bounds, strict=True)], device=self.device)
+        index = torch.arange(len(prompts), device=self.device).repeat_interleave(repeats)  # [B]
+        self.mask = self.mask[index]
+        self.cache.reorder_cache(index)
+        self.seen = None
+        if self.params.repetition_penalty != 1.0:
+            self.seen = torch.zeros(len(prompts), logits.shape[-1], dtype=torch.bool, device=self.device)
+            for p, prompt in enumerate(prompts):
+                self.seen[p, list(prompt)] = True
+            self.seen = self.seen[index]
+        return logits[index]
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=unwrapped(self.sampler.model).config)
+
+    def _forward(self, ids: Tensor, positions: Tensor, grow: bool = True) -> Tensor:
+        """[B, V] logits after the last of `ids` [B, L], which enter the cache."""
+        model = self.sampler.model
+        if grow:
+            self.mask = torch.nn.functional.pad(self.mask, (0, ids.shape[1]), value=1)
+        extra: dict[str, Any] = {"position_ids": positions} if accepts(model, "position_ids") else {}
+        extra |= {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        out = model(input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **extra)
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def _end(self, tokens: Tensor, t: int) -> None:
+        """Mark the completions that end with `tokens` [B now], their token number `t`."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        is_writing = self.ended[self.alive] == 0
+        stops = self.is_eos[tokens]
+        if self.params.stop:
+            stops = stops | self._completes_stop_string(tokens, t)
+        ends = is_writing & (stops | (t + 1 >= self.limits[self.alive]))
+        self.ended[self.alive[ends]] = t + 1
+        self.stopped[self.alive[ends & stops]] = True
+
+    def _completes_stop_string(self, tokens: Tensor, t: int) -> Tensor:
+        found = self.stop.enders.to(self.device)[tokens]
+        for b in found.nonzero().squeeze(-1).tolist():
+            found[b] = self.stop.is_reached(self.tokens[self.alive[b], : t + 1].tolist())
+        return found
+
+    def _keep(self, index: Tensor, tokens: Tensor) -> Tensor:
+        """Drop all rows but `index` from the batch; their last tokens come back."""
+        self.alive, self.mask = self.alive[index], self.mask[index]
+        self.cache.reorder_cache(index)
+        self.seen = None if self.seen is None else self.seen[index]
+        return tokens[index]
+
+    def _completions(self) -> list[Completion]:
+        tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
+        ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)
+        return [
+            completion(
+                tokens[b, :length].clone(),
+                logprobs[b, :length].clone(),
+                "stop" if stopped else "length",
+                tokenizer=self.sampler.tokenizer,
+                version=self.sampler.version,
+            )
+            for b, (length, stopped) in enumerate(ends)
+        ]

@@ -1,0 +1,59 @@
+"""Prompts as the samplers take them: text, chat messages, token ids or `Prompt`s, encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from covey.errors import DataError
+from covey.types import Message, Prompt
+
+PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
+
+
+def as_prompts(prompts: Sequence[PromptLike], tokenizer: Any, context: int | None) -> list[Prompt]:
+    """Every prompt with its token ids. What is not yet a `Prompt` gets its place in the sequence as uid.
+
+    Raises DataError for an empty prompt and for one that leaves no room in a context of `context` tokens.
+    """
+    if isinstance(prompts, str):
+        raise DataError("sample() takes a sequence of prompts; put the single one in a list.")
+    encoded = [
+        prompt if isinstance(prompt, Prompt) else _encoded(prompt, str(i), tokenizer)
+        for i, prompt in enumerate(prompts)
+    ]
+    for prompt in encoded:
+        if not prompt.token_ids:
+            raise DataError(f"prompt {prompt.uid} has no tokens; a completion needs at least one to start from.")
+        if context is not None and len(prompt.token_ids) >= context:
+            raise DataError(
+                f"prompt {prompt.uid} has {len(prompt.token_ids)} tokens and the model's context {context}, which leaves "
+                "no room for a completion; shorten it or leave it out."
+            )
+    return encoded
+
+
+def _encoded(prompt: str | Sequence[Message] | Sequence[int], uid: str, tokenizer: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(uid=uid, text=prompt, token_ids=tuple(tokenizer(prompt)["input_ids"]))
+    if isinstance(prompt, torch.Tensor):
+        return Prompt(uid=uid, token_ids=tuple(prompt.tolist()))
+    if all(isinstance(part, int) for part in prompt):
+        return Prompt(uid=uid, token_ids=tuple(prompt))  # type: ignore[arg-type]
+    if not all(isinstance(part, Mapping) for part in prompt):
+        raise DataError(f"prompt {uid} is neither text, nor chat messages, nor token ids, but {type(prompt).__name__}.")
+    messages = tuple(prompt)
+    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    return Prompt(uid=uid, messages=messages, token_ids=tuple(ids))  # type: ignore[arg-type]
+
+
+def occurrences(prompts: Sequence[Prompt]) -> list[int]:
+    """How often each prompt's uid came before it, so that a prompt given twice gets two different groups."""
+    seen: dict[str, int] = {}
+    out = []
+    for prompt in prompts:
+        out.append(seen.get(prompt.uid, 0))
+        seen[prompt.uid] = out[-1] + 1
+    return out

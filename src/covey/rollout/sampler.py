@@ -1,0 +1,102 @@
+"""What a sampler is, what can be asked of one, and which backend a model gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from covey.errors import ConfigError, ModelError
+from covey.rollout.prompts import PromptLike
+from covey.types import Group
+
+Backend = Literal["auto", "native", "transformers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are drawn. `SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=1)`.
+
+    The distribution is processed in this order: repetition penalty, temperature, top-k, top-p, min-p.
+    Log-probabilities are those of what is left of it. A seed gives the same completions whatever the batch they are in.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 means greedy: the likeliest token, its log-probability at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    min_p: float | None = None
+    """Leave out tokens less likely than this fraction of the likeliest one."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the completion so far are divided (positive) or multiplied (negative) by it."""
+    stop: tuple[str, ...] = ()
+    """A completion ends with the token that completes one of these strings, which stays in it."""
+    seed: int | None = None
+    """None: drawn from torch's default generator."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for is_right, said in self._checks():
+            if not is_right:
+                raise ConfigError(said)
+
+    def _checks(self) -> list[tuple[bool, str]]:
+        min_p = 0.0 if self.min_p is None else self.min_p
+        return [
+            (self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; a completion needs at least 1 token."),
+            (
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                f"temperature is {self.temperature}; give 0 for greedy decoding or a positive number.",
+            ),
+            (0 < self.top_p <= 1, f"top_p is {self.top_p}; give a probability in (0, 1], 1 to keep everything."),
+            (self.top_k >= 0, f"top_k is {self.top_k}; give a count of tokens, 0 to keep all of them."),
+            (0 <= min_p <= 1, f"min_p is {self.min_p}; give a fraction in [0, 1], or None to keep everything."),
+            (
+                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+                f"repetition_penalty is {self.repetition_penalty}; give a positive number, 1 for no penalty.",
+            ),
+            (all(self.stop), "stop holds an empty string, which ends every completion at once; leave it out."),
+        ]
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are left out of the distribution."""
+        return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+
+class Sampler(Protocol):
+    """Text out of weights. A sampler that runs ahead, or elsewhere, is another one of these."""
+
+    def load(self, policy: Any, version: int) -> None:
+        """From now on sample with these weights; completions carry `version`."""
+        ...
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, as they finish: not always in the order of the prompts."""
+        ...
+
+
+class Unsupported(ModelError):  # noqa: N818  # the name others rely on
+    """The native engine cannot run this model exactly; the message is the reason."""
+
+
+def choose_sampler(
+    model: Any, tokenizer: Any, *, eos_ids: Sequence[int] | None = None, backend: Backend = "auto", **options: Any
+) -> Sampler:
+    """The fastest sampler that is exact for this model.
+
+    `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
+    `native` raises `Unsupported` instead. `options` go to the sampler's constructor.
+    """
+    from covey.rollout.hf import TransformersSampler
+
+    if backend not in ("auto", "native", "transformers"):
+        raise ConfigError(f"sampler backend {backend!r} does not exist; take auto, native or transformers.")
+    return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)

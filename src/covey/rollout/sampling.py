@@ -1,0 +1,174 @@
+"""From logits to tokens: one pass in fp32, one uniform a token, log-probability and entropy on the way.
+
+A uniform depends on (seed, prompt, which completion, position) and on nothing else, so a completion does not change
+with the batch it is in. The draw inverts the cumulative distribution by blocks of the vocabulary instead of calling
+`multinomial`, which walks the vocabulary once more for each row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.rollout.sampler import SamplingParams
+
+BLOCK = 256
+"""Width of the first level of the search; V / 256 sums, then 256 entries."""
+HEAD = 512
+"""Tokens that top-p sorts before it sorts the whole vocabulary, for the rows whose mass is not in them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """One token for each of B rows."""
+
+    tokens: Tensor
+    """[B] int64"""
+    logprobs: Tensor
+    """[B] float32, under the distribution the token was drawn from."""
+    entropy: Tensor | None = None
+    """[B] float32, in nats, of that distribution. None: not asked for."""
+
+
+def draw(
+    logits: Tensor, uniforms: Tensor, params: SamplingParams, *, seen: Tensor | None = None, with_entropy: bool = False
+) -> Draw:
+    """Draw one token a row from `logits` [B, V] with `uniforms` [B] in [0, 1).
+
+    `seen` [B, V] bool marks the tokens that a repetition penalty applies to; it is needed only with one.
+    Greedy decoding takes the likeliest token (the first of equals); its log-probability is that at temperature 1.
+    """
+    scores = processed(logits, params, seen)  # [B, V]
+    top = scores.amax(-1, keepdim=True)
+    scores = scores - top if scores is logits else scores.sub_(top)
+    weights = scores.exp() if with_entropy or params.is_greedy else scores.exp_()  # [B, V], the likeliest is 1
+    blocks = _blocks(weights)  # [B, V / BLOCK, BLOCK]
+    sums = blocks.sum(-1)
+    total = sums.sum(-1)
+    tokens = scores.argmax(-1) if params.is_greedy else _invert(blocks, sums, uniforms)
+    logprobs = (weights.gather(-1, tokens[:, None]).squeeze(-1) / total).log()
+    entropy = None
+    if with_entropy:
+        entropy = total.log() - (weights * scores.clamp(min=-1e4)).sum(-1) / total  # 0 * -inf is not a number
+    return Draw(tokens, logprobs, entropy)
+
+
+def processed(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+    """[B, V] float32 logits of the distribution that `params` describe: -inf where a token cannot be drawn.
+
+    May be `logits` itself when nothing changes it. At temperature 0 only the repetition penalty applies.
+    """
+    scores = logits.float()
+    if params.repetition_penalty != 1.0:
+        if seen is None:
+            raise ValueError("A repetition penalty needs `seen`, the tokens of prompt and completion so far.")
+        penalty = params.repetition_penalty
+        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if params.is_greedy:
+        return scores
+    if params.temperature != 1.0:
+        scores = scores / params.temperature
+    return _truncated(scores, params) if params.truncates else scores
+
+
+def _truncated(scores: Tensor, params: SamplingParams) -> Tensor:
+    """`scores` with -inf below the highest of the three thresholds. Equal logits stay or go together."""
+    size = scores.shape[-1]
+    if 0 < params.top_k < size:
+        scores = _above(scores, scores.topk(params.top_k, dim=-1).values[:, -1:])
+    if params.top_p < 1:
+        scores = _above(scores, _nucleus_threshold(scores, params.top_p))
+    if params.min_p:
+        scores = _above(scores, scores.amax(-1, keepdim=True) + math.log(params.min_p))
+    return scores
+
+
+def _above(scores: Tensor, threshold: Tensor) -> Tensor:
+    return scores.masked_fill(scores < threshold, -math.inf)
+
+
+def _nucleus_threshold(scores: Tensor, top_p: float) -> Tensor:
+    """[B, 1], the logit of the last token that top-p keeps: the fewest likeliest ones whose mass reaches `top_p`."""
+    log_total = scores.logsumexp(-1, keepdim=True)
+    size = scores.shape[-1]
+    best = scores.topk(min(HEAD, size), dim=-1).values  # [B, HEAD], falling
+    threshold, reached = _last_kept(best, log_total, top_p)
+    if size > HEAD and not bool(reached.all()):
+        rest = ~reached
+        best = scores[rest].sort(dim=-1, descending=True).values
+        threshold[rest] = _last_kept(best, log_total[rest], top_p)[0]
+    return threshold
+
+
+def _last_kept(best: Tensor, log_total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """[B, 1] logit of the last kept token among `best` [B, K] (falling), and [B] whether they reach the mass at all."""
+    mass = (best - log_total).exp().cumsum(-1)
+    last = (mass < top_p).sum(-1, keepdim=True)
+    reached = last.squeeze(-1) < best.shape[-1]
+    return best.gather(-1, last.clamp(max=best.shape[-1] - 1)), reached
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    """[B, V / BLOCK, BLOCK] view of `weights` [B, V], zeros beyond the vocabulary."""
+    missing = -weights.shape[-1] % BLOCK
+    if missing:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    return weights.contiguous().view(weights.shape[0], -1, BLOCK)
+
+
+def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
+    """[B] int64, the first token whose cumulative weight exceeds `uniforms` [B] times the total.
+
+    Never a token of weight zero, and never beyond the vocabulary: rounding cannot push the target past the last one.
+    """
+    cumulative = sums.double().cumsum(-1)  # [B, V / BLOCK]
+    target = uniforms.double()[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, target)  # [B, 1]
+    before = (cumulative.gather(-1, block) - sums.gather(-1, block)).clamp(min=0)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
+    token = _first_above(inside.double().cumsum(-1), target - before)
+    return (block * BLOCK + token).squeeze(-1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """[B, 1], the first place of `cumulative` [B, K] (rising) above `target` [B, 1]; at least one is always above."""
+    target = torch.minimum(target, cumulative[:, -1:] * (1 - 1e-12))
+    return (cumulative <= target).sum(-1, keepdim=True).clamp_(max=cumulative.shape[-1] - 1)
+
+
+def fresh_seed(params: SamplingParams) -> int:
+    """The seed of `params`, or one from torch's default generator: `torch.manual_seed` makes that one repeat too."""
+    return int(torch.randint(2**62, ()).item()) if params.seed is None else params.seed
+
+
+def sequence_key(seed: int, uid: str, occurrence: int, sample: int) -> int:
+    """A signed 64-bit key of one completion: the same for the same words on every machine, unrelated to all others."""
+    words = f"{seed}\0{occurrence}\0{sample}\0{uid}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little", signed=True)
+
+
+def uniforms(keys: Sequence[int], positions: int, start: int = 0) -> Tensor:
+    """[B, positions] float64 in [0, 1): token `start + t` of completion `keys[b]` is drawn with entry `[b, t]`.
+
+    SplitMix64 (Steele, Lea and Flood 2014) with the key as state and the position as counter.
+    """
+    counter = torch.arange(start + 1, start + positions + 1, dtype=torch.int64)
+    z = torch.tensor(list(keys), dtype=torch.int64)[:, None] + counter * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shifted(z, 31)
+    return _shifted(z, 11).double() * 2.0**-53
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's own copies the sign."""
+    return (z >> bits).bitwise_and(2 ** (64 - bits) - 1)

@@ -1,0 +1,81 @@
+"""When a completion is over, and what it is then: several EOS ids, stop strings, the limit of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ModelError, NumericsError
+from covey.types import Completion, Finish
+
+
+def eos_ids_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a text: those of the generation config, and the tokenizer's own. () when nothing names one."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = [named] if isinstance(named, int) else list(named or [])
+    own = getattr(tokenizer, "eos_token_id", None)
+    return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+
+
+def context_of(model: Any) -> int | None:
+    """Positions that the model knows, or None where its config does not say."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    return int(limit) if isinstance(limit, int) and limit > 0 else None
+
+
+@dataclass(frozen=True, eq=False)
+class StopStrings:
+    """Finds the tokens that complete a stop string, looking only at those that can."""
+
+    stop: tuple[str, ...]
+    tokenizer: Any
+    enders: Tensor
+    """[V] bool, tokens whose text holds the last character of a stop string."""
+
+    @staticmethod
+    def of(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStrings:
+        """A character beyond ASCII may be spread over several tokens, so then every token is looked at."""
+        last = {text[-1] for text in stop}
+        if not stop:
+            enders = torch.zeros(vocab_size, dtype=torch.bool)
+        elif any(ord(character) > 127 for character in last):
+            enders = torch.ones(vocab_size, dtype=torch.bool)
+        else:
+            known = min(len(tokenizer), vocab_size)
+            texts = [tokenizer.decode([token]) for token in range(known)]
+            enders = torch.tensor([bool(last & set(text)) for text in texts] + [False] * (vocab_size - known))
+        return StopStrings(tuple(stop), tokenizer, enders)
+
+    def is_reached(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token completes a stop string, in the text from its first token on."""
+        longest = max(len(text.encode()) for text in self.stop)
+        tail = self.tokenizer.decode(list(token_ids[-longest - 1 :]))  # a token is at least one byte
+        return any(text in tail for text in self.stop)
+
+
+def completion(token_ids: Tensor, logprobs: Tensor, finish: Finish, *, tokenizer: Any, version: int) -> Completion:
+    """A finished completion, its text without special tokens. Raises NumericsError when a probability is not a number."""
+    if not bool(torch.isfinite(logprobs).all()):
+        raise NumericsError(
+            "The model gave logits that are not finite while sampling, so its weights or its precision are broken; "
+            "go back to an earlier checkpoint, lower the learning rate, or sample in float32."
+        )
+    text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    return Completion(token_ids=token_ids, text=text, finish=finish, logprobs=logprobs, version=version)
+
+
+def checked_eos_ids(eos_ids: Sequence[int] | None, model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids given, or those that model and tokenizer name. Raises ModelError for an id beyond the vocabulary."""
+    ids = eos_ids_of(model, tokenizer) if eos_ids is None else tuple(eos_ids)
+    size = model.config.get_text_config().vocab_size
+    for token in ids:
+        if not 0 <= token < size:
+            raise ModelError(
+                f"end-of-sequence id {token} is not in the model's vocabulary of {size}; give one that is."
+            )
+    return ids

@@ -1,0 +1,314 @@
+"""What every sampler promises, whichever engine is inside."""
+
+import pytest
+import torch
+from test_sampling import transformers_scores
+
+from covey.errors import ConfigError, DataError, ModelError, NumericsError
+from covey.rollout import SamplingParams, TransformersSampler
+from kit import prompt, tiny_model, tiny_tokenizer
+
+SAMPLERS = {"transformers": TransformersSampler}
+TEXTS = ("2 + 2 =", "Tom has 3 apples and buys 4 more. How many?", "a", "What is 12 + 30?")
+
+
+@pytest.fixture(params=SAMPLERS)
+def new_sampler(request):
+    return SAMPLERS[request.param]
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def collect(sampler, prompts, n, params):
+    """Groups in the order of the prompts, whatever the order they came in."""
+    groups = list(sampler.sample(prompts, n, params))
+    return sorted(groups, key=lambda group: int(group.prompt.uid.split(":")[-1]))
+
+
+def ids_of(groups):
+    return [[completion.token_ids.tolist() for completion in group.completions] for group in groups]
+
+
+def plain_logprobs(model, group, params):
+    """[T_i] of each completion by one forward without cache, through transformers' own processors."""
+    out = []
+    for completion in group.completions:
+        ids = torch.tensor([*group.prompt.token_ids, *completion.token_ids.tolist()])[None]
+        start = len(group.prompt.token_ids)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0].float()
+        rows = [
+            transformers_scores(logits[start + t - 1][None], params, ids[:, : start + t]).log_softmax(-1)[0]
+            for t in range(completion.num_tokens)
+        ]
+        out.append(torch.stack([row[token] for row, token in zip(rows, completion.token_ids, strict=True)]))
+    return out
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2"])
+def test_greedy_equals_generate_token_for_token(new_sampler, tokenizer, arch):
+    model = tiny_model(arch, layers=2, seed=1)
+    groups = collect(new_sampler(model, tokenizer), TEXTS, 1, SamplingParams(max_tokens=24, temperature=0))
+    for group in groups:
+        ids = torch.tensor([group.prompt.token_ids])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        assert group.completions[0].token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7, "top_p": 0.7},
+        {"top_k": 7},
+        {"min_p": 0.3},
+        {"repetition_penalty": 1.5},
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_log_probabilities_equal_a_plain_forward(new_sampler, tokenizer, options):
+    model = tiny_model(layers=2, seed=2)
+    params = SamplingParams(max_tokens=20, seed=4, **options)
+    for group in new_sampler(model, tokenizer).sample(TEXTS[:2], 3, params):
+        for completion, expected in zip(group.completions, plain_logprobs(model, group, params), strict=True):
+            torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_completions_do_not_depend_on_neighbours_or_order(new_sampler, tokenizer):
+    model = tiny_model(layers=2, seed=3)
+    params = SamplingParams(max_tokens=16, seed=7)
+    prompts = [prompt(text, uid=f"0:{i}", tokenizer=tokenizer) for i, text in enumerate(TEXTS)]
+    together = ids_of(collect(new_sampler(model, tokenizer), prompts, 4, params))
+    backwards = ids_of(collect(new_sampler(model, tokenizer), prompts[::-1], 4, params))
+    alone = [ids_of(collect(new_sampler(model, tokenizer), [p], 4, params))[0] for p in prompts]
+    fewer = ids_of(collect(new_sampler(model, tokenizer), prompts, 2, params))
+    assert together == backwards == alone
+    assert fewer == [group[:2] for group in together]
+    assert len({tuple(ids) for group in together for ids in group}) > 12
+
+
+def test_a_small_batch_gives_the_same_completions_as_a_large_one(tokenizer):
+    model = tiny_model(seed=3)
+    params = SamplingParams(max_tokens=16, seed=7)
+    expected = ids_of(TransformersSampler(model, tokenizer).sample(TEXTS, 4, params))
+    for limit in (1, 3, 9):
+        sampler = TransformersSampler(model, tokenizer, max_batch_completions=limit)
+        assert ids_of(sampler.sample(TEXTS, 4, params)) == expected
+
+
+def test_another_seed_gives_other_completions_and_torchs_seed_decides_without_one(new_sampler, tokenizer):
+    sampler = new_sampler(tiny_model(), tokenizer)
+    one = ids_of(sampler.sample(TEXTS[:1], 2, SamplingParams(max_tokens=8, seed=1)))
+    two = ids_of(sampler.sample(TEXTS[:1], 2, SamplingParams(max_tokens=8, seed=2)))
+    torch.manual_seed(5)
+    free = ids_of(sampler.sample(TEXTS[:1], 2, SamplingParams(max_tokens=8)))
+    again = ids_of(sampler.sample(TEXTS[:1], 2, SamplingParams(max_tokens=8)))
+    torch.manual_seed(5)
+    assert free == ids_of(sampler.sample(TEXTS[:1], 2, SamplingParams(max_tokens=8)))
+    assert one != two
+    assert free != again
+
+
+def test_the_same_prompt_twice_gives_two_different_groups(new_sampler, tokenizer):
+    twice = prompt("2 + 2 =", uid="0:1", tokenizer=tokenizer)
+    first, second = new_sampler(tiny_model(), tokenizer).sample([twice, twice], 2, SamplingParams(max_tokens=8, seed=1))
+    assert ids_of([first]) != ids_of([second])
+
+
+def test_text_messages_and_token_ids_are_prompts(new_sampler, tokenizer):
+    text, message = "2 + 2 =", {"role": "user", "content": "2 + 2 ="}
+    chat = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+    sampler = new_sampler(tiny_model(), tokenizer)
+    groups = collect(sampler, [text, [message], tokenizer(text)["input_ids"]], 1, SamplingParams(max_tokens=2))
+    plain = tuple(tokenizer(text)["input_ids"])
+    assert [group.prompt.token_ids for group in groups] == [plain, tuple(chat), plain]
+    assert groups[1].prompt.messages == (message,)
+
+
+def recompute(model):
+    """Turn activation checkpointing on; transformers 5.23 renamed it."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")()
+
+
+def favour(model, ids, bias=40.0):
+    """Make a model write these tokens nearly always, by its head's bias."""
+    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    head.bias.data[list(ids)] = bias
+    model.lm_head = head
+    return model
+
+
+def test_each_of_several_eos_ids_ends_a_completion_and_stays_in_it(new_sampler, tokenizer):
+    model = favour(tiny_model(), [5, 6, 7])
+    sampler = new_sampler(model, tokenizer, eos_ids=[6, 7])
+    (group,) = sampler.sample(["a"], 40, SamplingParams(max_tokens=50, seed=0))
+    last = {completion.token_ids[-1].item() for completion in group.completions}
+    assert last == {6, 7}
+    for completion in group.completions:
+        assert completion.finish == "stop"
+        assert completion.token_ids[:-1].tolist() == [5] * (completion.num_tokens - 1)
+        assert completion.logprobs.shape == completion.token_ids.shape
+
+
+def test_a_pad_token_that_is_the_eos_token_is_no_trouble(new_sampler):
+    tokenizer = tiny_tokenizer(pad=False)
+    tokenizer.pad_token = tokenizer.eos_token
+    model = favour(tiny_model(), [5, tokenizer.eos_token_id])
+    (group,) = new_sampler(model, tokenizer).sample(["a"], 30, SamplingParams(max_tokens=40, seed=0))
+    for completion in group.completions:
+        assert completion.token_ids.tolist().count(tokenizer.eos_token_id) == 1
+        assert completion.token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_a_completion_at_its_limit_was_cut(new_sampler, tokenizer):
+    (group,) = new_sampler(favour(tiny_model(), [5]), tokenizer).sample(["a"], 2, SamplingParams(max_tokens=6))
+    assert [(c.num_tokens, c.finish) for c in group.completions] == [(6, "length")] * 2
+
+
+def test_the_models_context_cuts_each_completion_where_its_prompt_leaves_no_room(new_sampler, tokenizer):
+    model = favour(tiny_model(max_position_embeddings=12), [5])
+    sampler = new_sampler(model, tokenizer)
+    short, long = collect(sampler, [list(range(10, 13)), list(range(10, 20))], 2, SamplingParams(max_tokens=50))
+    assert {c.num_tokens for c in short.completions} == {9}
+    assert {c.num_tokens for c in long.completions} == {2}
+    assert all(c.is_truncated for group in (short, long) for c in group.completions)
+
+
+def test_a_stop_string_ends_a_completion_even_across_tokens(new_sampler, tokenizer):
+    x, y = tokenizer("x")["input_ids"][0], tokenizer("y")["input_ids"][0]
+    model = favour(tiny_model(), [x, y])
+    (group,) = new_sampler(model, tokenizer).sample(["a"], 20, SamplingParams(max_tokens=60, seed=0, stop=("xyx",)))
+    for completion in group.completions:
+        assert completion.text.endswith("xyx")
+        assert completion.text.count("xyx") == 1
+        assert completion.finish == "stop"
+
+
+def test_a_stop_string_beyond_ascii_is_found(new_sampler, tokenizer):
+    bytes_of_it = tokenizer("é")["input_ids"]
+    assert len(bytes_of_it) == 2
+    model = favour(tiny_model(), bytes_of_it)
+    (group,) = new_sampler(model, tokenizer).sample(["a"], 10, SamplingParams(max_tokens=60, seed=0, stop=("é",)))
+    assert all(completion.text.endswith("é") for completion in group.completions)
+
+
+def test_tokens_are_never_encoded_again(new_sampler, tokenizer):
+    """The ids of a completion may be a spelling that the tokenizer would not choose; they are kept as drawn."""
+    model = favour(tiny_model(), [tokenizer(c)["input_ids"][0] for c in "apples "])
+    (group,) = new_sampler(model, tokenizer).sample(["a"], 8, SamplingParams(max_tokens=60, seed=0))
+    again = [tokenizer(completion.text)["input_ids"] for completion in group.completions]
+    drawn = [completion.token_ids.tolist() for completion in group.completions]
+    assert again != drawn
+    assert [tokenizer.decode(ids) for ids in drawn] == [completion.text for completion in group.completions]
+
+
+def test_the_text_has_no_special_tokens_and_the_ids_keep_them(new_sampler, tokenizer):
+    model = favour(tiny_model(), [tokenizer.eos_token_id])
+    (group,) = new_sampler(model, tokenizer).sample(["a"], 1, SamplingParams(max_tokens=4))
+    assert group.completions[0].text == ""
+    assert group.completions[0].token_ids.tolist() == [tokenizer.eos_token_id]
+
+
+def test_the_model_is_given_back_as_it_was(new_sampler, tokenizer):
+    model = tiny_model(layers=2, attention_dropout=0.5)
+    model.train()
+    model.model.layers[1].eval()
+    recompute(model)
+    modes = [module.training for module in model.modules()]
+    grouped = new_sampler(model, tokenizer).sample(["a", "b"], 2, SamplingParams(max_tokens=4, seed=1))
+    next(grouped)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    list(grouped)
+    assert [module.training for module in model.modules()] == modes
+    loss = model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
+    loss.backward()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_dropout_is_off_and_checkpointing_does_not_matter_while_sampling(new_sampler, tokenizer):
+    params = SamplingParams(max_tokens=10, seed=1)
+    calm = tiny_model(layers=2, seed=4)
+    wild = tiny_model(layers=2, seed=4, attention_dropout=0.5)
+    wild.train()
+    recompute(wild)
+    expected = ids_of(collect(new_sampler(calm, tokenizer), TEXTS, 2, params))
+    assert ids_of(collect(new_sampler(wild, tokenizer), TEXTS, 2, params)) == expected
+
+
+def test_an_interrupt_leaves_the_model_in_its_mode(new_sampler, tokenizer):
+    model = tiny_model()
+    model.train()
+    sampler = new_sampler(model, tokenizer)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(sampler.sample(["a"], 2, SamplingParams(max_tokens=4)))
+    handle.remove()
+    assert all(module.training for module in model.modules())
+    assert len(list(sampler.sample(["a"], 2, SamplingParams(max_tokens=4)))) == 1
+
+
+def test_weights_changed_in_place_are_used_after_load(new_sampler, tokenizer):
+    model = favour(tiny_model(), [5])
+    sampler = new_sampler(model, tokenizer)
+    before = next(iter(sampler.sample(["a"], 1, SamplingParams(max_tokens=2))))
+    with torch.no_grad():
+        model.lm_head.bias[5], model.lm_head.bias[9] = 0.0, 40.0
+    sampler.load(model, version=3)
+    after = next(iter(sampler.sample(["a"], 1, SamplingParams(max_tokens=2))))
+    assert (before.completions[0].token_ids.tolist(), before.completions[0].version) == ([5, 5], 0)
+    assert (after.completions[0].token_ids.tolist(), after.completions[0].version) == ([9, 9], 3)
+
+
+def test_an_adapter_is_active_while_sampling_and_stays_unmerged(new_sampler, tokenizer):
+    peft = pytest.importorskip("peft")
+    base = tiny_model(layers=2, seed=5)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    params = SamplingParams(max_tokens=12, seed=2)
+    for group in new_sampler(model, tokenizer).sample(TEXTS[:2], 2, params):
+        for completion, expected in zip(group.completions, plain_logprobs(model, group, params), strict=True):
+            torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=0)
+    assert not any(module.merged for module in model.modules() if hasattr(module, "merged"))
+
+
+def test_a_prompt_without_room_or_without_tokens_is_refused_before_any_work(new_sampler, tokenizer):
+    sampler = new_sampler(tiny_model(max_position_embeddings=8), tokenizer)
+    with pytest.raises(DataError, match="prompt 1 has 8 tokens and the model's context 8"):
+        sampler.sample(["a", [5] * 8], 1, SamplingParams())
+    with pytest.raises(DataError, match="prompt 0 has no tokens"):
+        sampler.sample([""], 1, SamplingParams())
+    with pytest.raises(DataError, match="put the single one in a list"):
+        sampler.sample("a", 1, SamplingParams())
+    with pytest.raises(ConfigError, match="n is 0"):
+        sampler.sample(["a"], 0, SamplingParams())
+
+
+def test_an_eos_id_beyond_the_vocabulary_is_refused(new_sampler, tokenizer):
+    with pytest.raises(ModelError, match="99999 is not in the model's vocabulary"):
+        new_sampler(tiny_model(), tokenizer, eos_ids=[99999])
+
+
+def test_logits_that_are_not_finite_are_told_in_a_sentence(new_sampler, tokenizer):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(NumericsError, match="not finite"):
+        list(new_sampler(model, tokenizer).sample(["a"], 2, SamplingParams(max_tokens=3)))
+
+
+def test_no_prompts_give_no_groups(new_sampler, tokenizer):
+    assert list(new_sampler(tiny_model(), tokenizer).sample([], 2, SamplingParams())) == []
