@@ -56,7 +56,8 @@ def _run(words: list[str]) -> int:
         return 0
     if name not in VERBS:
         raise ConfigError(f"covey has no verb {name!r}.{did_you_mean(name, VERBS)} It has {', '.join(VERBS)}.")
-    output.start_logging()
+    if "--debug" not in words:
+        output.start_logging()
     return int(importlib.import_module(f"covey.cli.{name}").verb(words[1:]))
 
 

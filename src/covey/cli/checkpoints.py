@@ -6,18 +6,23 @@ from pathlib import Path
 
 from covey.errors import ModelError
 
+FINAL = "model"
+"""Folder inside a run for the weights that it ended with."""
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def model_folder(named: str) -> str:
     """The folder or hub id to load for what the user named.
 
-    A run folder stands for the model that it ended with, or else for its newest checkpoint. Raises ModelError for a
-    folder that holds neither.
+    A run folder stands for the model that it ended with (`model/`), or else for its newest checkpoint. Raises ModelError
+    for a folder that holds neither.
     """
     folder = Path(named).expanduser()
-    if not folder.is_dir() or any((folder / name).is_file() for name in _MODEL_FILES):
+    if not folder.is_dir():
         return named
+    for candidate in (folder, folder / FINAL):
+        if any((candidate / name).is_file() for name in _MODEL_FILES):
+            return str(candidate)
     from covey.runs import checkpoint
 
     newest = checkpoint.latest(folder)

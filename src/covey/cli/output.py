@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import sys
+import warnings
 from typing import Any
 
 # C0 without tab and newline, DEL, C1, and the characters that change the direction of text
@@ -52,9 +53,16 @@ class LogToStderr(logging.Handler):
 
 
 def start_logging() -> None:
-    """Show Covey's own log on stderr."""
+    """Show Covey's own log and Python's warnings on stderr, a line each; what only concerns programmers is left out."""
     logger = logging.getLogger("covey")
     if not any(isinstance(handler, LogToStderr) for handler in logger.handlers):
         logger.addHandler(LogToStderr())
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    say(f"warning: {message}")

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from covey import options
 from covey.cli import output
+from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
 from covey.cli.flags import Flag
@@ -126,7 +127,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
         again = resume_command(sys.argv, config.output_dir)
         output.say(f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {again}")
         return 130 if trainer.stopped_by == "SIGINT" else 75
-    trainer.save_model()
+    trainer.save_model(str(Path(config.output_dir) / FINAL))
     metrics = {**_last(trainer.state.log_history), **trained.metrics}
     if eval_dataset is not None and getattr(config.eval_strategy, "value", config.eval_strategy) == "no":
         metrics |= trainer.evaluate()
