@@ -179,7 +179,7 @@ INERT: Mapping[str, str] = {
 }
 """Options with nothing to act on, and why. Any value is accepted; one that differs from the default is named once."""
 
-SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "hub_token"})
+SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "hub_token", "include_num_input_tokens_seen"})
 """Inert options that transformers itself documents as unused or sets by itself: naming them would be noise."""
 
 REFUSED: Mapping[str, str] = {

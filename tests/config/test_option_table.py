@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import HfArgumentParser
 
 from covey import options
 from covey.config import GRPOConfig
@@ -62,3 +63,10 @@ def test_a_former_name_is_refused_with_the_new_one(name):
     with pytest.raises(ConfigError, match=f"{name} is not an option of GRPOConfig. ") as caught:
         GRPOConfig(output_dir="unused", **{name: 1})
     assert options.RENAMED[name] in str(caught.value)
+
+
+def test_the_parser_of_transformers_fills_it_in_without_a_warning(caplog):
+    parser = HfArgumentParser(GRPOConfig)
+    (config,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--reward_weights", "1", "0.5"])
+    assert config.reward_weights == [1.0, 0.5]
+    assert caplog.records == []
