@@ -132,7 +132,7 @@ def prepare_for_training(model: Any, args: Any) -> Any:
         getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": kwargs})
         if inner is not model:
             inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
-    elif getattr(inner, "is_gradient_checkpointing", False):
+    elif getattr(inner, f"is_{word}_checkpointing", False):
         getattr(inner, f"{word}_checkpointing_disable")()
     return model.train()
 

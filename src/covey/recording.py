@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
+from transformers.utils import logging as hf_logging
 
 from covey.parts import Parts
 from covey.runs import RunFolder, checkpoint, rng
@@ -18,8 +20,21 @@ from covey.types import Group, StepReport
 def write_model(folder: Path, model: Any, tokenizer: Any) -> None:
     """Model (or adapter) and tokenizer as transformers writes them, so that any tool can open the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def quiet_bars() -> Iterator[None]:
+    """transformers draws a bar for each file it reads or writes, which would tear the progress line."""
+    was_on = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            hf_logging.enable_progress_bar()
 
 
 def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
@@ -66,7 +81,8 @@ def load_weights(model: Any, folder: Path) -> None:
 
         set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
         return
-    saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    with quiet_bars():
+        saved = type(model).from_pretrained(folder, dtype=model.dtype)
     model.load_state_dict(saved.state_dict())
 
 

@@ -85,6 +85,7 @@ class GRPOTrainer:
         if not isinstance(self.args, GRPOConfig):
             raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        self.output_dir = Path(str(self.args.output_dir))
         self.world = World.of(self.args)
         self.algorithm = build_algorithm(self.args) if algorithm is None else _algorithm(self.args, algorithm)
         self.state = TrainerState(is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main)
@@ -99,6 +100,8 @@ class GRPOTrainer:
         self.optimizers = optimizers
         self.optimizer, self.lr_scheduler = optimizers
         self.control = TrainerControl()
+        self.stopped_by: str | None = None
+        self.exit_code = 0
         self.callback_handler = self._build_callbacks(callbacks)
         self._parts: Parts | None = None
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
@@ -114,7 +117,7 @@ class GRPOTrainer:
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        start = checkpoint.resolve(wanted, Path(self.args.output_dir))
+        start = checkpoint.resolve(wanted, self.output_dir)
         with StopRequest() as stop:
             parts = self._build_parts(stop, start)
             self._parts = parts
@@ -125,7 +128,7 @@ class GRPOTrainer:
             summary = parts.session.end(state)
         self.scorer.close()
         self._load_best()
-        self.stopped_by = stop.name
+        self.stopped_by, self.exit_code = stop.name, stop.exit_code
         return TrainOutput(state.step, summary["train_loss"], summary)
 
     def evaluate(
@@ -154,13 +157,13 @@ class GRPOTrainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (an adapter, for PEFT) and its tokenizer as transformers would, to `output_dir`."""
         if self.world.is_main:
-            write_model(Path(output_dir or self.args.output_dir), self.model, self.processing_class)
+            write_model(Path(output_dir or self.output_dir), self.model, self.processing_class)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""
         if self.world.is_main:
-            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and hand it to the callbacks."""
@@ -223,7 +226,7 @@ class GRPOTrainer:
         )
 
     def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
-        folder = RunFolder.create(Path(self.args.output_dir), resume=start is not None) if self.world.is_main else None
+        folder = RunFolder.create(self.output_dir, resume=start is not None) if self.world.is_main else None
         session = partial(self._build_session, stop=stop, folder=folder)
         return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
 
@@ -308,7 +311,7 @@ class GRPOTrainer:
             best = self.state.best_global_step
             try:
                 path = checkpoint.save(
-                    Path(self.args.output_dir),
+                    self.output_dir,
                     state.step,
                     self._write_checkpoint,
                     tree,
@@ -325,7 +328,7 @@ class GRPOTrainer:
     def _write_checkpoint(self, folder: Path) -> None:
         write_model(folder, self.model, self.processing_class)
         if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            self.state.best_model_checkpoint = str(self.output_dir / f"checkpoint-{self.state.global_step}")
         self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _resume(self, parts: Parts, start: Path) -> TrainState:
@@ -358,7 +361,7 @@ def _algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
     """The constructor's `algorithm`, by the rules of the option of that name."""
     if args.algorithm is not None:
         raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
-    changed = sorted(set(args.changed()) & set(ALGORITHM_OPTIONS))
+    changed = sorted(set(args._changed()) & set(ALGORITHM_OPTIONS))
     if changed:
         raise ConfigError(
             f"algorithm= and {', '.join(changed)} both say what the loss is; put the values into the algorithm, "

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kit import tiny_model
 
 from covey.learner.packing import Row, microbatches, pad_rows
 from covey.learner.policy import Policy
 from covey.types import Completion, Prompt
+from kit import tiny_model
 
 
 def row(prompt, completion, group=0):
@@ -20,7 +20,7 @@ def row(prompt, completion, group=0):
     )
 
 
-ROWS = [row([5, 6, 7, 8], [9, 10, 11]), row([12, 13], [14]), row([15, 16, 17], [18, 19, 20, 21, 22])]
+ROWS = [row([5, 6, 7, 8], [9, 10, 11], 0), row([12, 13], [14], 1), row([15, 16, 17], [18, 19, 20, 21, 22], 2)]
 
 
 def plain_logp(model, one, temperature):

@@ -62,13 +62,16 @@ def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Ro
 def microbatches(rows: Sequence[Row], *, max_rows: int, max_tokens: int | None = None) -> list[list[Row]]:
     """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` padded tokens (one row always fits).
 
-    Longest first: rows of like length share a batch, so little is padded, and the largest batch comes first, so that
-    a step that cannot fit in memory fails at once.
+    Longest first, group by group: rows of one prompt share a batch, little is padded, and the largest batch comes
+    first, so that a step that cannot fit in memory fails at once.
     """
+    longest: dict[int, int] = {}
+    for row in rows:
+        longest[row.group] = max(longest.get(row.group, 0), row.num_tokens)
     batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: -row.num_tokens):
+    for row in sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens)):
         current = batches[-1] if batches else []
-        width = current[0].num_tokens if current else 0
+        width = max(row.num_tokens, *(other.num_tokens for other in current)) if current else 0
         is_full = len(current) >= max_rows or (max_tokens is not None and width * (len(current) + 1) > max_tokens)
         if current and not is_full:
             current.append(row)

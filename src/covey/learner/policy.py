@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from covey.learner import shared
 from covey.learner.logprobs import Head, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
+from covey.learner.shared import SharedRows, share_rows
+from covey.types import Completion, Prompt
 from covey.world import autocast
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ class Measured:
     """[N, T], zeros unless asked for."""
     hidden: Tensor
     """[M, D], the hidden states that predicted the completion tokens, for value heads."""
-    rows: PaddedRows
+    rows: PaddedRows | SharedRows
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
 
@@ -46,6 +49,7 @@ class Policy:
     auxiliary_coefficient: float = 0.0
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
+    _is_shared: bool | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -59,50 +63,89 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def measure(self, rows: Sequence[Row], *, entropy: bool = False) -> Measured:
-        """Forward `rows` once. Gradients flow when they are enabled."""
-        padded = pad_rows(rows, self.pad_id, self.device)
+        """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation."""
+        has_siblings = len({row.group for row in rows}) < len(rows)
+        if has_siblings and self._shares():
+            return self._measure(share_rows(rows, self.device), entropy)
+        return self._measure(pad_rows(rows, self.pad_id, self.device), entropy)
+
+    def _measure(self, rows: PaddedRows | SharedRows, entropy: bool) -> Measured:
         with self.autocast():
-            hidden, auxiliary = self._hidden(padded)
-            if self._splits():
-                picked = hidden.flatten(0, 1)[padded.source]  # [M, D]
-                logp, entropies = score_tokens(
-                    picked,
-                    padded.target,
-                    self._head_of(),
-                    temperature=self.temperature,
-                    entropy=entropy,
-                    chunk=self.logits_chunk,
-                )
-            else:
-                picked = hidden.flatten(0, 1)[padded.source]  # [M, V], logits already
-                as_they_are = Head(project=lambda logits: logits)
-                logp, entropies = score_tokens(
-                    picked,
-                    padded.target,
-                    as_they_are,
-                    temperature=self.temperature,
-                    entropy=entropy,
-                    chunk=self.logits_chunk,
-                )
+            hidden, auxiliary = self._hidden(rows)
+            picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] of a model that cannot be split
+            head = self._head_of() if self._splits() else Head(project=lambda logits: logits)
+            logp, entropies = score_tokens(
+                picked,
+                rows.target,
+                head,
+                temperature=self.temperature,
+                entropy=entropy,
+                chunk=self.logits_chunk,
+            )
         return Measured(
-            logp=padded.spread(logp),
-            entropy=padded.spread(entropies),
+            logp=rows.spread(logp),
+            entropy=rows.spread(entropies),
             hidden=picked,
-            rows=padded,
+            rows=rows,
             auxiliary_loss=auxiliary,
         )
 
-    def _hidden(self, padded: PaddedRows) -> tuple[Tensor, Tensor | None]:
+    def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
+        if isinstance(rows, SharedRows):
+            return _decoder(self.model)(use_cache=False, **shared.forward_kwargs(rows)).last_hidden_state, None
         extra: dict[str, Any] = {"use_cache": False}
         if self.auxiliary_coefficient:
             # padding would be routed too and would change the balance that the loss measures
-            extra |= {"attention_mask": padded.attention_mask, "output_router_logits": True}
-            output = self.model(input_ids=padded.input_ids, output_hidden_states=self._splits(), **extra)
+            extra |= {"attention_mask": rows.attention_mask, "output_router_logits": True}
+            output = self.model(input_ids=rows.input_ids, output_hidden_states=self._splits(), **extra)
             return (output.hidden_states[-1] if self._splits() else output.logits), output.aux_loss
         if self._splits():
-            return _decoder(self.model)(input_ids=padded.input_ids, **extra).last_hidden_state, None
-        return self.model(input_ids=padded.input_ids, **extra).logits, None
+            return _decoder(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
+        return self.model(input_ids=rows.input_ids, **extra).logits, None
+
+    def _shares(self) -> bool:
+        """Whether prompts can be shared: told by the configuration, then tried once on two short completions."""
+        if self._is_shared is None:
+            reason = None if self._splits() else "its head cannot be called apart"
+            if self.auxiliary_coefficient:
+                reason = "its balancing loss is measured on padded rows"
+            reason = reason or shared.reason_against(self.model) or self._try_sharing()
+            self._is_shared = reason is None
+            if reason is not None:
+                logger.warning(
+                    "%s computes each prompt once a completion: %s.", type(_inner(self.model)).__name__, reason
+                )
+        return self._is_shared
+
+    @torch.no_grad()
+    def _try_sharing(self) -> str | None:
+        """Switch the model to the shared attention, which is SDPA wherever no prompt is shared. A reason if it differs."""
+        rows = [_short_row(self.model, count) for count in (3, 2)]
+        config = _inner(self.model).config.get_text_config()
+        was_training, before = self.model.training, config._attn_implementation
+        shared.install()
+        self.model.eval()
+        try:
+            apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
+            config._attn_implementation = shared.ATTENTION
+            together = self._measure(share_rows(rows, self.device), True)
+            gap = (apart.logp - together.logp).abs().max().item()
+            reason = (
+                None
+                if gap < (1e-3 if self._is_exact() else 0.2)
+                else f"its log-probabilities would differ by {gap:.1g}"
+            )
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+        finally:
+            self.model.train(was_training)
+        if reason is not None:
+            config._attn_implementation = before
+        return reason
+
+    def _is_exact(self) -> bool:
+        return self.compute_dtype is None and next(self.model.parameters()).dtype == torch.float32
 
     def _head_of(self) -> Head:
         if self._head is None:
@@ -121,6 +164,19 @@ class Policy:
                     name,
                 )
         return self._is_split
+
+
+def _short_row(model: Any, count: int) -> Row:
+    """Five prompt tokens and `count` answer tokens, the same prompt for every count."""
+    vocabulary = _inner(model).get_input_embeddings().num_embeddings
+    ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
+    return Row(
+        prompt=Prompt(uid="try", token_ids=tuple(ids[:5].tolist())),
+        completion=Completion(token_ids=ids[5:], text="", finish="stop"),
+        group=0,
+        advantage=torch.zeros(()),
+        counts=torch.ones(count, dtype=torch.bool),
+    )
 
 
 def _inner(model: Any) -> Any:

@@ -1,0 +1,195 @@
+"""Packed rows `[prompt | c1 | ... | cG]`: a prompt is computed once for all its completions, forward and backward.
+
+Completions see the prompt and themselves, never each other, and keep the positions they would have alone, so every number
+and every gradient is that of one row at a time. There is no padding outside attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from covey.learner.packing import Row
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "covey"
+_NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias", "cache")
+"""What some models pass to their attention that the parts below do not compute."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One prompt and its G completions inside a packed row of S tokens."""
+
+    start: int
+    length: int
+    """Tokens of the prompt: positions `start` to `start + length`."""
+    index: Tensor
+    """[G, T], where each completion token stands in the packed row; any valid place beyond a completion's end."""
+    valid: Tensor
+    """[G, T] bool"""
+    mask: Tensor
+    """[T, length + T] bool, what a completion token sees: the whole prompt, and its own completion up to itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """What `PaddedRows` is for padded rows, for one packed row of S tokens."""
+
+    input_ids: Tensor
+    """[1, S]"""
+    position_ids: Tensor
+    """[1, S]"""
+    segments: tuple[Segment, ...]
+    source: Tensor
+    """[M], the place whose hidden state predicts each completion token; the first one's is the prompt's last."""
+    target: Tensor
+    """[M]"""
+    place: Tensor
+    """[M], flat index into [N, T]."""
+    shape: tuple[int, int]
+    """(N, T)"""
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_put((self.place,), values).view(self.shape)
+
+
+def share_rows(rows: Sequence[Row], device: torch.device) -> SharedRows:
+    """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`."""
+    longest = max(row.completion.num_tokens for row in rows)
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row.group, []).append(i)
+    ids: list[Tensor] = []
+    positions, source, target, place, segments = [], [], [], [], []
+    offset = 0
+    for members in groups.values():
+        prompt = rows[members[0]].prompt.token_ids
+        ids.append(torch.tensor(prompt, dtype=torch.long))
+        positions.append(torch.arange(len(prompt)))
+        start, offset = offset, offset + len(prompt)
+        lengths = [rows[i].completion.num_tokens for i in members]
+        segments.append(_segment(start, len(prompt), offset, lengths, device))
+        for i, count in zip(members, lengths, strict=True):
+            steps = torch.arange(count)
+            ids.append(rows[i].completion.token_ids)
+            positions.append(len(prompt) + steps)
+            source.append(torch.cat([torch.tensor([start + len(prompt) - 1]), offset + steps[:-1]])[:count])
+            target.append(rows[i].completion.token_ids)
+            place.append(i * longest + steps)
+            offset += count
+    return SharedRows(
+        input_ids=torch.cat(ids)[None].to(device),
+        position_ids=torch.cat(positions)[None].to(device),
+        segments=tuple(segments),
+        source=torch.cat(source).to(device),
+        target=torch.cat(target).to(device),
+        place=torch.cat(place).to(device),
+        shape=(len(rows), longest),
+    )
+
+
+def _segment(start: int, length: int, first: int, lengths: Sequence[int], device: torch.device) -> Segment:
+    """The completions of one prompt, the first of which begins at `first`."""
+    longest = max(lengths)
+    counts = torch.tensor(lengths)
+    steps = torch.arange(longest)
+    valid = steps < counts[:, None]  # [G, T]
+    begins = first + torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)[:-1]])
+    index = torch.where(valid, begins[:, None] + steps, torch.tensor(start))
+    own = steps[:, None] >= steps
+    mask = torch.cat([torch.ones(longest, length, dtype=torch.bool), own], dim=1)
+    return Segment(start, length, index.to(device), valid.to(device), mask.to(device))
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    covey_segments: Sequence[Segment] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: `query` [1, H, S, D] -> [1, S, H, D]. Without segments it is SDPA as usual."""
+    if covey_segments is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    for name in _NOT_UNDERSTOOD:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"its attention uses {name}")
+    repeats = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+    parts = []
+    for segment in covey_segments:
+        parts += _attend(query[0], key[0], value[0], segment, repeats, options)
+    return torch.cat(parts)[None], None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, segment: Segment, repeats: int, options: dict[str, Any]
+) -> list[Tensor]:
+    """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D]."""
+    stop = segment.start + segment.length
+    group_query = {"enable_gqa": True} if repeats > 1 else {}
+    own = lambda x: x[:, segment.start : stop][None]  # [1, H, length, D]
+    prompt = F.scaled_dot_product_attention(own(query), own(key), own(value), is_causal=True, **group_query, **options)
+    count, longest = segment.index.shape
+    flat = segment.index.flatten()
+    pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
+    keys = torch.cat([own(key).expand(count, -1, -1, -1), pick(key)], dim=2)
+    values = torch.cat([own(value).expand(count, -1, -1, -1), pick(value)], dim=2)
+    answers = F.scaled_dot_product_attention(
+        pick(query), keys, values, attn_mask=segment.mask, **group_query, **options
+    )
+    return [prompt[0].transpose(0, 1), answers.transpose(1, 2)[segment.valid]]
+
+
+def install() -> None:
+    """Make the attention known to transformers, with SDPA's masks for calls without segments."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+
+
+def reason_against(model: Any) -> str | None:
+    """Why this model cannot share prompts, as far as its configuration tells; None: nothing is known against it."""
+    config = model.config.get_text_config()
+    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+        return "prompt-learning adapters put tokens of their own before the prompt"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        return f"it has {', '.join(sorted(kinds - {'full_attention'}))} layers"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return "it has sliding-window attention"
+    if config._attn_implementation not in ("sdpa", ATTENTION):
+        return f"it runs with attn_implementation={config._attn_implementation!r}"
+    return None
+
+
+def forward_kwargs(rows: SharedRows) -> dict[str, Any]:
+    """What the decoder is called with. The four-dimensional mask is never read; it keeps transformers from building one."""
+    unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=rows.input_ids.device)
+    return {
+        "input_ids": rows.input_ids,
+        "position_ids": rows.position_ids,
+        "attention_mask": unread,
+        "covey_segments": rows.segments,
+    }
