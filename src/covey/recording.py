@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as hf_logging
@@ -115,6 +115,6 @@ class Recording:
         if self.rollout_steps and (report.step == 1 or report.step % self.rollout_steps == 0):
             self.folder.write_rollouts(report.step, groups, self.reward_names)
 
-    def close(self) -> None:
+    def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None:
         if self.folder is not None:
-            self.folder.close()
+            self.folder.close(outcome)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from covey.state import TrainState
 from covey.types import Group, Metric, StepReport, merge_metrics
@@ -17,7 +17,7 @@ class Recorder(Protocol):
 
     def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None: ...
 
 
 class Display(Protocol):
@@ -109,7 +109,7 @@ class Session:
         }
         self.log(summary)
         self._call("on_train_end")
-        self.recorder.close()
+        self.recorder.close("stopped" if self.stop.requested else "finished")
         self.display.close()
         return summary
 

@@ -100,6 +100,8 @@ class GRPOTrainer:
         self.optimizers = optimizers
         self.optimizer, self.lr_scheduler = optimizers
         self.control = TrainerControl()
+        self.is_strict = False
+        """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
         self.stopped_by: str | None = None
         self.exit_code = 0
         self.callback_handler = self._build_callbacks(callbacks)
@@ -226,9 +228,12 @@ class GRPOTrainer:
         )
 
     def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
-        folder = RunFolder.create(self.output_dir, resume=start is not None) if self.world.is_main else None
+        folder = self._folder(start) if self.world.is_main else None
         session = partial(self._build_session, stop=stop, folder=folder)
         return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
+
+    def _folder(self, start: Path | None) -> RunFolder:
+        return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict)
 
     def _parts_without_training(self) -> Parts:
         """Parts to evaluate a model that has not been trained in this process."""
@@ -283,6 +288,10 @@ class GRPOTrainer:
         except (CoveyError, KeyboardInterrupt):
             if self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved:
                 self._save_checkpoint(parts.session.latest)
+            parts.session.recorder.close("failed")
+            raise
+        except BaseException:
+            parts.session.recorder.close("failed")
             raise
         finally:
             parts.session.display.close()
