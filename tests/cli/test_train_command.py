@@ -123,6 +123,11 @@ def test_every_option_can_be_reached():
     assert all(flag.help for flag in flags())
 
 
+def test_debug_is_the_command_line_s_own_and_not_the_option_of_transformers(place):
+    with pytest.raises(ConfigError, match="needs --lora-r"):
+        main(words(place, "--lora-alpha", "8", "--debug"))
+
+
 def test_several_rewards_are_given_one_by_one_or_together():
     assert read_flags(["--reward", "a", "--reward", "b.py:c", "d"], flags())["reward"] == ["a", "b.py:c", "d"]
 

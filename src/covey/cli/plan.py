@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ def show(config: GRPOConfig, given: Given, wanted: Mapping[str, Any], dataset: A
     output.result("options that you set (default):")
     for name in wanted:
         output.result(f"  {name}: {_plain(getattr(config, name))} ({_plain(defaults[name])})")
+    rest = [f"{name}={value}" for name, value in resolved(config).items() if name not in wanted]
+    output.result("all others:\n" + textwrap.fill(", ".join(rest), 110, initial_indent="  ", subsequent_indent="  "))
     output.result("\nbatch arithmetic:\n" + _indented(counts.in_words()))
     output.result(
         f"\nmemory on each device, for prompts of up to {prompt_tokens} tokens:\n" + _indented(memory.in_words())

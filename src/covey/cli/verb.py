@@ -56,7 +56,7 @@ class Verb:
             usage = f"covey {self.name} {self.usage}"
             output.result(flags_help(usage, self.sentence, self.examples, shown, is_all=is_all))
             return 0
-        flags = [*shown, *self.quiet_flags()]
+        flags = [*self.quiet_flags(), *shown]  # a later flag of the same name wins, such as --debug
         given = read_flags(arguments, flags, self.positional, self.hints)
         given = {**self._from_file(given.pop("config", None), flags), **given}
         given.pop("debug", None)
