@@ -156,7 +156,7 @@ def completion(
     text: str = "4", *, ids: Sequence[int] | None = None, finish: Finish = "stop", **fields: Any
 ) -> Completion:
     """A completion made by hand; its ids default to the bytes of its text."""
-    token_ids = torch.tensor(list(text.encode()) if ids is None else list(ids), dtype=torch.int64)
+    token_ids = torch.tensor(list(text.encode(errors="surrogatepass")) if ids is None else list(ids), dtype=torch.int64)
     return Completion(token_ids=token_ids, text=text, finish=finish, **fields)
 
 

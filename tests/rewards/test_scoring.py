@@ -471,12 +471,12 @@ def test_a_parameter_that_the_data_does_not_have_is_named_with_its_nearest_colum
     scorer = Scorer([right])
     scorer.check(["question", "answer"])
     with pytest.raises(
-        DataError, match=r"reward 'right' needs 'answer', but the data set has anwser; Did you mean anwser\?"
+        DataError, match=r"reward 'right' needs a column answer, but the data set has anwser\. Did you mean anwser\?"
     ):
         scorer.check(["prompt", "anwser"])
     with pytest.raises(DataError, match="no other columns"):
         check([right], ["prompt"])
-    with pytest.raises(DataError, match="needs 'answer'"):  # columns unknown until the first row
+    with pytest.raises(DataError, match="needs a column answer"):  # columns unknown until the first row
         scorer.score([group(["4"])])
 
 

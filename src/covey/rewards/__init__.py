@@ -6,20 +6,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from covey.rewards.builtin import BUILTIN, resolve
     from covey.rewards.contract import RewardSpec, check
+    from covey.rewards.math import accuracy_reward
     from covey.rewards.metrics import reward_metrics
+    from covey.rewards.model import ModelReward
     from covey.rewards.scoring import Scorer
+    from covey.rewards.text import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
 
 _WHERE = {
-    "RewardSpec": "contract",
-    "Scorer": "scoring",
-    "check": "contract",
-    "reward_metrics": "metrics",
+    "BUILTIN": "builtin:BUILTIN",
+    "ModelReward": "model:ModelReward",
+    "RewardSpec": "contract:RewardSpec",
+    "Scorer": "scoring:Scorer",
+    "accuracy_reward": "math:accuracy_reward",
+    "check": "contract:check",
+    "get_repetition_penalty_reward": "text:get_repetition_penalty_reward",
+    "get_soft_overlong_punishment": "text:get_soft_overlong_punishment",
+    "resolve": "builtin:resolve",
+    "reward_metrics": "metrics:reward_metrics",
+    "think_format_reward": "text:think_format_reward",
 }
-__all__ = ["RewardSpec", "Scorer", "check", "reward_metrics"]
+"""Public names, TRL's among them, and where they live; imported when first used."""
+
+__all__ = [
+    "BUILTIN",
+    "ModelReward",
+    "RewardSpec",
+    "Scorer",
+    "accuracy_reward",
+    "check",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "resolve",
+    "reward_metrics",
+    "think_format_reward",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    module, _, attribute = _WHERE[name].partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), attribute)

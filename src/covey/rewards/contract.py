@@ -10,16 +10,18 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from covey.errors import DataError, RewardError, did_you_mean
 from covey.types import Group, Reward
+
+T = TypeVar("T")
 
 ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Keywords that do not come from the data set."""
@@ -53,6 +55,16 @@ def is_async(reward: Any) -> bool:
     while isinstance(reward, functools.partial):
         reward = reward.func
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+def needs_one_of(*columns: str) -> Callable[[T], T]:
+    """Marks a reward that needs any one of several columns, so that data without them is refused before training."""
+
+    def mark(reward: T) -> T:
+        reward.needs_one_of = columns  # type: ignore[attr-defined]
+        return reward
+
+    return mark
 
 
 @dataclass(frozen=True)
@@ -147,11 +159,15 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
         return
     given = [*ALWAYS, *(column for column in columns if column not in NOT_PASSED)]
     missing = [name for name, parameter in named.items() if name not in given and parameter.default is parameter.empty]
+    any_of = getattr(spec.call, "needs_one_of", ())
+    if any_of and not set(any_of) & set(given):
+        missing.append(" or ".join(any_of))
     if missing:
         have = ", ".join(name for name in given if name not in ALWAYS) or "no other columns"
+        near = did_you_mean(missing[0].partition(" ")[0], given)
         raise DataError(
-            f"reward {spec.name!r} needs {missing[0]!r}, but the data set has {have};"
-            f"{did_you_mean(missing[0], given)} Rename the column, or give the parameter a default."
+            f"reward {spec.name!r} needs a column {missing[0]}, but the data set has {have}.{near} Rename yours to it "
+            "(columns=, or --columns new=old), or give the parameter a default."
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError, RewardError
+from covey.rewards.builtin import resolve
 from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, check_signature, is_async, name_of
 from covey.rewards.deadline import EventLoop, call_within
 from covey.rewards.outcome import Outcome, describe, evaluate
@@ -56,6 +57,12 @@ class Scorer:
         self._metrics: dict[str, Metric] = {}
         self._in_a_row = {spec.name: 0 for spec in self.rewards}
         self._proven: set[str] = set()
+
+    @staticmethod
+    def of(rewards: Any, weights: Sequence[float] | None = None, **options: Any) -> Scorer:
+        """A scorer of names, import paths, callables and reward models, one or several; `options` as the constructor's."""
+        several = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+        return Scorer([resolve(reward) for reward in several], weights, **options)
 
     @property
     def names(self) -> list[str]:

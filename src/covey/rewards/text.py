@@ -1,0 +1,119 @@
+"""Rewards for form: format, length, repetition. Each is a function, or a frozen dataclass where it has parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from covey.errors import ConfigError
+
+_GSM8K_END = re.compile(r"####[ \t]*[-+]?\$?(\d[\d,]*(\.\d+)?|\.\d+)\s*$")
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: itself, or the content of the assistant's messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(m.get("content") or "") for m in completion if m.get("role", "assistant") == "assistant")
+
+
+def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1.0 where the text ends with a line such as `#### 42`, as GSM8K's answers do; 0.0 elsewhere."""
+    return [float(_GSM8K_END.search(text_of(completion)) is not None) for completion in completions]
+
+
+def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """TRL's reward of this name: 1.0 where the text begins with the only `<think>` and closes it; 0.0 elsewhere."""
+    return [float(_is_thought(text_of(completion))) for completion in completions]
+
+
+def _is_thought(text: str) -> bool:
+    opened, _, rest = text.partition("<think>")
+    return not opened and text.startswith("<think>") and "<think>" not in rest and "</think>" in rest
+
+
+@dataclass(frozen=True)
+class Length:
+    """Minus the distance of the length from `target`: the reward of TRL's first example. 0 is best."""
+
+    target: int = 20
+    unit: Literal["characters", "tokens"] = "characters"
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("characters", "tokens"):
+            raise ConfigError(f"length(unit={self.unit!r}): use 'characters' or 'tokens'.")
+
+    def __call__(
+        self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> list[float]:
+        lengths = (
+            [len(ids) for ids in completion_ids] if self.unit == "tokens" else [len(text_of(c)) for c in completions]
+        )
+        return [-float(abs(self.target - length)) for length in lengths]
+
+
+@dataclass(frozen=True)
+class SoftOverlong:
+    """0 up to `max_completion_len - soft_punish_cache` tokens, then falling in a line to -1 at the end and beyond.
+
+    `-(length - (L_max - L_cache)) / L_cache` in between. DAPO (Yu et al. 2025), eq. 13; parameters named as in TRL.
+    """
+
+    max_completion_len: int
+    soft_punish_cache: int
+    __name__ = "soft_overlong_punishment_reward"  # TRL's name in the metrics
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.soft_punish_cache <= self.max_completion_len:
+            raise ConfigError(
+                f"soft_overlong: soft_punish_cache={self.soft_punish_cache} must lie between 0 and "
+                f"max_completion_len={self.max_completion_len}."
+            )
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        return [self._penalty(len(ids)) for ids in completion_ids]
+
+    def _penalty(self, length: int) -> float:
+        free = self.max_completion_len - self.soft_punish_cache
+        if length <= free:
+            return 0.0
+        return -1.0 if length > self.max_completion_len else (free - length) / self.soft_punish_cache
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """`max_penalty` times the share of n-grams of tokens that repeat earlier ones; 0 for texts shorter than one.
+
+    `(1 - unique / all) * max_penalty`. Yeo et al. 2025 ("Demystifying Long Chain-of-Thought Reasoning"), appendix C.2.
+    """
+
+    ngram_size: int = 3
+    max_penalty: float = -1.0
+    __name__ = "repetition_penalty_reward"
+
+    def __post_init__(self) -> None:
+        if self.ngram_size < 1 or self.max_penalty > 0:
+            raise ConfigError(
+                f"repetition: ngram_size={self.ngram_size} must be at least 1 and max_penalty={self.max_penalty} at most 0."
+            )
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+        return [self._penalty(tuple(ids)) for ids in completion_ids]
+
+    def _penalty(self, ids: tuple[int, ...]) -> float:
+        grams = [ids[start : start + self.ngram_size] for start in range(len(ids) - self.ngram_size + 1)]
+        if len(set(grams)) == len(grams):
+            return 0.0
+        return (1 - len(set(grams)) / len(grams)) * self.max_penalty
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlong:
+    """TRL's name for `SoftOverlong`."""
+    return SoftOverlong(max_completion_len, soft_punish_cache)
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Repetition:
+    """TRL's name for `Repetition`."""
+    return Repetition(ngram_size, max_penalty)

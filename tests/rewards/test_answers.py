@@ -1,0 +1,114 @@
+"""Final answers: found in a text, compared by value."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from covey.rewards.answers import final_answer, gold_answer, is_same, marked_answer, number
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("3 + 4 = 7\n#### 7", "7"),
+        ("#### 7\nno wait\n#### 8\n", "8"),
+        ("####7", "7"),
+        (r"so \boxed{42}", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{f(\{1, 2\})} done", r"f(\{1, 2\})"),
+        (r"#### 1 and \boxed{2}", "2"),
+        (r"\boxed{2} and" + "\n#### 1", "1"),
+        (r"\boxed{never closed", None),
+        ("####", None),
+        ("the answer is 7", None),
+        ("", None),
+    ],
+)
+def test_the_last_mark_is_the_answer(text, answer):
+    assert marked_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("He pays 3 dollars, so 1,250 are left.", "1,250"),
+        ("10-5=5", "5"),
+        ("it is -3.5", "-3.5"),
+        ("costs $1,234.50.", "$1,234.50"),
+        ("one half is 1/2", "1/2"),
+        ("gpt4 has no number alone", None),
+        ("#### 7 then 9", "7 then 9"),
+        ("no number", None),
+    ],
+)
+def test_without_a_mark_it_is_the_last_number(text, answer):
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("42", 42),
+        ("-3", -3),
+        ("1,250.00", 1250),
+        ("$1,250", 1250),
+        ("0.1", Fraction(1, 10)),
+        (".5", Fraction(1, 2)),
+        ("3/4", Fraction(3, 4)),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        (r"\$50", 50),
+        (r"50\%", 50),
+        (r"12\text{ cm}", 12),
+        ("7.", 7),
+        ("1/0", None),
+        ("2^3", None),
+        ("x", None),
+        ("", None),
+        ("9" * 1000, None),
+    ],
+)
+def test_numbers_are_exact(text, value):
+    assert number(text) == value
+
+
+@pytest.mark.parametrize(
+    "answer, gold, same",
+    [
+        ("72", "72", True),
+        ("72.0", "72", True),
+        ("72 dollars", "72", True),
+        ("x = 5", "5", True),
+        ("71", "72", False),
+        ("7", "72", False),
+        ("72 73", "72", False),
+        ("x^2", "2", False),
+        ("2x", "2", False),
+        ("0.333333", "1/3", False),
+        ("Paris", "paris", True),
+        (r"\text{Paris}", "Paris", True),
+        ("London", "Paris", False),
+        ("", "", False),
+        (r"\sqrt{2}", r"\sqrt{2}", True),
+        (r"\left(1,2\right)", "(1,2)", True),
+    ],
+)
+def test_sameness_is_by_value(answer, gold, same):
+    assert is_same(answer, gold) is same
+
+
+def test_every_gsm8k_solution_holds_a_number_that_equals_itself():
+    if not GSM8K.exists():
+        pytest.skip(f"{GSM8K} is not there")
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        gold = gold_answer(row["answer"])
+        assert number(gold) is not None, row
+        assert is_same(final_answer(row["answer"]), gold)
+    assert len(rows) == 1319

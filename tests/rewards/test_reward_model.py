@@ -1,0 +1,84 @@
+"""Reward models: their own tokenizer, their own template, one logit a text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from covey.errors import ModelError, RewardError
+from covey.rewards import ModelReward, Scorer, resolve
+from kit import group, tiny_model, tiny_reward_model, tiny_tokenizer
+
+CHAT = [{"role": "user", "content": "2 + 2 ="}]
+
+
+def reward(**options):
+    return ModelReward.of(tiny_reward_model(), tiny_tokenizer(), **options)
+
+
+def logit(text):
+    model, tokenizer = tiny_reward_model(), tiny_tokenizer()
+    with torch.no_grad():
+        return model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[0, 0].item()
+
+
+def test_the_score_is_the_logit_of_prompt_and_completion_alone_in_any_batch():
+    texts = ["4", "it is four, of course", "", "5"] * 5
+    scores = reward()(["2 + 2 ="] * 20, texts)
+    assert scores.tolist() == pytest.approx([logit("2 + 2 =" + text) for text in texts], abs=1e-5)
+
+
+def test_a_conversation_is_rendered_by_the_models_own_template():
+    expected = "<|im_start|>user\n2 + 2 =<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    (score,) = reward()([CHAT], [[{"role": "assistant", "content": "4"}]]).tolist()
+    assert score == pytest.approx(logit(expected), abs=1e-5)
+
+
+def test_a_folder_is_loaded_with_its_tokenizer_and_named_by_its_last_part(tmp_path):
+    folder = tmp_path / "my-reward"
+    tiny_reward_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    spec = resolve(str(folder))
+    assert spec.name == "my-reward"
+    assert spec.call(["2 + 2 ="], ["4"]).tolist() == pytest.approx([logit("2 + 2 =4")], abs=1e-5)
+
+
+def test_it_neither_trains_nor_draws_gradients():
+    model = tiny_reward_model().train()
+    score = ModelReward.of(model, tiny_tokenizer())(["a"], ["b"])
+    assert not score.requires_grad
+    assert not model.training
+
+
+def test_a_missing_padding_token_becomes_eos():
+    model = tiny_reward_model()
+    spec = ModelReward.of(model, tiny_tokenizer(pad=False))
+    assert spec.tokenizer.pad_token == "<|im_end|>"
+    assert model.config.pad_token_id == spec.tokenizer.pad_token_id
+
+
+def test_what_is_no_reward_model_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "causal")
+    tiny_tokenizer().save_pretrained(tmp_path / "causal")
+    with pytest.raises(ModelError, match="is no reward model: it has no weights for score"):
+        resolve(str(tmp_path / "causal"))
+    with pytest.raises(ModelError, match="has 3 labels"):
+        resolve(tiny_reward_model(num_labels=3), tiny_tokenizer())
+    with pytest.raises(ModelError, match="pass it in reward_processing_classes"):
+        resolve(tiny_reward_model())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        resolve(str(tmp_path / "empty"))
+
+
+def test_a_tokenizer_without_template_is_told_on_the_first_conversation():
+    spec = resolve(tiny_reward_model(), tiny_tokenizer(chat=False))
+    with pytest.raises(RewardError, match=r"the tokenizer of the reward model .* has no chat template"):
+        Scorer([spec]).score([group(["4"], question=CHAT)])
+
+
+def test_a_text_beyond_its_context_is_not_scored_and_the_others_are():
+    spec = resolve(tiny_reward_model(max_position_embeddings=32), tiny_tokenizer())
+    (scored,) = Scorer([spec]).score([group(["4", "x" * 100, "5"])])
+    assert scored.rewards.isnan().flatten().tolist() == [False, True, False]
+    assert "reads 32" in scored.events[0].said
