@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from covey.runs import RunFolder
 from covey.runs.metrics import JsonLines, read
+from covey.types import Completion, Group, Prompt
 
 
 def append_many(log: JsonLines) -> None:
@@ -56,3 +59,26 @@ def test_a_killed_process_loses_no_line_that_it_appended(tmp_path: Path) -> None
     steps = [row["step"] for row in read(path)]
     assert steps == list(range(1, len(steps) + 1))
     assert steps[-1] >= told[-1]
+
+
+def test_a_full_disk_costs_rollouts_and_the_manifest_a_warning_and_leaves_no_part(small_disk: Path) -> None:
+    prompt = Prompt(uid="0", token_ids=(), text="x" * 1000)
+    noise = torch.randint(0, 2**62, (60_000,))
+    group = Group(prompt=prompt, completions=(Completion(token_ids=noise, text="", finish="stop"),))
+    run = RunFolder.create(small_disk / "run")
+    with pytest.warns(UserWarning, match=r"rollouts could not be written .* Training goes on without this record"):
+        run.write_rollouts(1, [group], [])
+    run.write_rollouts(2, [group], [])  # told once
+    assert list((run.path / "rollouts").iterdir()) == []
+    run.describe(args={})
+    with open(small_disk / "ballast", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    before = (run.path / "run.json").read_bytes()
+    with pytest.warns(UserWarning, match=r"run.json could not be written"):
+        run.close()
+    assert (run.path / "run.json").read_bytes() == before
+    (small_disk / "ballast").unlink()
+    small = Group(prompt=prompt, completions=(Completion(token_ids=noise[:9], text="", finish="stop"),))
+    run.write_rollouts(3, [small], [])
+    assert [path.name for path in (run.path / "rollouts").iterdir()] == ["step-000003.parquet"]

@@ -100,10 +100,14 @@ def dataset_facts(dataset: Any) -> dict[str, Any] | None:
 
 
 def _component(value: Any, depth: int) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, str):
+        return value[:2000]
     if depth > 8:
         return repr(value)[:200]
+    if isinstance(value, list | tuple | Mapping) and len(value) > 100:  # a closure may hold a whole data set
+        return f"{type(value).__name__} of {len(value)} items"
     inner = functools.partial(_component, depth=depth + 1)
     if isinstance(value, list | tuple):
         return [inner(item) for item in value]

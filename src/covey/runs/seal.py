@@ -70,6 +70,8 @@ def problems(folder: Path) -> list[str]:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest, checked against its own checksum. CheckpointError when it is missing, damaged or of another kind."""
     try:
+        if not stat.S_ISREG(os.lstat(folder / NAME).st_mode):  # opening a pipe would wait for ever
+            raise CheckpointError(f"{NAME} is not a file")
         content = (folder / NAME).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{NAME} cannot be read ({error.strerror})") from error
@@ -112,7 +114,7 @@ def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
         status = os.lstat(path)
         if any(part.is_symlink() for part in [path, *path.parents][: len(relative.parts)]):
             return f"{name} is a link"
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a file"
         if status.st_size != entry["size"]:
             return f"{name} has {status.st_size} bytes instead of {entry['size']}"

@@ -1,0 +1,237 @@
+"""A run's own folder: one run in it, everything that happened in files that other tools read, nothing overwritten."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from covey.errors import RunFolderError
+from covey.runs import checkpoint, manifest, rollouts, seal
+from covey.runs.lock import FolderLock
+from covey.runs.metrics import JsonLines, read
+from covey.runs.storage import refusal
+from covey.types import Alert, Event, Group
+
+Outcome = Literal["finished", "stopped", "failed"]
+_RECORDS = ("run.json", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts")
+_CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
+_HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
+"""What may lie in a folder beside a run: hidden files, earlier runs, what a scheduler writes."""
+
+
+class RunFolder:
+    """Where one run is written down: `run.json`, `metrics.jsonl`, `events.jsonl`, `alerts.jsonl`, `rollouts/`, `checkpoint-N/`.
+
+    Made by `RunFolder.create`. A disk that refuses a record is a warning; training goes on.
+    """
+
+    def __init__(self, path: Path, lock: FolderLock, resumed_from: Path | None = None) -> None:
+        self.path = path
+        self.resumed_from = resumed_from
+        """The checkpoint that training continues from."""
+        self.metrics = JsonLines(path / "metrics.jsonl")
+        self.events = JsonLines(path / "events.jsonl")
+        self.alerts = JsonLines(path / "alerts.jsonl")
+        self._lock = lock
+        self._step = 0 if resumed_from is None else int(seal.read(resumed_from)["step"])
+        self._refused: set[str] = set()
+
+    @staticmethod
+    def create(path: str | os.PathLike[str], *, resume: Path | None = None, strict: bool = False) -> RunFolder:
+        """The folder, made and locked for this process.
+
+        `resume`: the checkpoint to continue from. One in this folder continues its run: records of later steps go (they
+        will be made again), later checkpoints are moved to `previous-N/`. One elsewhere makes that run the parent of a
+        new one. Without it, a run that is already there is moved to `previous-N/`, whole and with a warning, so a script that runs
+        twice loses nothing; foreign files stay where they are.
+        `strict`, for the command line, refuses a folder that holds another run or foreign files.
+        Raises RunFolderError in one sentence with the way out, before anything is touched.
+        """
+        folder = _checked(path)
+        resumes_here = resume is not None and resume.resolve().parent == folder.resolve()
+        if strict and not resumes_here:
+            _refuse_occupied(folder)
+        _make(folder)
+        lock = FolderLock(folder)
+        lock.take()
+        try:
+            checkpoint.clear_leftovers(folder)
+            if not resumes_here and _holds_run(folder):
+                _set_aside(folder)
+            run = RunFolder(folder, lock, resume)
+            if resumes_here:
+                run._rewind()
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def describe(
+        self, *, args: Any, algorithm: Any = None, rewards: Sequence[Any] = (), dataset: Any = None
+    ) -> dict[str, Any]:
+        """Write `run.json` and return it. `args` is the resolved config: a mapping, or an object with `to_dict()`.
+
+        After a resume, the run keeps its identity, and the new attempt says what changed (options, versions, source).
+        """
+        config = args.to_dict() if hasattr(args, "to_dict") else dict(args)
+        found = manifest.describe(
+            config=config, algorithm=algorithm, rewards=rewards, dataset=dataset, folder=self.path
+        )
+        before = manifest.read(self.path / manifest.NAME)
+        attempt: dict[str, Any] = {"started": manifest.now(), "from_step": self._step, "process": os.getpid()}
+        attempt |= {"host": found["hardware"]["host"], "command": found["command"]}
+        if before is not None:
+            attempt["changed"] = manifest.changes(before, found)
+            found |= {key: before[key] for key in ("id", "created", "parent") if key in before}
+        found["parent"] = found.get("parent") or self._parent()
+        found["attempts"] = [*(before or {}).get("attempts", []), attempt]
+        found |= {"state": "running", "step": self._step}
+        self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, found))
+        return found
+
+    def append_metrics(self, step: int, logs: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
+        """One line of `metrics.jsonl`: the step, the time, the metrics, and `seconds/<phase>`."""
+        phases = {f"seconds/{name}": round(value, 6) for name, value in (seconds or {}).items()}
+        self.metrics.append({"step": step, "time": round(time.time(), 3), **logs, **phases})
+        self._step = max(self._step, step)
+
+    def append_events(self, step: int, events: Sequence[Event]) -> None:
+        """What went wrong or was dropped in this step, one line each."""
+        for event in events:
+            details = manifest.to_json(event.details)
+            self.events.append({"step": step, "kind": event.kind, "said": event.said, "details": details})
+
+    def append_alert(self, alert: Alert) -> None:
+        """What a monitor saw."""
+        line = {"step": alert.step, "rule": alert.rule, "severity": alert.severity, "said": alert.said}
+        evidence = manifest.to_json(alert.evidence)
+        self.alerts.append({**line, "evidence": evidence, "try_this": list(alert.try_this)})
+
+    def write_rollouts(self, step: int, groups: Sequence[Group], reward_names: Sequence[str], **options: Any) -> None:
+        """`rollouts/step-N.parquet`; `options` as in `rollouts.write`."""
+        folder = self.path / "rollouts"
+        self._try("rollouts", lambda: rollouts.write(folder, step, groups, reward_names, **options))
+
+    def close(self, outcome: Outcome = "finished") -> None:
+        """Say in `run.json` how it ended, and let the folder go. May be called twice."""
+        for log in (self.metrics, self.events, self.alerts):
+            log.sync()
+        found = manifest.read(self.path / manifest.NAME)
+        if found is not None and found.get("attempts"):
+            found["attempts"][-1] |= {"ended": manifest.now(), "to_step": self._step, "state": outcome}
+            found |= {"state": outcome, "step": self._step}
+            self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, found))
+        self._lock.release()
+
+    def _parent(self) -> dict[str, Any] | None:
+        if self.resumed_from is None or self.resumed_from.resolve().parent == self.path.resolve():
+            return None
+        theirs = manifest.read(self.resumed_from.parent / manifest.NAME) or {}
+        return {"run": str(self.resumed_from.parent), "id": theirs.get("id"), "checkpoint": self.resumed_from.name}
+
+    def _rewind(self) -> None:
+        """Back to the step of the checkpoint: what came after it is moved away or will be made again."""
+        step = self._step
+        later = [path for path in checkpoint.checkpoints(self.path) if checkpoint.step_of(path) > step]
+        if later:
+            target = _previous(self.path)
+            for name in ("run.json", "metrics.jsonl"):
+                if (self.path / name).is_file():
+                    shutil.copy2(self.path / name, target / name)
+            for path in later:
+                os.rename(path, target / path.name)
+            warnings.warn(
+                f"Resuming {self.path} from step {step}; {len(later)} later checkpoint(s) are now in {target.name}/.",
+                stacklevel=3,
+            )
+        for log in (self.metrics, self.events, self.alerts):
+            log.truncate_to(step)
+        rollouts.truncate_to(self.path / "rollouts", step)
+
+    def _try(self, what: str, write: Any) -> None:
+        """Write a record; a disk that refuses is told once, until it works again."""
+        try:
+            write()
+        except OSError as error:
+            said = refusal(error, what, self.path)
+            if said is None:
+                raise
+            if what not in self._refused:
+                warnings.warn(f"{said} Training goes on without this record.", stacklevel=3)
+            self._refused.add(what)
+        else:
+            self._refused.discard(what)
+
+
+def _checked(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise RunFolderError(f"output_dir {text!r} is not the path of a folder; give one such as runs/first.")
+    return Path(text).expanduser()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise RunFolderError(f"output_dir {folder} is a file; give the path of a folder.") from error
+    except OSError as error:
+        raise RunFolderError(f"output_dir {folder} cannot be made ({error.strerror}); choose another.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RunFolderError(f"output_dir {folder} cannot be written to; choose another, or change its permissions.")
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a run got somewhere here: it has metrics, rollouts or a checkpoint. One that failed at the door has none."""
+    if not os.path.isdir(folder):  # False, not an error, for a name that is too long
+        return False
+    has_metrics = (folder / "metrics.jsonl").is_file() and bool(read(folder / "metrics.jsonl"))
+    return has_metrics or (folder / "rollouts").is_dir() or any(map(_is_checkpoint, folder.iterdir()))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and _CHECKPOINT.fullmatch(path.name) is not None
+
+
+def _refuse_occupied(folder: Path) -> None:
+    if _holds_run(folder):
+        steps = [row["step"] for row in read(folder / "metrics.jsonl") if isinstance(row.get("step"), int)]
+        raise RunFolderError(
+            f"{folder} holds a run already (step {max(steps, default=0)}); go on with it with --resume auto, "
+            "or choose another --output-dir."
+        )
+    names = sorted(path.name for path in folder.iterdir()) if os.path.isdir(folder) else []
+    foreign = [name for name in names if name not in _RECORDS and not _HARMLESS.fullmatch(name)]
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
+        raise RunFolderError(
+            f"{folder} holds files that are not a run's ({shown}); choose an empty or a new folder as --output-dir."
+        )
+
+
+def _previous(folder: Path) -> Path:
+    """A new `previous-N` in the folder."""
+    number = 1
+    while (folder / f"previous-{number}").exists():
+        number += 1
+    target = folder / f"previous-{number}"
+    target.mkdir()
+    return target
+
+
+def _set_aside(folder: Path) -> None:
+    target = _previous(folder)
+    for path in list(folder.iterdir()):
+        if path.name in _RECORDS or _is_checkpoint(path):
+            os.rename(path, target / path.name)
+    warnings.warn(
+        f"{folder} held a run already; it is now in {target}, and a new one starts. To go on with it instead, "
+        "resume from its checkpoint; to keep the two apart, give another output_dir.",
+        stacklevel=3,
+    )

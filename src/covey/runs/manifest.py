@@ -1,0 +1,103 @@
+"""`run.json`: what ran, so that a result can be explained, compared and repeated."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.runs import provenance
+from covey.runs.masking import mask, mask_command
+from covey.runs.storage import write_atomically
+
+NAME = "run.json"
+FORMAT = "covey-run"
+SCHEMA = 1
+_COMPARED = ("config", "algorithm", "rewards", "versions", "dataset", "hardware")
+
+
+def describe(
+    *, config: Mapping[str, Any], algorithm: Any, rewards: Sequence[Any], dataset: Any, folder: Path
+) -> dict[str, Any]:
+    """Everything that decides a run, as JSON, secrets masked: resolved config, algorithm and rewards with the source text
+    and sha256 of every part of the user's own, versions, git, hardware, seeds, data set."""
+    parts = [algorithm, list(rewards)]
+    found: dict[str, Any] = mask(
+        {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "id": uuid.uuid4().hex,
+            "name": folder.resolve().name,
+            "created": now(),
+            "command": mask_command(sys.argv),
+            "working_folder": os.getcwd(),
+            "config": to_json(config),
+            "algorithm": provenance.component(algorithm),
+            "rewards": provenance.component(list(rewards)),
+            "sources": provenance.own_files(parts),
+            "versions": provenance.package_versions(),
+            "git": provenance.git_facts(Path.cwd()),
+            "hardware": provenance.hardware(),
+            "seeds": {name: config[name] for name in ("seed", "data_seed") if name in config},
+            "dataset": provenance.dataset_facts(dataset),
+        }
+    )
+    return found
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What differs between two manifests in what decides the numbers: `{"config.learning_rate": [1e-6, 1e-5]}`."""
+    before = _flat({name: old.get(name) for name in _COMPARED})
+    after = _flat({name: new.get(name) for name in _COMPARED})
+    names = sorted(set(before) | set(after))
+    return {name: [before.get(name), after.get(name)] for name in names if before.get(name) != after.get(name)}
+
+
+def write(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Replace the file at once. OSError when the disk refuses."""
+    write_atomically(path, json.dumps(to_json(manifest), indent=1, allow_nan=False).encode())
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The manifest; None when there is none or it cannot be read as one."""
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+def to_json(value: Any) -> Any:
+    """A value as JSON can hold it: NaN and infinities as text, what JSON does not know as its `repr`."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else str(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return to_json(value.item())
+    return str(value) if isinstance(value, os.PathLike) else repr(value)[:1000]
+
+
+def now() -> str:
+    """The time, ISO 8601 in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _flat(value: Any, where: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {where: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{where}.{key}" if where else str(key))
+    return flat

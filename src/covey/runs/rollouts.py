@@ -1,0 +1,205 @@
+"""`rollouts/step-000010.parquet`: what the policy wrote at a step, one row a completion, for pandas, DuckDB and the dashboard.
+
+Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `completion`, `finish`, `version`, `source`,
+`num_tokens`, `reward` (weighted total), `reward/<function>` (null: not scored), `advantage`, the data set's columns as JSON,
+`extra/<name>`, and lists with one entry a token: `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
+`values`, `mask`, `advantages`, `token/<name>`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from covey.runs.manifest import to_json
+from covey.runs.storage import sync_folder, temporary_beside
+from covey.types import Completion, Group, Prompt
+
+_FILE = re.compile(r"step-(\d+)\.parquet")
+_PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask")
+
+
+def write(
+    folder: Path,
+    step: int,
+    groups: Sequence[Group],
+    reward_names: Sequence[str],
+    *,
+    weights: Sequence[float] | None = None,
+    render: Callable[[Prompt], str] | None = None,
+    per_token: Mapping[str, Sequence[Tensor]] | None = None,
+) -> Path:
+    """Write the file of this step, whole or not at all, and return its path. OSError when the disk refuses.
+
+    `weights` [R] of the total, ones by default. `render` gives the prompt as the model read it; by default its text, or
+    its messages a line each. `per_token` adds columns: for each name one tensor [G, T] a group.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:06d}.parquet"
+    table = table_of(step, groups, reward_names, weights=weights, render=render, per_token=per_token)
+    temporary = temporary_beside(path)
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+    return path
+
+
+def table_of(
+    step: int,
+    groups: Sequence[Group],
+    reward_names: Sequence[str],
+    *,
+    weights: Sequence[float] | None = None,
+    render: Callable[[Prompt], str] | None = None,
+    per_token: Mapping[str, Sequence[Tensor]] | None = None,
+) -> pa.Table:
+    """The rows that `write` writes."""
+    render = render or plain_prompt
+    members = [(p, g, group, done) for p, group in enumerate(groups) for g, done in enumerate(group.completions)]
+    columns: dict[str, pa.Array] = {
+        "step": pa.array([step] * len(members), pa.int64()),
+        "prompt_uid": _texts(group.prompt.uid for _, _, group, _ in members),
+        "group": pa.array([p for p, _, _, _ in members], pa.int32()),
+        "completion_index": pa.array([g for _, g, _, _ in members], pa.int32()),
+        "prompt": _texts(render(group.prompt) for _, _, group, _ in members),
+        "completion": _texts(done.text for _, _, _, done in members),
+        "finish": _texts(done.finish for _, _, _, done in members),
+        "version": pa.array([done.version for _, _, _, done in members], pa.int64()),
+        "source": _texts(done.source for _, _, _, done in members),
+        "num_tokens": pa.array([done.num_tokens for _, _, _, done in members], pa.int32()),
+        **_rewards(groups, reward_names, weights),
+        **_advantages(groups),
+        "columns": _texts(json.dumps(to_json(group.prompt.columns)) for _, _, group, _ in members),
+        **_extras(groups),
+        "token_ids": pa.array([done.token_ids.numpy() for _, _, _, done in members], pa.list_(pa.int64())),
+        **_token_columns([done for _, _, _, done in members]),
+    }
+    for name, tensors in (per_token or {}).items():
+        rows = [row[: done.num_tokens] for tensor, group in zip(tensors, groups, strict=True)
+                for row, done in zip(tensor, group.completions, strict=True)]  # fmt: skip
+        columns[f"token/{name}"] = _lists(rows)
+    return pa.table(columns)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of one file, in order."""
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps whose rollouts are on the disk, in order."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+
+
+def truncate_to(folder: Path, step: int) -> None:
+    """Remove the files of later steps, which a resumed run will write again."""
+    for later in steps(folder):
+        if later > step:
+            (folder / f"step-{later:06d}.parquet").unlink()
+
+
+def plain_prompt(prompt: Prompt) -> str:
+    """The prompt's text, or its messages as `role: content`, a line each."""
+    if prompt.messages is None:
+        return prompt.text or ""
+    return "\n".join(f"{message.get('role')}: {_content(message.get('content'))}" for message in prompt.messages)
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):  # parts of a message: text, and images that have none
+        return " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in content if isinstance(part, Mapping))
+    return json.dumps(to_json(content))
+
+
+def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, pa.Array]:
+    weights = [1.0] * len(names) if weights is None else weights
+    rows: list[list[float]] = []
+    for group in groups:
+        unscored = [[math.nan] * len(names)] * group.size
+        rows += unscored if group.rewards is None else group.rewards.double().tolist()
+    totals = [_total(row, weights) for row in rows]
+    columns = {"reward": pa.array(totals, pa.float64())}
+    for r, name in enumerate(names):
+        name = f"reward/{name}" if f"reward/{name}" not in columns else f"reward/{name}#{r}"
+        columns[name] = pa.array([_or_null(row[r]) for row in rows], pa.float64())
+    return columns
+
+
+def _total(row: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Weighted sum over the functions that scored; None when none did."""
+    scored = [weight * reward for reward, weight in zip(row, weights, strict=True) if not math.isnan(reward)]
+    return sum(scored) if scored else None
+
+
+def _advantages(groups: Sequence[Group]) -> dict[str, pa.Array]:
+    """`advantage`, one number a completion (its mean where it differs by token), and then `advantages` by token."""
+    if any(group.advantages is None for group in groups):
+        return {}
+    each = [
+        (row[: done.num_tokens] if row.ndim else row, row.ndim)
+        for group in groups
+        if group.advantages is not None
+        for row, done in zip(group.advantages, group.completions, strict=True)
+    ]
+    columns = {"advantage": pa.array([_or_null(row.double().mean().item()) for row, _ in each], pa.float64())}
+    return columns | ({"advantages": _lists([row for row, _ in each])} if any(ndim for _, ndim in each) else {})
+
+
+def _extras(groups: Sequence[Group]) -> dict[str, pa.Array]:
+    names = sorted({name for group in groups for name in group.extras})
+    columns = {}
+    for name in names:
+        values = [to_json(value) for group in groups for value in group.extras.get(name, [None] * group.size)]
+        if all(value is None or isinstance(value, int | float) for value in values):
+            columns[f"extra/{name}"] = pa.array([None if v is None else float(v) for v in values], pa.float64())
+        else:
+            texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+            columns[f"extra/{name}"] = _texts(texts)
+    return columns
+
+
+def _token_columns(completions: Sequence[Completion]) -> dict[str, pa.Array]:
+    """Per-token quantities that at least one completion has; null for those that have not."""
+    columns = {}
+    for name in _PER_TOKEN:
+        rows = [getattr(completion, name) for completion in completions]
+        if any(row is not None for row in rows):
+            columns[name] = _lists(rows)
+    return columns
+
+
+def _lists(rows: Sequence[Tensor | None]) -> pa.Array:
+    is_mask = any(row is not None and not row.is_floating_point() for row in rows)
+    kind = pa.bool_() if is_mask else pa.float32()
+    cast: Callable[[Tensor], Any] = (lambda row: row.bool()) if is_mask else (lambda row: row.float())
+    return pa.array([None if row is None else cast(row).cpu().numpy() for row in rows], pa.list_(kind))
+
+
+def _texts(values: Iterable[str | None]) -> pa.Array:
+    """UTF-8; a lone surrogate, which has no UTF-8, is written as its escape."""
+    return pa.array(
+        [None if value is None else value.encode("utf-8", "backslashreplace").decode() for value in values], pa.string()
+    )
+
+
+def _or_null(value: float) -> float | None:
+    return None if math.isnan(value) else value
