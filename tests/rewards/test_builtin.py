@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +80,27 @@ def test_an_answer_that_never_ends_is_killed_and_abstains():
     assert time.perf_counter() - started < 2.0
     assert verifier.is_equal(r"\boxed{2}", r"\boxed{\sqrt{4}}") is True  # a new process
     verifier.close()
+
+
+@needs_math_verify
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs POSIX signals")
+def test_a_verifier_whose_parent_was_killed_while_it_hung_does_not_stay():
+    code = (
+        "import os, threading, time\n"
+        "from covey.rewards.verify import Verifier\n"
+        "verifier = Verifier(timeout_seconds=0.5)\n"
+        "verifier.is_equal('1', '1')\n"
+        "print(verifier._process.pid, flush=True)\n"
+        "verifier.timeout_seconds = 0.5\n"
+        "threading.Timer(0.2, lambda: os.kill(os.getpid(), 9)).start()\n"
+        "verifier.is_equal('1', r'\\boxed{9^{9^{9^{9}}}}')\n"
+    )
+    parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    child, until = Path(f"/proc/{int(parent.stdout)}"), time.monotonic() + 10
+    while child.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not child.exists()
 
 
 @needs_math_verify

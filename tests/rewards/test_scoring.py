@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import math
 import re
 import threading
@@ -485,6 +486,35 @@ def test_weights_must_be_one_for_each_reward():
         Scorer([right, picky], [1.0])
     with pytest.raises(RewardError, match="there is no reward"):
         Scorer([])
+
+
+def test_limits_that_make_no_sense_are_refused():
+    with pytest.raises(ConfigError, match="on_reward_error is 'ignore'; use 'record' or 'raise'"):
+        Scorer([right], on_error="ignore")
+    with pytest.raises(ConfigError, match="reward_error_limit is 0"):
+        Scorer([right], error_limit=0)
+
+
+def test_completions_that_nobody_scores_are_told_once(caplog):
+    scorer = Scorer([lambda completions: [None, 1.0]])
+    scorer.score([group(["a", "b"])])
+    scorer.score([group(["a", "b"])])
+    assert caplog.text.count("1 of 2 completions got no score from any reward") == 1
+
+
+def test_an_event_loop_that_nobody_closes_is_closed_with_its_scorer():
+    loops = []
+
+    async def remember(completions):
+        loops.append(asyncio.get_running_loop())
+        return [0.0 for _ in completions]
+
+    Scorer([remember]).score([group(["a"])])
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while not loops[0].is_closed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loops[0].is_closed()
 
 
 def test_names_of_rewards_differ_and_weights_are_kept():

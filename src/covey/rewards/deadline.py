@@ -13,6 +13,7 @@ import math
 import queue
 import signal
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -121,21 +122,23 @@ class EventLoop:
 
     def close(self) -> None:
         """Stop the loop and its thread."""
-        loop, thread = self._loop, self._thread
-        self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=5.0)
-        if not thread.is_alive():
-            loop.close()
+        thread, self._loop, self._thread = self._thread, None, None
+        if thread is not None:
+            self._stop()
+            thread.join(timeout=5.0)
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="covey-reward-async", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="covey-reward-async", daemon=True)
             self._thread.start()
+            self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 def _said(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, check_s
 from covey.rewards.deadline import EventLoop, call_within
 from covey.rewards.outcome import Outcome, describe, evaluate
 from covey.types import Group, Mean, Metric, Reward, Sum, merge_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class Scorer:
@@ -46,6 +49,10 @@ class Scorer:
         isolate: bool = True,
         trainer_state: Callable[[], Any] | None = None,
     ) -> None:
+        if on_error not in ("record", "raise"):
+            raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
+        if error_limit < 1:
+            raise ConfigError(f"reward_error_limit is {error_limit}; use at least 1.")
         self.rewards = _specs(rewards, weights)
         self.timeout_seconds = timeout_seconds
         self.error_limit = error_limit
@@ -57,6 +64,7 @@ class Scorer:
         self._metrics: dict[str, Metric] = {}
         self._in_a_row = {spec.name: 0 for spec in self.rewards}
         self._proven: set[str] = set()
+        self._has_warned = False
 
     @staticmethod
     def of(rewards: Any, weights: Sequence[float] | None = None, **options: Any) -> Scorer:
@@ -91,6 +99,7 @@ class Scorer:
         outcomes = self._run_all(batch)
         for outcome in outcomes:
             self._account(outcome)
+        self._warn_of_unscored(outcomes, batch)
         return _attach(groups, outcomes, batch)
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -107,6 +116,20 @@ class Scorer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row |= {name: count for name, count in state["in_a_row"].items() if name in self._in_a_row}
+
+    def _warn_of_unscored(self, outcomes: Sequence[Outcome], batch: Batch) -> None:
+        """Say once that there are completions that every reward abstained from or failed on."""
+        unscored = torch.stack([outcome.scores for outcome in outcomes]).isnan().all(0).nonzero().flatten().tolist()
+        if not unscored or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%d of %d completions got no score from any reward and do not count, the first of them an answer to %r; "
+            "`rewards/unscored` in the metrics counts them from now on.",
+            len(unscored),
+            len(batch),
+            str(batch.prompts[unscored[0]])[:200],
+        )
 
     def _run_all(self, batch: Batch) -> list[Outcome]:
         state = self.trainer_state()

@@ -5,9 +5,9 @@ It runs apart because what a model writes may keep sympy busy for ever or eat th
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
+import math
 import signal
 import sys
 from collections.abc import Mapping
@@ -17,15 +17,19 @@ _MEMORY_BYTES = 2 * 2**30
 
 
 def main() -> None:
-    """Answer each line `{"id", "gold", "answer", "anchored"}` with `{"id", "equal"}` until the input ends."""
+    """Answer each line `{"id", "gold", "answer", "anchored", "seconds"}` with `{"id", "equal"}` until the input ends."""
     _confine()
+    import math_verify  # noqa: F401 - its second is not the first request's
+
     logging.disable(logging.CRITICAL)  # math-verify logs every text that it cannot parse
     for line in sys.stdin:
         request = json.loads(line)
+        _die_after(math.ceil(request["seconds"]) + 1)
         try:
             equal = compare(request)
         except Exception:  # noqa: BLE001 - sympy raises what it likes on what a model wrote; then it cannot be judged
             equal = None
+        _die_after(0)
         sys.stdout.write(json.dumps({"id": request["id"], "equal": equal}) + "\n")
         sys.stdout.flush()
 
@@ -56,14 +60,18 @@ def compare(request: Mapping[str, Any]) -> bool | None:
 
 
 def _confine() -> None:
-    """Ctrl-C is the parent's; die with the parent; at most 2 GiB of memory. The last two where the system can."""
+    """Ctrl-C is the parent's to handle; at most 2 GiB of memory where the system can say so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "linux":
-        return
-    import resource
+    if sys.platform == "linux":
+        import resource
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: even when a C loop never reads its input's end
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+
+
+def _die_after(seconds: int) -> None:
+    """Let the kernel end this process, even when its parent is gone and C code never looks up; 0: never."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
 
 
 if __name__ == "__main__":

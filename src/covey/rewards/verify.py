@@ -41,6 +41,7 @@ class Verifier:
                 "gold": gold[-_LONGEST:],
                 "answer": answer[-_LONGEST:],
                 "anchored": anchored,
+                "seconds": self.timeout_seconds,
             }
             try:
                 assert process.stdin is not None
