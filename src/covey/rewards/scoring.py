@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Scorer:
         *,
         timeout_seconds: float | None = 120.0,
         error_limit: int = 10,
-        on_error: Literal["record", "raise"] = "record",
+        on_error: str = "record",
         isolate: bool = True,
         trainer_state: Callable[[], Any] | None = None,
     ) -> None:

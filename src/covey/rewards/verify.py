@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -98,11 +99,9 @@ class Verifier:
 
 def _read(process: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
     assert process.stdout is not None
-    try:
+    with contextlib.suppress(ValueError):  # the pipe was closed while it was read
         for line in process.stdout:
             replies.put(line)
-    except ValueError:  # closed while reading
-        pass
     replies.put(None)
 
 
