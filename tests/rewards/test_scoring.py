@@ -189,7 +189,7 @@ def test_none_and_nan_abstain_without_an_event():
 @pytest.mark.parametrize(
     "returned, said",
     [
-        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0], "returned 1 value for 2 completions"),
         ([1.0, 2.0, 3.0], "returned 3 values for 2 completions"),
         (None, "returned None"),
         (1.0, "returned a float"),
@@ -455,16 +455,16 @@ def test_a_logged_column_of_the_wrong_length_is_told_on_the_first_batch():
         log_extra("length", [1])
         return [0.0 for _ in completions]
 
-    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) got 1 values for 2 completions"):
+    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) got 1 value for 2 completions"):
         score(talks)
 
 
 # -- what is refused before any work ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing, kind", [(3, "a int"), ("math", "a str"), (dict, "a type"), ([right], "a list")])
+@pytest.mark.parametrize("thing, kind", [(3, "an int"), ("math", "a str"), (dict, "a type"), ([right], "a list")])
 def test_something_that_is_not_callable_is_refused(thing, kind):
-    with pytest.raises(RewardError, match=f"is {kind}, not a function"):
+    with pytest.raises(RewardError, match=f"is not callable: it is {kind}; give a function"):
         Scorer([RewardSpec(name="thing", call=thing)])
 
 

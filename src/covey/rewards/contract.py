@@ -120,7 +120,7 @@ class Logged:
         listed = list(values)
         if len(listed) != self.size:
             raise RewardError(
-                f"log_extra({column!r}, ...) got {len(listed)} values for {self.size} completions; give one for each."
+                f"log_extra({column!r}, ...) got {_count(listed)} for {self.size} completions; give one for each."
             )
         self.extras[str(column)] = listed
 
@@ -151,7 +151,7 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     """
     if isinstance(spec.call, type) or not callable(spec.call):
         raise RewardError(
-            f"reward {spec.name!r} is {_kind(spec.call)}, not a function; give a function that takes `completions` and "
+            f"reward {spec.name!r} is not callable: it is {_kind(spec.call)}; give a function that takes `completions` and "
             "returns one number for each, a reward model, or the name of a built-in reward."
         )
     named, _ = _parameters(spec.call)
@@ -183,7 +183,7 @@ def to_scores(returned: Any, size: int, name: str) -> list[Any]:
         raise RewardError(f"reward {name!r} returned {_kind(returned)}; {want}.")
     values = list(returned)
     if len(values) != size:
-        raise RewardError(f"reward {name!r} returned {len(values)} values for {size} completions; {want}.")
+        raise RewardError(f"reward {name!r} returned {_count(values)} for {size} completions; {want}.")
     return values
 
 
@@ -220,7 +220,12 @@ def _parameters(reward: Reward) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _count(values: list[Any]) -> str:
+    return f"{len(values)} value{'' if len(values) == 1 else 's'}"
 
 
 def check(rewards: Any, columns: Iterable[str] | None = None) -> None:
