@@ -218,6 +218,21 @@ def test_groups_come_back_whole_and_shared_parts_stay_shared(tmp_path: Path) -> 
     assert first.completions[0] is first.completions[1]
 
 
+def test_what_a_group_only_carries_along_never_stops_a_checkpoint(tmp_path: Path) -> None:
+    group = Group(
+        prompt=Prompt(uid="0", token_ids=(), columns={"image": Path("a.png"), "answer": "4"}),
+        completions=(),
+        events=(Event(kind="reward", said="x", details={"error": ValueError("bad")}),),
+        extras={"parsed": [{1, 2}, 3.5]},
+    )
+    with pytest.warns(UserWarning, match=r"(columns|extras|details)\[.*training is not affected") as seen:
+        back = through_disk([group, group], tmp_path)
+    assert len(seen) == 3
+    assert back[0].prompt.columns == {"image": "PosixPath('a.png')", "answer": "4"}
+    assert back[0].extras == {"parsed": ["{1, 2}", 3.5]}
+    assert back[0].events[0].details == {"error": "ValueError('bad')"}
+
+
 def test_a_repeated_tensor_is_stored_once(tmp_path: Path) -> None:
     tensor = torch.zeros(25_000)
     serial.write([tensor] * 10, tmp_path / "state")

@@ -3,7 +3,9 @@
 A tree is made of dicts, lists, tuples, tensors, NumPy arrays, numbers, text, bytes, None, dates, decimals and the frozen
 dataclasses of `covey.types`. What comes back equals what went in bit for bit, NaN, -0.0 and the order of keys included;
 a tensor or dataclass that occurs twice comes back as one object, any mapping as a dict, a parameter as a plain tensor.
-Anything else is refused by name: a checkpoint that drops what it does not understand is worse than none.
+Anything else is refused by name: a checkpoint that drops what it does not understand is worse than none. Only what a
+scored group merely carries along (columns of its prompt, extras, details of events: images, say) is kept as its `repr`,
+with a warning: no gradient depends on it, and a run should not end for it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import datetime
 import json
 import math
 import struct
+import warnings
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -45,6 +48,7 @@ _STORED_DTYPES = frozenset(
     )
 )
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+_CARRIED_ALONG = {("Prompt", "columns"), ("Group", "extras"), ("Event", "details")}
 
 
 class StateError(CoveyError, TypeError):
@@ -98,6 +102,7 @@ class _Encoder:
         self.tensors: dict[str, Tensor] = {}
         self.objects: list[Any] = []
         self._storages: set[int] = set()
+        self._warned: set[str] = set()
         self._seen: dict[int, tuple[Any, Any]] = {}  # id -> (the object, kept alive so that ids stay unique; its code)
 
     def encode(self, value: Any, where: str) -> Any:
@@ -139,12 +144,30 @@ class _Encoder:
 
     def _object(self, value: Any, where: str) -> Any:
         name = type(value).__name__
-        content = {
-            item.name: self.encode(getattr(value, item.name), f"{where}.{item.name}")
-            for item in dataclasses.fields(value)
-        }
+        content = {}
+        for item in dataclasses.fields(value):
+            held, place = getattr(value, item.name), f"{where}.{item.name}"
+            if (name, item.name) in _CARRIED_ALONG:
+                held = {key: self._storable(entry, f"{name}.{item.name}[{key!r}]") for key, entry in held.items()}
+            content[item.name] = self.encode(held, place)
         self.objects.append([name, content])
         return {"$object": len(self.objects) - 1}
+
+    def _storable(self, value: Any, where: str) -> Any:
+        """The value, or its `repr` where a checkpoint cannot hold it; a list keeps its length."""
+        try:
+            _Encoder().encode(value, where)
+        except StateError as error:
+            if isinstance(value, list | tuple):
+                return [self._storable(item, where) for item in value]
+            self._warn_once(where, str(error))
+            return repr(value)[:1000]
+        return value
+
+    def _warn_once(self, where: str, said: str) -> None:
+        if where not in self._warned:
+            warnings.warn(f"{said} It is kept as text in this checkpoint; training is not affected.", stacklevel=2)
+        self._warned.add(where)
 
     def _tensor(self, value: Tensor, where: str) -> Any:
         is_sharded = type(value).__name__ == "DTensor"
