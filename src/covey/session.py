@@ -48,6 +48,8 @@ class Session:
     evaluate: Callable[[], Mapping[str, float]]
     save: Callable[[TrainState], None]
     steps_per_epoch: float
+    show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
+    """At each log; shows nothing unless it was asked for."""
     window: dict[str, Metric] = field(default_factory=dict)
     """Metrics since the last log."""
     window_seconds: list[float] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Session:
             is_last = state.step >= self.trainer_state.max_steps
             if not is_last:
                 self._call("on_epoch_begin")
-        self._follow(state)
+        self._follow(state, groups)
         if not self.should_stop:
             self._call("on_step_begin")
 
@@ -136,9 +138,10 @@ class Session:
 
     # -- what the callbacks asked for -------------------------------------------------------------------------------
 
-    def _follow(self, state: TrainState) -> None:
+    def _follow(self, state: TrainState, groups: Sequence[Group]) -> None:
         if self.control.should_log:
             self._log_window(state)
+            self.show_completions(state.step, groups)
         is_best = False
         if self.control.should_evaluate:
             is_best = self._evaluate()

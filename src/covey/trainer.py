@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput, enable_full_determinism
+from transformers.utils.logging import set_verbosity
 
 from covey import loop
 from covey.algorithms import Algorithm
@@ -23,7 +24,7 @@ from covey.errors import ConfigError, CoveyError, DataError, StorageError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.models import disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
-from covey.monitor import Progress
+from covey.monitor import Progress, completions_shower
 from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
 from covey.recording import (
@@ -85,6 +86,7 @@ class GRPOTrainer:
         if not isinstance(self.args, GRPOConfig):
             raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        set_verbosity(self.args.get_process_log_level())
         self.output_dir = Path(str(self.args.output_dir))
         self.world = World.of(self.args)
         self.algorithm = build_algorithm(self.args) if algorithm is None else _algorithm(self.args, algorithm)
@@ -265,6 +267,7 @@ class GRPOTrainer:
             evaluate=self._evaluate_in_training,
             save=self._save_checkpoint,
             steps_per_epoch=steps_per_epoch,
+            show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
         )
         if folder is not None:
             folder.describe(

@@ -1,0 +1,70 @@
+"""A sample of completions on the terminal, as `log_completions` asks: prompt, completion, rewards, advantage."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from covey.runs.text import safe
+from covey.types import Group
+
+
+def completions_shower(args: Any, reward_names: Sequence[str], is_main: bool) -> Callable[[int, Sequence[Group]], None]:
+    """What to call with each logged step and its groups: `show_completions` as TRL's options say, or nothing."""
+    if not (args.log_completions and is_main):
+        return lambda step, groups: None
+    limit, unique = args.num_completions_to_print, args.log_unique_prompts
+    return partial(show_completions, reward_names=reward_names, limit=limit, unique_prompts=unique)
+
+
+def show_completions(
+    step: int,
+    groups: Sequence[Group],
+    *,
+    reward_names: Sequence[str],
+    limit: int | None = None,
+    unique_prompts: bool = False,
+    stream: TextIO | None = None,
+) -> None:
+    """Print a table of the step's completions to stderr (or `stream`).
+
+    At most `limit` rows, taken from all groups in turn; one completion of each prompt with `unique_prompts`. A reward
+    that did not score is shown as "-". Text of the model is shown, never obeyed.
+    """
+    table = Table(title=f"completions of step {step}", show_lines=True)
+    for heading in ("prompt", "completion", *reward_names, "advantage"):
+        table.add_column(heading, overflow="fold")
+    for row in rows(groups, len(reward_names), limit, unique_prompts):
+        table.add_row(*(Text(cell) for cell in row))
+    Console(file=stream or sys.stderr).print(table)
+
+
+def rows(groups: Sequence[Group], num_rewards: int, limit: int | None, unique_prompts: bool) -> list[tuple[str, ...]]:
+    """The cells of the table: one row a completion, the first of every group before the second of any."""
+    by_group = [list(_rows_of(group, num_rewards)) for group in groups]
+    if unique_prompts:
+        first = {cells[0][0]: cells[0] for cells in reversed(by_group) if cells}
+        by_group = [[cells] for cells in reversed(first.values())]
+    in_turn = [cells for turn in zip_longest(*by_group) for cells in turn if cells is not None]
+    return in_turn if limit is None else in_turn[:limit]
+
+
+def _rows_of(group: Group, num_rewards: int) -> Iterator[tuple[str, ...]]:
+    question = group.prompt.raw
+    asked = question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
+    for g, completion in enumerate(group.completions):
+        scored = [math.nan] * num_rewards if group.rewards is None else group.rewards[g].tolist()
+        advantage = math.nan if group.advantages is None else float(group.advantages[g].float().mean())
+        yield safe(asked), safe(completion.text), *map(_number, scored), _number(advantage)
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"

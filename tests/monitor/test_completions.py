@@ -1,0 +1,48 @@
+"""`log_completions` shows a sample of what the model wrote, and nothing of it steers the terminal."""
+
+import io
+from dataclasses import replace
+
+import torch
+
+from covey.monitor.completions import rows, show_completions
+from kit import group
+
+
+def two_groups():
+    first = group(["4", "5"], question="2 + 2 =", rewards=[[1.0], [float("nan")]])
+    second = group(["6", "7"], question="3 + 3 =", rewards=[[0.5], [0.0]])
+    return [replace(first, advantages=torch.tensor([0.7, -0.7])), second]
+
+
+def test_rows_take_groups_in_turn():
+    assert rows(two_groups(), 1, None, False) == [
+        ("2 + 2 =", "4", "1.00", "0.70"),
+        ("3 + 3 =", "6", "0.50", "-"),
+        ("2 + 2 =", "5", "-", "-0.70"),
+        ("3 + 3 =", "7", "0.00", "-"),
+    ]
+
+
+def test_a_limit_keeps_the_first_rows():
+    assert [row[1] for row in rows(two_groups(), 1, 3, False)] == ["4", "6", "5"]
+
+
+def test_unique_prompts_are_shown_once():
+    doubled = [*two_groups(), *two_groups()]
+    assert [row[:2] for row in rows(doubled, 1, None, True)] == [("2 + 2 =", "4"), ("3 + 3 =", "6")]
+
+
+def test_the_table_names_the_step_and_the_rewards_and_obeys_nothing():
+    stream = io.StringIO()
+    show_completions(7, [group(["\x1b[31m[bold]x[/bold]"], rewards=[[1.0]])], reward_names=["math"], stream=stream)
+    shown = stream.getvalue()
+    assert "completions of step 7" in shown
+    assert "math" in shown
+    assert "[bold]x[/bold]" in shown
+    assert "\x1b" not in shown
+
+
+def test_messages_are_shown_with_their_roles():
+    chat = [{"role": "user", "content": "Hi"}]
+    assert rows([group(["Hello"], question=chat)], 0, None, False) == [("user: Hi", "Hello", "-")]
