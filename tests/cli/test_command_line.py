@@ -8,7 +8,7 @@ import time
 import pytest
 
 from covey.cli import VERBS, main
-from covey.cli.output import clean
+from covey.cli.output import result, say
 
 
 def covey(*words):
@@ -132,5 +132,9 @@ def test_a_reader_that_stops_reading_is_no_error():
     assert "BrokenPipe" not in shown.stderr
 
 
-def test_text_of_a_model_cannot_steer_the_terminal():
-    assert clean("a\x1b[31mb\x07\tc\nd\u202ee\x9b0m") == "a[31mb\tc\nde0m"
+def test_what_is_printed_cannot_steer_the_terminal(capsys):
+    result("a\x1b[31mb\tc\nd\u202ee")
+    say("x\x1b]0;title\x07y")
+    shown = capsys.readouterr()
+    assert shown.out == "ab\tc\nd\ufffde\n"
+    assert shown.err == "xy\n"

@@ -12,6 +12,7 @@ from covey.cli import output
 from covey.cli.flags import Flag, typed
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, CoveyError, did_you_mean
+from covey.runs.text import safe
 
 _HELP = """/reset            forget the conversation
 /system TEXT      set the system message (and forget the conversation); without TEXT: leave it out
@@ -122,7 +123,7 @@ def streamer_to_stdout(tokenizer: Any) -> Any:
 
     class Words(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            sys.stdout.write(output.clean(text) + ("\n" if stream_end else ""))
+            sys.stdout.write(safe(text) + ("\n" if stream_end else ""))
             sys.stdout.flush()
 
     return Words(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,22 +1,20 @@
-"""Where the command line writes: the result to stdout, everything else to stderr, and nothing that controls a terminal."""
+"""Where the command line writes: the result to stdout, all else to stderr, and nothing that a terminal would obey."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import re
 import sys
 import warnings
 from typing import Any
 
-# C0 without tab and newline, DEL, C1, and the characters that change the direction of text
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f]")
+from covey.runs.text import safe
 
 
 def result(text: str) -> None:
     """What the user asked for."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(safe(text) + "\n")
     sys.stdout.flush()
 
 
@@ -35,13 +33,8 @@ def _finite(value: Any) -> Any:
 
 def say(text: str) -> None:
     """What the user should know meanwhile."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(safe(text) + "\n")
     sys.stderr.flush()
-
-
-def clean(text: str) -> str:
-    """Text of a model or a data set without control characters, so that it cannot steer the terminal."""
-    return _CONTROL.sub("", text)
 
 
 class LogToStderr(logging.Handler):
