@@ -54,7 +54,8 @@ class Evaluator:
             groups = with_advantages(groups, algorithm, self.scorer.weights)
             losses = self.learner.loss(groups, algorithm)
             rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights)
-            parts.append({**losses, **rewards, **completion_metrics(groups)})
+            own = self.world.merge(self.scorer.take_metrics())
+            parts.append({**losses, **rewards, **own, **completion_metrics(groups)})
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
 
     def _scored(self, prompts: Sequence[Any]) -> list[Group]:

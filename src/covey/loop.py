@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from covey.credit import completion_metrics, with_advantages
+from covey.data import PromptStream
+from covey.errors import RewardError
 from covey.parts import Parts
 from covey.rewards import reward_metrics
+from covey.rollout import SamplingParams
 from covey.state import TrainState
-from covey.types import Group
+from covey.types import Group, Prompt
 
 
 def run(parts: Parts, state: TrainState) -> TrainState:
@@ -24,10 +27,12 @@ def run(parts: Parts, state: TrainState) -> TrainState:
             state = roll_out(parts, state)
         batch, waiting = state.popped()
         algorithm = parts.algorithm.resolve(state.controllers)
-        report = parts.learner.step(batch, algorithm, state.step + 1)
-        parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
+        seconds = dict(state.rollout_seconds)
+        with timed(seconds, "learn"):
+            report = parts.learner.step(batch, algorithm, state.step + 1)
+            parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
         report = report.merged(state.rollout_metrics)
-        seconds = {**state.rollout_seconds, "step": time.perf_counter() - started}
+        seconds["step"] = time.perf_counter() - started
         report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
         controllers = parts.algorithm.advance(state.controllers, report)
         state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
@@ -40,14 +45,17 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     """Draw, score and judge the completions of the next optimizer steps."""
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
-    prompts = parts.world.share(parts.prompts.take(parts.prompts_per_rollout))
-    with timed(seconds, "rollout"):
-        groups = list(parts.sampler.sample(prompts, parts.num_generations, parts.sampling_for(state.num_rollouts)))
-    with timed(seconds, "reward"):
-        groups = parts.world.interleave(parts.scorer.score(groups))
-    with timed(seconds, "annotate"):
-        groups = parts.learner.annotate(groups, algorithm)
-    groups = with_advantages(groups, algorithm, parts.scorer.weights)
+    with rewound_on_failure(parts.prompts):
+        prompts = parts.prompts.take(parts.prompts_per_rollout)
+        with timed(seconds, "rollout"):
+            groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts))
+        with timed(seconds, "reward"):
+            groups = parts.world.interleave(score(parts, groups))
+        with timed(seconds, "learn"):
+            groups = parts.learner.annotate(groups, algorithm)
+        if algorithm.needs.greedy:
+            groups = with_greedy(parts, groups)
+        groups = with_advantages(groups, algorithm, parts.scorer.weights)
     metrics = {
         **reward_metrics(groups, parts.scorer.names, parts.scorer.weights),
         **parts.world.merge(parts.scorer.take_metrics()),
@@ -55,6 +63,37 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     }
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
     return state.queued(batches * parts.num_iterations, metrics, seconds)
+
+
+def draw(parts: Parts, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> list[Group]:
+    """This process's share of the prompts, answered, in their order however the sampler finished them."""
+    mine = parts.world.share(prompts)
+    place = {prompt.uid: i for i, prompt in enumerate(mine)}
+    return sorted(parts.sampler.sample(mine, n, sampling), key=lambda group: place[group.prompt.uid])
+
+
+def with_greedy(parts: Parts, groups: Sequence[Group]) -> list[Group]:
+    """The groups with the rewards of each prompt's greedy answer, for estimators that use it as baseline (ReMax)."""
+    greedy = replace(parts.sampling, temperature=0.0)
+    answers = draw(parts, [group.prompt for group in groups], 1, greedy)
+    answers = parts.world.interleave(score(parts, answers))
+    return [
+        replace(group, greedy_rewards=answer.rewards[0]) if answer.rewards is not None else group
+        for group, answer in zip(groups, answers, strict=True)
+    ]
+
+
+def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
+    """Scored groups; a reward that ends the run on one process ends it on all, so that none waits for another."""
+    failed: RewardError | None = None
+    scored: list[Group] = []
+    try:
+        scored = parts.scorer.score(groups)
+    except RewardError as error:
+        failed = error
+    if parts.world.any(failed is not None):
+        raise failed or RewardError("a reward failed on another process; its message is in that process's log.")
+    return scored
 
 
 def split(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:
@@ -74,6 +113,17 @@ def split(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:
             members.setdefault(i, []).append(g)
         batches.append([groups[i].take(indices) for i, indices in members.items()])
     return batches
+
+
+@contextmanager
+def rewound_on_failure(prompts: PromptStream) -> Iterator[None]:
+    """Whatever fails between drawing prompts and judging answers leaves the stream where it was."""
+    position = prompts.state_dict()
+    try:
+        yield
+    except BaseException:
+        prompts.load_state_dict(position)
+        raise
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging as hf_logging
 
+from covey.errors import CheckpointError
 from covey.parts import Parts
 from covey.runs import RunFolder, checkpoint, rng
 from covey.state import TrainState
@@ -50,13 +51,17 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "prompts": parts.prompts.state_dict(),
         "scorer": parts.scorer.state_dict(),
         "window": parts.session.state_dict(),
-        "rng": rng.snapshot(),
+        "rng": [snapshot for part in parts.world.gather([rng.snapshot()]) for snapshot in part],
     }
 
 
 def restore_tree(parts: Parts, folder: Path) -> TrainState:
     """Put back what `checkpoint_tree` holds, and the weights; returns the state to continue from."""
     tree = checkpoint.load_state(folder)
+    if not tree:
+        raise CheckpointError(
+            f"{folder} was saved with save_only_model, so it holds no state to resume from; give it as the model instead."
+        )
     learner = parts.learner
     load_weights(learner.policy.model, folder)
     learner.optimizer.load_state_dict(tree["optimizer"])
@@ -69,7 +74,8 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     parts.prompts.load_state_dict(tree["prompts"])
     parts.scorer.load_state_dict(tree["scorer"])
     parts.session.load_state_dict(tree["window"])
-    rng.restore(tree["rng"])
+    saved = tree["rng"]
+    rng.restore(saved[min(parts.world.rank, len(saved) - 1)])
     known = {item.name for item in fields(TrainState)}
     return TrainState(**{name: value for name, value in tree["state"].items() if name in known})
 

@@ -121,13 +121,13 @@ class GRPOTrainer:
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        start = checkpoint.resolve(wanted, self.output_dir)
+        found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
+        start = self.world.broadcast(found)
         with StopRequest() as stop:
             parts = self._build_parts(stop, start)
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
-            parts.session.begin(state)
             state = self._run(parts, state)
             summary = parts.session.end(state)
         self.scorer.close()
@@ -262,7 +262,11 @@ class GRPOTrainer:
             trainer_state=self.state,
             control=self.control,
             recorder=Recording(folder, self.scorer.names, args.rollout_log_steps),
-            display=Progress(total_steps, enabled=self.world.is_main and not args.disable_tqdm),
+            display=Progress(
+                total_steps,
+                enabled=self.world.is_main and not args.disable_tqdm,
+                every=max(1, int(self.state.logging_steps)),
+            ),
             stop=stop,
             evaluate=self._evaluate_in_training,
             save=self._save_checkpoint,
@@ -287,6 +291,7 @@ class GRPOTrainer:
         """The loop; whatever ends it early on purpose leaves a checkpoint of the last whole step."""
         parts.session.latest = state
         try:
+            parts.session.begin(state)
             return loop.run(parts, state)
         except (CoveyError, KeyboardInterrupt):
             if self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved:
@@ -316,10 +321,9 @@ class GRPOTrainer:
     def _save_checkpoint(self, state: TrainState) -> None:
         """Save; a disk that refuses is told once and training goes on, with the earlier checkpoints intact."""
         assert self._parts is not None
-        parts = self._parts
+        tree = {} if self.args.save_only_model else checkpoint_tree(self._parts, state)
         if self.world.is_main:
             self.state.stateful_callbacks = callback_states(self.callback_handler)
-            tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
             best = self.state.best_global_step
             try:
                 path = checkpoint.save(

@@ -229,12 +229,16 @@ def refuse_many_bad_steps(bad_steps: int, limit: int) -> None:
 def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
     """Denominators of the step, counted on the host: every process holds all rows, so all count the same."""
     counts = [int(row.counts.sum()) for row in rows]
+    by_prompt: dict[int, int] = {}
+    for row, count in zip(rows, counts, strict=True):
+        by_prompt[row.group] = by_prompt.get(row.group, 0) + count
     return Totals(
         tokens=sum(counts),
         sequences=len(rows),
         nonempty_sequences=sum(count > 0 for count in counts),
         prompts=len({row.group for row in rows}),
         max_length=max_length,
+        tokens_by_prompt=by_prompt,
     )
 
 
