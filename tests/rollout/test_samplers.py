@@ -5,10 +5,10 @@ import torch
 from test_sampling import transformers_scores
 
 from covey.errors import ConfigError, DataError, ModelError, NumericsError
-from covey.rollout import SamplingParams, TransformersSampler
+from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from kit import prompt, tiny_model, tiny_tokenizer
 
-SAMPLERS = {"transformers": TransformersSampler}
+SAMPLERS = {"transformers": TransformersSampler, "native": NativeSampler}
 TEXTS = ("2 + 2 =", "Tom has 3 apples and buys 4 more. How many?", "a", "What is 12 + 30?")
 
 

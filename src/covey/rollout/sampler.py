@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -93,10 +94,21 @@ def choose_sampler(
     """The fastest sampler that is exact for this model.
 
     `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
-    `native` raises `Unsupported` instead. `options` go to the sampler's constructor.
+    `native` raises `Unsupported` instead. `options` go to the constructor of the sampler that is asked for.
     """
+    from covey.rollout.engine import NativeSampler
     from covey.rollout.hf import TransformersSampler
 
     if backend not in ("auto", "native", "transformers"):
         raise ConfigError(f"sampler backend {backend!r} does not exist; take auto, native or transformers.")
-    return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
+    if backend == "transformers":
+        return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
+    try:
+        return NativeSampler(model, tokenizer, eos_ids=eos_ids, **options)
+    except Unsupported as reason:
+        if backend == "native":
+            raise
+        warnings.warn(
+            f"Completions are written by plain transformers, which is slower: {reason}.", UserWarning, stacklevel=2
+        )
+        return TransformersSampler(model, tokenizer, eos_ids=eos_ids)

@@ -1,0 +1,191 @@
+"""Keys and values while sampling: one prefix a prompt, one suffix a completion, both growing with what is held.
+
+Attention does not care in which order keys are stored (their positions are already in them), so all rows write their
+next key into the same column of a common clock, whenever they began; a bias hides the columns before a row's first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.rollout.attention import HIDDEN, Places, best_part, causal, merged
+
+STEP = 32
+"""Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads and width of the keys (and values) of one layer."""
+
+    heads: int
+    width: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.heads * self.width * dtype.itemsize
+
+
+def rounded(tokens: int) -> int:
+    """The next multiple of `STEP`."""
+    return -(-max(tokens, 1) // STEP) * STEP
+
+
+class KeyValues:
+    """Keys and values of the prompts and rows in flight, and the attention over them."""
+
+    def __init__(self, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, context: int) -> None:
+        self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
+        self.part = best_part(device, dtype)
+        self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
+        self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
+        self.prefix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [P, columns]
+        self.suffix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [R, columns]
+        self.prompt_lengths: list[int] = []  # of the P prompts in flight
+        self.starts: list[int] = []  # first column of each of the R rows
+        self.clock = 0
+        self.places = Places.of([], 0, device)
+
+    def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
+        return torch.zeros(2, rows, layer.heads, columns, layer.width, device=self.device, dtype=self.dtype)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts)
+
+    # -- prompts and rows come and go -------------------------------------------------------------------------------
+
+    def add_prompts(self, lengths: Sequence[int]) -> range:
+        """Room for prompts of these lengths; their slots."""
+        old = len(self.prompt_lengths)
+        self.prompt_lengths += lengths
+        columns, rows = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
+        for i, layer in enumerate(self.layers):
+            held = self.prefix[i][:, :old, :, :columns]
+            self.prefix[i] = self._zeros(layer, rows, columns)
+            self.prefix[i][:, :old, :, : held.shape[3]] = held
+        column = torch.arange(columns, device=self.device)
+        ends = torch.tensor(self.prompt_lengths, device=self.device)
+        self.prefix_bias = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
+        return range(old, rows)
+
+    def add_rows(self, count: int) -> None:
+        """Room for `count` more rows, which have seen nothing but their prompts so far."""
+        old = self.num_rows
+        if not old:
+            self.clock = 0
+        self.starts += [self.clock] * count
+        self._resize(old)
+
+    def _resize(self, old: int) -> None:
+        """New buffers for all rows, holding the columns that are still seen by one of the `old` first rows, and some more."""
+        first = min(self.starts[:old], default=self.clock)
+        used = self.clock - first
+        columns = rounded(used + max(STEP, used // 8))
+        for i, layer in enumerate(self.layers):
+            held = self.suffix[i][:, :old, :, first : self.clock]
+            self.suffix[i] = self._zeros(layer, self.num_rows, columns)
+            self.suffix[i][:, :old, :, :used] = held
+        bias = torch.full((self.num_rows, columns), HIDDEN, device=self.device, dtype=self.dtype)
+        bias[:old, :used] = self.suffix_bias[:old, first : self.clock]
+        self.suffix_bias = bias
+        self.starts = [start - first for start in self.starts]
+        self.clock = used
+
+    def drop_rows(self, holes: list[int], movers: list[int], left: int) -> None:
+        """Keep `left` rows: the rows `movers` from the end go to the places `holes`."""
+        for hole, mover in zip(holes, movers, strict=True):
+            self.starts[hole] = self.starts[mover]
+        del self.starts[left:]
+        if holes:
+            to, source = (torch.tensor(x, device=self.device) for x in (holes, movers))
+            for slab in self.suffix:
+                slab[:, to, :, : self.clock] = slab[:, source, :, : self.clock]
+            self.suffix_bias[to] = self.suffix_bias[source]
+
+    def drop_prompts(self, kept: list[int]) -> None:
+        """Keep these prompts, in this order."""
+        self.prompt_lengths = [self.prompt_lengths[p] for p in kept]
+        columns = rounded(max(self.prompt_lengths, default=0))
+        index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        self.prefix = [slab[:, index, :, :columns] for slab in self.prefix]
+        self.prefix_bias = self.prefix_bias[index, :columns]
+
+    def arrange(self, owners: list[int]) -> None:
+        """Say which prompt slot each row belongs to, after any change."""
+        self.places = Places.of(owners, len(self.prompt_lengths), self.device)
+        self.has_empty_prefix = 0 in self.prompt_lengths
+        if self.has_empty_prefix:
+            lengths = torch.tensor(self.prompt_lengths, device=self.device)
+            self.empty_prefix = torch.where(lengths > 0, 0.0, -torch.inf)[:, None, None]  # [P, 1, 1]
+
+    # -- forward passes ---------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A column for the keys of this decode step."""
+        if self.clock >= self.suffix_bias.shape[1]:
+            self._resize(self.num_rows)
+        self.suffix_bias[: self.num_rows, self.clock] = 0.0
+
+    def end_step(self) -> None:
+        self.clock += 1
+
+    def attend_decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        """[R, Hq, D] of one new token a row: `query` [R, Hq, D], `key` and `value` [R, Hkv, D]."""
+        rows, (heads, width) = self.num_rows, key.shape[1:]
+        repeats = query.shape[1] // heads
+        keys, values = self.suffix[layer][0, :rows], self.suffix[layer][1, :rows]
+        keys[:, :, self.clock], values[:, :, self.clock] = key, value
+        query = query.view(rows, heads, repeats, width)
+        own, own_lse = self.part(query, keys, values, self.suffix_bias[:rows], scale, softcap, self.clock)
+        prefix = self.prefix[layer]
+        shared, shared_lse = self.part(
+            self.places.gather(query), prefix[0], prefix[1], self.prefix_bias, scale, softcap, 0
+        )
+        if self.has_empty_prefix:
+            shared_lse = shared_lse + self.empty_prefix
+        shared, shared_lse = self.places.scatter(shared, repeats), self.places.scatter(shared_lse, repeats)
+        return merged(shared, shared_lse, own, own_lse).to(self.dtype).view(rows, -1, width)
+
+
+@dataclass(frozen=True, eq=False)
+class Decode:
+    """A forward pass of one new token for each row in flight."""
+
+    cache: KeyValues
+
+    @property
+    def context(self) -> int:
+        return self.cache.context
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        """[R, 1, Hq, D]; see `Batch`."""
+        out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, softcap)
+        return out[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """A forward pass of whole prompts, padded on the right, into these slots."""
+
+    cache: KeyValues
+    slots: range
+
+    @property
+    def context(self) -> int:
+        return self.cache.context
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        """[A, L, Hq, D]; see `Batch`."""
+        slab = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
+        slab[0], slab[1] = key, value
+        return causal(query, key, value, scale, softcap)

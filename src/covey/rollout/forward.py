@@ -1,0 +1,185 @@
+"""Forward passes of the native engine through transformers' own modules, and the proof that they are the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from covey.rollout.attention import NAME, Batch, causal, register
+from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
+from covey.rollout.mode import accepts, evaluating, unwrapped
+from covey.rollout.sampler import Unsupported
+from covey.rollout.stopping import context_of
+
+UNLIMITED = 2**31
+"""Context of a model whose config names none."""
+
+
+class Forward(Protocol):
+    """How the engine computes: whole prompts, then one token a row."""
+
+    layers: tuple[LayerShape, ...]
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+
+    def refresh(self) -> None:
+        """The live weights have changed."""
+        ...
+
+    def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
+        """Run `ids` [A, L]; the batch keeps their keys and values."""
+        ...
+
+    def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
+        """[R, V] logits after one more token `ids` [R] a row."""
+        ...
+
+
+class ModulesForward:
+    """The model's own forward under our attention: any architecture, adapters and all, weights read in place."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises Unsupported, with the reason, for a model that this cannot run exactly."""
+        refuse_known(model)
+        register()
+        self.model = unwrapped(model)
+        self.context = context_of(self.model) or UNLIMITED
+        parameter = next(self.model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.extra = {"logits_to_keep": 1} if accepts(self.model, "logits_to_keep") else {}
+        with torch.no_grad():
+            self.layers = self._layers()
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+
+    def refresh(self) -> None:
+        pass
+
+    def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
+        self._run(ids, positions, batch)
+
+    def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
+        logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
+        return logits
+
+    def _run(self, ids: Tensor, positions: Tensor, batch: Batch) -> Any:
+        with our_attention(self.model):
+            return self.model(input_ids=ids, position_ids=positions, use_cache=False, covey_batch=batch, **self.extra)
+
+    def _layers(self) -> tuple[LayerShape, ...]:
+        """Shapes of the keys by layer, from a forward pass that records them."""
+        record = _Record(self.context)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        with evaluating(self.model):
+            self._run(ids, torch.arange(2, device=self.device)[None], record)
+        if not record.shapes:
+            raise Unsupported(f"{type(self.model).__name__} does not attend through transformers' attention interface")
+        if sorted(record.shapes) != list(range(len(record.shapes))) or record.dtypes != {self.dtype}:
+            raise Unsupported(f"{type(self.model).__name__} does not number its attention layers, or mixes precisions")
+        return tuple(record.shapes[i] for i in range(len(record.shapes)))
+
+
+@contextmanager
+def our_attention(model: Any) -> Iterator[None]:
+    """The model attends through `attention_forward` inside."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@dataclass(eq=False)
+class _Record:
+    """A batch that only notes what the layers look like."""
+
+    context: int
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        if layer in self.shapes:
+            raise Unsupported("a layer attends more than once")
+        self.shapes[layer] = LayerShape(heads=key.shape[1], width=key.shape[3])
+        self.dtypes.add(key.dtype)
+        return causal(query, key, value, scale, softcap)
+
+
+def refuse_known(model: Any) -> None:
+    """Raise Unsupported for what is known not to work, before anything is tried."""
+    inner = unwrapped(model)
+    config = inner.config.get_text_config()
+    name = type(inner).__name__
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise Unsupported(f"{name} has layers of kind {', '.join(sorted(kinds))}")
+    if not getattr(inner, "_supports_attention_backend", False):
+        raise Unsupported(f"{name} does not attend through transformers' attention interface")
+    if len({parameter.device for parameter in inner.parameters()}) > 1:
+        raise Unsupported(f"{name} is spread over several devices")
+    if not accepts(inner, "position_ids"):
+        raise Unsupported(f"{name} does not take position_ids")
+
+
+def verify(forward: Forward, model: Any, tolerance: float | None = None) -> None:
+    """Compare the engine's logits with the model's plain forward on a few random tokens.
+
+    Two prompts of different lengths, two rows each, three steps. The measure is the median over the positions of
+    `|a - b| / |b - mean(b)|`; another algorithm gives about 1. Raises Unsupported when it is above `tolerance`,
+    by default 1e-3 in float32 and 0.1 in less precise types.
+    """
+    inner = unwrapped(model)
+    if tolerance is None:
+        tolerance = 1e-3 if forward.dtype == torch.float32 else 0.1
+    limit = context_of(inner) or UNLIMITED
+    if limit < 4:
+        raise Unsupported(f"a context of {limit} tokens is too short to check the engine in")
+    generator = torch.Generator().manual_seed(0)
+    lengths, steps = (min(6, limit - 3), min(3, limit - 3)), 3
+    rows = [torch.randint(0, forward.vocab_size, (length + steps,), generator=generator) for length in lengths]
+    with evaluating(inner):
+        mine = _engine_logits(forward, rows, lengths, limit)
+        theirs = [inner(input_ids=row[None].to(forward.device)).logits[0, -steps:] for row in rows]
+    errors = []
+    for a, b in zip(mine, theirs, strict=True):
+        b = b.float()
+        if not bool(b.isfinite().all()):
+            return  # broken weights; sampling says so
+        spread = (b - b.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-6)
+        errors.append((a.float() - b).norm(dim=-1) / spread)
+    error = float(torch.cat(errors).median())
+    if not error <= tolerance:
+        raise Unsupported(
+            f"the engine's logits differ from {type(inner).__name__}'s own by {error:.2g} of their spread"
+        )
+
+
+def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[int], context: int) -> list[Tensor]:
+    """[steps, V] logits of each sequence's last tokens, two rows a prompt, both checked by averaging."""
+    cache = KeyValues(forward.layers, forward.device, forward.dtype, context)
+    slots = cache.add_prompts(lengths)
+    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    for p, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        ids[p, :length] = row[:length]
+    positions = torch.arange(max(lengths)).expand(len(rows), -1)
+    forward.prefill(ids.to(forward.device), positions.to(forward.device), Prefill(cache, slots))
+    cache.add_rows(2 * len(rows))
+    cache.arrange([0, 1, 0, 1])
+    out = []
+    for step in range(len(rows[0]) - lengths[0]):
+        tokens = torch.stack([row[length + step] for row, length in zip(rows, lengths, strict=True)] * 2)
+        at = torch.tensor([length + step for length in lengths] * 2)
+        cache.begin_step()
+        out.append(forward.decode(tokens.to(forward.device), at.to(forward.device), Decode(cache)))
+        cache.end_step()
+    stacked = torch.stack(out, 1).float()  # [4, steps, V]
+    return [(stacked[p] + stacked[p + 2]) / 2 for p in range(len(rows))]

@@ -1,0 +1,224 @@
+"""The native engine: which architectures it runs, that scheduling changes nothing, that caches grow and shrink rightly."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from test_samplers import TEXTS, collect, favour, ids_of, plain_logprobs
+
+from covey.errors import ConfigError
+from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
+from covey.rollout.attention import HIDDEN, Places, by_flash, by_products, merged
+from covey.rollout.cache import KeyValues
+from kit import tiny_model, tiny_tokenizer
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NATIVE = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 3.0}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "granite": ("Granite", {}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {}),
+    "mixtral": ("Mixtral", EXPERTS),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "olmoe": ("Olmoe", EXPERTS),
+}
+FALLS_BACK = {
+    "mamba": ("Mamba", {}, "interface"),
+    "bloom": ("Bloom", {}, "interface"),
+    "sliding": ("Mistral", {"sliding_window": 8}, "window of 8 tokens"),
+    "gpt_oss": ("GptOss", EXPERTS, "s_aux|window"),
+    "qwen3_next": ("Qwen3Next", EXPERTS, "linear_attention"),
+}
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def build(name, options, seed=0):
+    config = getattr(transformers, f"{name}Config")(**(SHAPE | options))
+    torch.manual_seed(seed)
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    return getattr(transformers, name + head)(config).float().eval()
+
+
+@pytest.mark.parametrize("arch", NATIVE)
+def test_an_architecture_runs_natively_and_equals_generate(tokenizer, arch):
+    model = build(*NATIVE[arch])
+    sampler = choose_sampler(model, tokenizer, backend="native")
+    groups = collect(sampler, TEXTS, 2, SamplingParams(max_tokens=40, temperature=0))
+    for group in groups:
+        ids = torch.tensor([group.prompt.token_ids])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
+        for completion in group.completions:
+            assert completion.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("arch", NATIVE)
+def test_log_probabilities_of_an_architecture_equal_a_plain_forward(tokenizer, arch):
+    model = build(*NATIVE[arch], seed=1)
+    params = SamplingParams(max_tokens=24, seed=4, temperature=0.8, top_p=0.95)
+    for group in NativeSampler(model, tokenizer).sample(TEXTS[:2], 3, params):
+        for completion, expected in zip(group.completions, plain_logprobs(model, group, params), strict=True):
+            torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("arch", FALLS_BACK)
+def test_what_the_engine_cannot_run_falls_back_and_says_why(tokenizer, arch):
+    name, options, reason = FALLS_BACK[arch]
+    model = build(name, options)
+    with pytest.raises(Unsupported, match=reason):
+        choose_sampler(model, tokenizer, backend="native")
+    with pytest.warns(UserWarning, match=reason) as caught:
+        sampler = choose_sampler(model, tokenizer, backend="auto")
+    assert len(caught) == 1
+    assert isinstance(sampler, TransformersSampler)
+
+
+def test_backends_are_chosen_by_name(tokenizer):
+    model = tiny_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(choose_sampler(model, tokenizer), NativeSampler)
+        assert isinstance(choose_sampler(model, tokenizer, backend="transformers"), TransformersSampler)
+    with pytest.raises(ConfigError, match="vllm"):
+        choose_sampler(model, tokenizer, backend="vllm")
+
+
+def test_an_engine_that_computes_something_else_is_refused(tokenizer):
+    """A model whose own forward does more than its layers say: the check at the start notices."""
+    model = tiny_model()
+    forward = model.model.layers[0].self_attn.forward
+
+    def shifted(*args, **kwargs):
+        out, weights = forward(*args, **kwargs)
+        return (out + 1 if "covey_batch" in kwargs else out), weights
+
+    model.model.layers[0].self_attn.forward = shifted
+    with pytest.raises(Unsupported, match="logits differ"):
+        NativeSampler(model, tokenizer)
+
+
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7, 70, 2, 33, 12, 5)]
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 4}, {"max_rows": 9}, {"cache_bytes": 1}, {"cache_bytes": 60_000}])
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.2, "top_k": 60, "stop": ("e",)}], ids=["plain", "rich"])
+def test_scheduling_does_not_change_a_completion(tokenizer, options, more):
+    """Several waves, rows of every age side by side, prompts of 1 to 70 tokens, suffixes beyond one block of columns."""
+    model = favour(tiny_model(layers=2, seed=3), range(320), bias=0.0)
+    model.lm_head.bias.data[2] = 2.5  # a completion ends after about 30 tokens
+    params = SamplingParams(max_tokens=100, seed=7, **more)
+    all_at_once = collect(NativeSampler(model, tokenizer), PROMPTS, 4, params)
+    in_waves = collect(NativeSampler(model, tokenizer, **options), PROMPTS, 4, params)
+    assert ids_of(all_at_once) == ids_of(in_waves)
+    lengths = {completion.num_tokens for group in all_at_once for completion in group.completions}
+    assert len(lengths) > 15
+    plain = collect(TransformersSampler(model, tokenizer), PROMPTS, 4, params)
+    assert ids_of(plain) == ids_of(all_at_once)
+
+
+def test_groups_come_out_as_they_finish(tokenizer):
+    model = favour(tiny_model(max_position_embeddings=40), [5])
+    sampler = NativeSampler(model, tokenizer)
+    order = [group.prompt.uid for group in sampler.sample([[5] * 10, [5] * 35, [5] * 20], 2, SamplingParams())]
+    assert order == ["1", "2", "0"]
+
+
+def test_a_call_given_up_early_leaves_no_trace(tokenizer):
+    model = tiny_model()
+    model.train()
+    sampler = NativeSampler(model, tokenizer, max_rows=2)
+    groups = sampler.sample(TEXTS, 2, SamplingParams(max_tokens=30, seed=1))
+    first = next(groups)
+    groups.close()
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    again = next(sampler.sample(TEXTS, 2, SamplingParams(max_tokens=30, seed=1)))
+    assert ids_of([first]) == ids_of([again])
+
+
+def test_two_calls_may_be_under_way_at_once(tokenizer):
+    sampler = NativeSampler(tiny_model(layers=2), tokenizer, max_rows=2)
+    params = SamplingParams(max_tokens=20, seed=1)
+    alone = ids_of(sampler.sample(TEXTS, 2, params))
+    one, two = sampler.sample(TEXTS, 2, params), sampler.sample(TEXTS, 2, params)
+    pairs = [group for pair in zip(one, two, strict=True) for group in pair]
+    assert ids_of(pairs[::2]) == ids_of(pairs[1::2]) == alone
+
+
+def test_memory_held_follows_what_is_in_flight(tokenizer):
+    """Columns grow by blocks with the age of the oldest row, not with max_tokens."""
+    model = favour(tiny_model(max_position_embeddings=4096), [5, 2], bias=30.0)
+    sampler = NativeSampler(model, tokenizer)
+    widths = []
+    original = KeyValues.begin_step
+
+    def watched(self):
+        original(self)
+        widths.append(self.suffix[0].shape[3])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeyValues, "begin_step", watched)
+        list(sampler.sample([[5]] * 40, 2, SamplingParams(max_tokens=4000, seed=0)))
+    assert max(widths) <= 64
+
+
+@pytest.mark.parametrize("part", [by_products, by_flash])
+def test_two_parts_merged_equal_one_softmax_over_both(part):
+    rows, heads, repeats, width = 3, 2, 2, 8
+    query = torch.randn(rows, heads, repeats, width)
+    keys, values = torch.randn(2, rows, heads, 30, width)
+    bias = torch.zeros(rows, 30)
+    bias[1, 3:9] = HIDDEN
+    whole = (query @ keys.transpose(2, 3) * 0.3 + bias[:, None, None]).softmax(-1) @ values
+    first = part(query, keys[:, :, :11], values[:, :, :11], bias[:, :11], 0.3, None, 0)
+    second = part(query, keys[:, :, 11:], values[:, :, 11:], bias[:, 11:], 0.3, None, 2)
+    torch.testing.assert_close(merged(*first, *second), whole)
+
+
+def test_rows_are_gathered_by_prompt_and_scattered_back():
+    places = Places.of([2, 0, 2, 1, 0, 2], 3, torch.device("cpu"))
+    query = torch.randn(6, 2, 3, 4)
+    grouped = places.gather(query)
+    assert grouped.shape == (3, 2, 9, 4)
+    torch.testing.assert_close(grouped[0, :, 3:6], query[4])
+    torch.testing.assert_close(places.scatter(grouped, 3), query)
+    assert not places.is_regular
+    assert Places.of([0, 0, 1, 1], 2, torch.device("cpu")).is_regular
+
+
+def test_ambiguous_prompts_are_read_as_their_ids(tokenizer):
+    """Two spellings of one text are two prompts with two answers."""
+    usual = tokenizer("apples")["input_ids"]
+    letters = [tokenizer(letter)["input_ids"][0] for letter in "apples"]
+    assert tokenizer.decode(usual) == tokenizer.decode(letters)
+    assert usual != letters
+    model = tiny_model(layers=2)
+    for group in NativeSampler(model, tokenizer).sample([usual, letters], 1, SamplingParams(max_tokens=8, seed=0)):
+        (expected,) = plain_logprobs(model, group, SamplingParams())
+        torch.testing.assert_close(group.completions[0].logprobs, expected, atol=1e-4, rtol=0)
