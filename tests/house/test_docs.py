@@ -1,0 +1,24 @@
+"""Pages that list things list all of them, and links between pages lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from covey import options
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_refused_and_inert_option_is_in_the_page_for_trl_users():
+    page = (ROOT / "docs" / "from-trl.md").read_text()
+    for name, said in {**options.REFUSED, **options.INERT}.items():
+        assert f"| `{name}` | {said} |" in page, f"docs/from-trl.md does not say what becomes of {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
