@@ -11,6 +11,7 @@ from dataclasses import replace
 from covey.credit import completion_metrics, with_advantages
 from covey.data import PromptStream
 from covey.errors import RewardError
+from covey.learner import refuse_many_bad_steps
 from covey.parts import Parts
 from covey.rewards import reward_metrics
 from covey.rollout import SamplingParams
@@ -38,6 +39,7 @@ def run(parts: Parts, state: TrainState) -> TrainState:
         state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
         parts.sampler.load(parts.learner.policy.model, version=state.step)
         parts.session.record(state, batch, report)
+        refuse_many_bad_steps(state.bad_steps, parts.learner.max_bad_steps)
     return state
 
 

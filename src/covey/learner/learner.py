@@ -102,17 +102,18 @@ class Learner:
         """One optimizer step on these groups, which every process holds whole. Returns what happened.
 
         Gradients are those of `algorithm.loss` over all completions of all processes, whatever the micro-batches.
-        A step whose loss or gradient is not finite changes nothing and is reported; `max_bad_steps` in a row raise
-        NumericsError.
+        A step whose loss or gradient is not finite changes nothing and says so in the report's events.
         """
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.train(not self.disable_dropout)
         algorithm = self._prepared(algorithm, mine, totals)
-        parts: list[dict[str, Metric]] = []
-        for batch in self._microbatches(mine):
-            parts.append(self._accumulate(batch, algorithm, totals))
+        silent = [row for row in mine if not teaches(row, algorithm)]
+        with torch.no_grad():  # dead groups: their numbers are shown, but a backward would only add zeros
+            parts = [self._evaluate(batch, algorithm, totals)[1] for batch in self._microbatches(silent)]
+        loud = [row for row in mine if teaches(row, algorithm)]
+        parts += [self._accumulate(batch, algorithm, totals) for batch in self._microbatches(loud)]
         metrics = self.world.merge(merge_metrics(parts))
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         return self._update(metrics, step)
@@ -215,6 +216,15 @@ class Learner:
     def trainable(self) -> list[torch.nn.Parameter]:
         """The policy's trainable parameters and the critic's."""
         return self.policy.parameters() + self.critic.parameters()
+
+
+def teaches(row: Row, algorithm: Algorithm) -> bool:
+    """Whether a completion can have a gradient: a zero advantage silences those terms that are known to scale with it."""
+    acts_alone = algorithm.regularizers or algorithm.critic is not None
+    acts_alone = acts_alone or (algorithm.kl is not None and algorithm.kl.where == "loss")
+    if acts_alone or not getattr(algorithm.objective, "scales_with_advantage", False):
+        return True
+    return bool((row.advantage != 0).any())
 
 
 def refuse_many_bad_steps(bad_steps: int, limit: int) -> None:
