@@ -163,6 +163,8 @@ class Scores:
     """[P, G, T], already weighted penalty to subtract from the reward of each token. None: the KL is not in the reward."""
     greedy: Tensor | None = None
     """[P], weighted reward of each prompt's greedy answer."""
+    per_token: Tensor | None = None
+    """[P, G, T], rewards given at single tokens, besides those of the functions. None: there are none."""
 
     @cached_property
     def total(self) -> Tensor:
@@ -261,8 +263,8 @@ class TokenBatch:
 
     @cached_property
     def ratio(self) -> Tensor:
-        """[N, T], `exp(log_ratio)`, 1 off the mask."""
-        return self.log_ratio.exp()
+        """[N, T], `exp(log_ratio)`, 1 off the mask. A log-ratio above 60 counts as 60, so that float32 stays finite."""
+        return self.log_ratio.clamp(max=60.0).exp()
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -317,6 +319,8 @@ class Totals:
     prompts: int
     max_length: int
     """`max_completion_length`, the constant of Dr. GRPO."""
+    tokens_by_prompt: Mapping[int, int] = field(default_factory=dict)
+    """Tokens that count of each prompt, by its number in `TokenBatch.group`. Empty: not counted."""
 
     @staticmethod
     def of(mask: Tensor, group: Tensor, max_length: int) -> Totals:
@@ -327,6 +331,7 @@ class Totals:
             nonempty_sequences=int(mask.any(-1).sum()),
             prompts=int(group.unique().numel()),
             max_length=max_length,
+            tokens_by_prompt={int(g): int(mask[group == g].sum()) for g in group.unique()},
         )
 
 

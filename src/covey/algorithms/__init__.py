@@ -1,0 +1,139 @@
+"""What GRPO and its family are: pure functions of tensors, composed. `from covey import algorithms as alg`.
+
+`alg.dapo()` is a preset, `alg.grpo().replace(advantage=mine)` changes a part, `alg.from_name("gspo")` looks a name up.
+"""
+
+from covey.algorithms.advantages import (
+    GPG,
+    OPO,
+    GroupNormalized,
+    LeaveOneOut,
+    LengthPenalty,
+    MaxRL,
+    NormalizeThenSum,
+    PassAtK,
+    Shaped,
+    SoftOverlong,
+)
+from covey.algorithms.aggregation import (
+    Constant,
+    RowMean,
+    SequenceMean,
+    SequenceSum,
+    batch_token_mean,
+    prompt_mean,
+    token_mean,
+)
+from covey.algorithms.algorithm import Algorithm, Needs
+from covey.algorithms.control import Controller
+from covey.algorithms.covariance import ClipCov, KLCov
+from covey.algorithms.critic import ClippedError, Critic
+from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
+from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, k1, k2, k3
+from covey.algorithms.naming import from_name
+from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
+from covey.algorithms.options import from_options
+from covey.algorithms.presets import (
+    PRESETS,
+    bnpo,
+    cispo,
+    dapo,
+    dppo,
+    dr_grpo,
+    gmpo,
+    gpg,
+    grpo,
+    gspo,
+    gspo_token,
+    luspo,
+    opo,
+    ppo,
+    reinforce_pp,
+    remax,
+    rloo,
+    sapo,
+    vespo,
+)
+from covey.algorithms.reference import EMA, Every, WhenFar, keep
+from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy, entropy_bonus
+from covey.algorithms.sequence_objectives import GMPO, VESPO
+from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
+
+__all__ = [
+    "CISPO",
+    "DPPO",
+    "EMA",
+    "ESTIMATORS",
+    "GAE",
+    "GMPO",
+    "GPG",
+    "KL",
+    "OPO",
+    "PRESETS",
+    "SAPO",
+    "VESPO",
+    "AdaptiveEntropy",
+    "AdaptiveKL",
+    "Algorithm",
+    "BoundedK3",
+    "ClipCov",
+    "Clipped",
+    "ClippedError",
+    "Constant",
+    "Controller",
+    "Correction",
+    "Critic",
+    "EntropyBonus",
+    "Every",
+    "GSPOToken",
+    "GroupNormalized",
+    "KLCov",
+    "LeaveOneOut",
+    "LengthPenalty",
+    "MaxRL",
+    "Needs",
+    "NormalizeThenSum",
+    "OffPolicyMask",
+    "PassAtK",
+    "ReMax",
+    "ReinforcePlusPlus",
+    "Rejection",
+    "RowMean",
+    "SequenceMean",
+    "SequenceSum",
+    "Shaped",
+    "SoftOverlong",
+    "StraightThrough",
+    "TopEntropy",
+    "WhenFar",
+    "abs_kl",
+    "batch_token_mean",
+    "bnpo",
+    "cispo",
+    "dapo",
+    "dppo",
+    "dr_grpo",
+    "entropy_bonus",
+    "from_name",
+    "from_options",
+    "gmpo",
+    "gpg",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "k1",
+    "k2",
+    "k3",
+    "keep",
+    "luspo",
+    "opo",
+    "policy_gradient",
+    "ppo",
+    "prompt_mean",
+    "reinforce_pp",
+    "remax",
+    "rloo",
+    "sapo",
+    "token_mean",
+    "vespo",
+]

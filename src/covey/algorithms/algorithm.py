@@ -1,0 +1,300 @@
+"""An algorithm is a record of small parts; changing one is `.replace(part=...)`. Every gradient is that of the whole step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.advantages import GroupNormalized
+from covey.algorithms.aggregation import token_mean
+from covey.algorithms.composing import metrics_of, needs_whole_step, prepared
+from covey.algorithms.control import Controller, applied, is_controller
+from covey.algorithms.critic import Critic
+from covey.algorithms.kl import KL
+from covey.algorithms.objectives import Clipped
+from covey.algorithms.ratios import approximate_kl
+from covey.algorithms.reference import keep
+from covey.algorithms.token_advantages import reward_to_go, token_rewards
+from covey.errors import ConfigError, did_you_mean
+from covey.types import (
+    Advantage,
+    Aggregate,
+    Mean,
+    Metric,
+    Objective,
+    ReferenceRule,
+    Regularizer,
+    Scores,
+    StepReport,
+    Sum,
+    TokenBatch,
+    Totals,
+    Weight,
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm must be given, so that nothing is computed in vain."""
+
+    entropy: bool = False
+    ref_logp: bool = False
+    old_logp: bool = False
+    """The learner's own log-probabilities at rollout time, even when nothing is off-policy."""
+    sampler_logp: bool = False
+    values: bool = False
+    greedy: bool = False
+    """The reward of each prompt's greedy answer."""
+    whole_step: bool = False
+    """A gradient-free pass over the step before the first micro-batch, for `Algorithm.prepare`."""
+
+
+_SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic")
+_MANY = ("regularizers", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """How rewards become gradients.
+
+    `loss = aggregate(objective x weights) + aggregate(KL) + sum of aggregate(regularizer)`, plus the critic's own. Weights
+    carry no gradient and never touch the KL. A part is a function, or a frozen dataclass when it has parameters; it may also
+    have `metrics(tokens)`, `prepare(tokens, totals)` and `needs` (see `composing.py`). `kl` also takes a number (k3 with that
+    coefficient) or a bare estimator.
+    """
+
+    advantage: Advantage = field(default_factory=GroupNormalized)
+    """scores -> [P, G] or [P, G, T]"""
+    objective: Objective = field(default_factory=Clipped)
+    """tokens -> [N, T] or [N, 1]"""
+    aggregate: Aggregate = token_mean
+    """(per_token, tokens, totals) -> scalar share"""
+    kl: KL | None = None
+    regularizers: tuple[Regularizer, ...] = ()
+    """tokens -> [N, T], already weighted. One with an `aggregate` of its own is averaged by that."""
+    weights: tuple[Weight, ...] = ()
+    """tokens -> [N, T] or [N, 1]"""
+    reference: ReferenceRule = keep
+    """report -> alpha"""
+    critic: Critic | None = None
+    target_kl: float | None = None
+    """Leave the rest of a rollout unused once the policy is this far (k3, nats a token) from the one that drew it."""
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        for slot in _MANY:
+            given = getattr(self, slot)
+            object.__setattr__(self, slot, (given,) if callable(given) else tuple(given))
+        if self.kl is not None and not isinstance(self.kl, KL):
+            object.__setattr__(self, "kl", _as_kl(self.kl))
+        for slot in ("advantage", "objective", "aggregate", "reference"):
+            _check_callable(slot, getattr(self, slot))
+        for slot in _MANY:
+            for part in getattr(self, slot):
+                _check_callable(slot, part)
+        if self.critic is not None and not callable(getattr(self.critic, "loss", None)):
+            raise ConfigError(
+                f"critic={self.critic!r} has no loss(tokens, totals); use alg.Critic(error=your_function)."
+            )
+
+    def replace(self, **slots: Any) -> Algorithm:
+        """The same algorithm with other parts. Raises ConfigError for a slot that does not exist."""
+        known = [item.name for item in fields(self)]
+        for slot in slots:
+            if slot not in known:
+                hint = did_you_mean(slot, known) or f" It has {', '.join(known)}."
+                raise ConfigError(f"{slot!r} is no part of an algorithm.{hint}")
+        changed = "+".join(slots)
+        return replace(self, **{"name": f"{self.name}+{changed}" if slots else self.name, **slots})
+
+    # -- what the learner calls ---------------------------------------------------------------------------------------
+
+    def judge(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
+        """Advantages [P, G] or [P, G, T], 0 where nobody scored; and the critic's targets [P, G, T], or None without one."""
+        judged = self.advantage(scores)
+        allowed = (tuple(scores.mask.shape[:2]), tuple(scores.mask.shape))
+        if not isinstance(judged, Tensor) or tuple(judged.shape) not in allowed:
+            raise ValueError(
+                f"{_title(self.advantage)} (advantage) returned {_shape(judged)}; it must return [P, G] = "
+                f"{list(allowed[0])} or [P, G, T] = {list(allowed[1])}."
+            )
+        judged = judged.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
+        unscored = scores.total.isnan()
+        judged = judged.masked_fill(unscored if judged.ndim == 2 else unscored.unsqueeze(-1), 0.0)
+        if self.critic is None:
+            return judged, None
+        returns = getattr(self.advantage, "returns", None)
+        if callable(returns):
+            return judged, returns(scores)
+        return judged, reward_to_go(token_rewards(scores), scores.mask)
+
+    def loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
+        """This micro-batch's share of the step's loss, without the critic's; shares of all micro-batches add up."""
+        tokens = _clean(tokens)
+        loss = self._policy_loss(tokens, totals)
+        for regularizer in self.regularizers:
+            per_token = _checked(regularizer, "regularizer", regularizer(tokens), tokens)
+            aggregate = getattr(regularizer, "aggregate", None) or self.aggregate
+            loss = loss + aggregate(per_token.expand_as(tokens.mask), tokens, totals)
+        return loss
+
+    @torch.no_grad()
+    def metrics(self, tokens: TokenBatch, totals: Totals) -> dict[str, Metric]:
+        """What this micro-batch says, under TRL's names where TRL has one; metrics of micro-batches merge exactly."""
+        tokens = _clean(tokens)
+        metrics: dict[str, Metric] = {
+            "policy_loss": Sum(self._policy_loss(tokens, totals).item()),
+            "approx_kl": Mean.of(approximate_kl(tokens), tokens.mask),
+            "num_completions": Sum(float(tokens.mask.shape[0])),
+        }
+        if tokens.entropy is not None:
+            metrics["entropy"] = Mean.of(tokens.entropy, tokens.mask)
+        if self.kl is not None and tokens.ref_logp is not None:
+            metrics["kl"] = Mean.of(self.kl.measured(tokens), tokens.mask)
+        parts = [self.objective, *self.weights, *self.regularizers]
+        if self.critic is not None and tokens.values is not None and tokens.returns is not None:
+            parts.append(self.critic.error)
+        for part in parts:
+            metrics.update(metrics_of(part, tokens))
+        return metrics
+
+    def prepare(self, whole: TokenBatch, totals: Totals) -> Algorithm:
+        """With every part that needs statistics of the whole optimizer step fitted to it; `whole` carries no gradient."""
+        whole = _clean(whole)
+        return self._mapped(lambda _, part: prepared(part, whole, totals))
+
+    @property
+    def needs(self) -> Needs:
+        """What the parts read, by what they say in `needs` and by what they are."""
+        parts = [part for _, part in self._parts()]
+        wanted = {name for part in parts for name in getattr(part, "needs", ())}
+        known = {item.name for item in fields(Needs)}
+        for name in wanted - known:
+            raise ConfigError(f"A part says it needs {name!r}, which nobody provides.{did_you_mean(name, known)}")
+        found = {name: name in wanted for name in known}
+        found["ref_logp"] |= self.kl is not None
+        found["old_logp"] |= self.kl is not None and self.kl.where == "reward"
+        found["values"] |= self.critic is not None
+        found["whole_step"] |= any(needs_whole_step(part) for part in parts)
+        return Needs(**found)
+
+    # -- coefficients with memory ----------------------------------------------------------------------------------
+
+    def controllers(self) -> dict[str, Controller]:
+        """Every coefficient that adapts, by where it is, such as `kl.coefficient`."""
+        found: dict[str, Controller] = {}
+        for name, part in self._parts():
+            if dataclasses.is_dataclass(part):
+                held = {item.name: getattr(part, item.name) for item in fields(part)}
+                found.update({f"{name}.{key}": value for key, value in held.items() if is_controller(value)})
+        return found
+
+    def initial_controllers(self) -> dict[str, float]:
+        """Where each adaptive coefficient starts."""
+        return {name: controller.init() for name, controller in self.controllers().items()}
+
+    def resolve(self, values: Mapping[str, float]) -> Algorithm:
+        """With each adaptive coefficient replaced by what its memory in `values` stands for (its start, where absent)."""
+        controllers = self.controllers()
+        if not controllers:
+            return self
+
+        def settle(name: str, part: Any) -> Any:
+            own = {key.rpartition(".")[2]: key for key in controllers if key.rpartition(".")[0] == name}
+            if not own:
+                return part
+            at = lambda key: applied(controllers[key], values.get(key, controllers[key].init()))
+            return replace(part, **{item: at(key) for item, key in own.items()})
+
+        return self._mapped(settle)
+
+    def advance(self, values: Mapping[str, float], report: StepReport) -> dict[str, float]:
+        """The memory of each adaptive coefficient after the step that `report` tells of."""
+        return {
+            name: controller.update(values.get(name, controller.init()), report)
+            for name, controller in self.controllers().items()
+        }
+
+    def has_left(self, report: StepReport) -> bool:
+        """Whether the policy is further than `target_kl` from the one that drew the completions."""
+        return self.target_kl is not None and report["approx_kl"] > self.target_kl
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _policy_loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
+        """Objective, weighted, and KL."""
+        per_token = _checked(self.objective, "objective", self.objective(tokens), tokens)
+        for weight in self.weights:
+            per_token = per_token * _checked(weight, "weight", weight(tokens), tokens).detach()
+        loss = self.aggregate(self._spread(per_token, tokens), tokens, totals)
+        if self.kl is None or self.kl.where != "loss":
+            return loss
+        measured = _checked(self.kl.estimator, "KL estimator", self.kl.measured(tokens), tokens)
+        penalty = self.kl.resolved() * measured
+        return loss + self.aggregate(self._spread(penalty, tokens), tokens, totals)
+
+    def _spread(self, per_token: Tensor, tokens: TokenBatch) -> Tensor:
+        """[N, T]; a loss of one number a sequence stays so for an aggregate that takes it (`takes_rows`)."""
+        return per_token if getattr(self.aggregate, "takes_rows", False) else per_token.expand_as(tokens.mask)
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        for slot in _SINGLE:
+            if getattr(self, slot) is not None:
+                yield slot, getattr(self, slot)
+        for slot in _MANY:
+            for index, part in enumerate(getattr(self, slot)):
+                yield f"{slot}.{index}", part
+
+    def _mapped(self, change: Callable[[str, Any], Any]) -> Algorithm:
+        parts = {name: change(name, part) for name, part in self._parts()}
+        slots: dict[str, Any] = {slot: parts[slot] for slot in _SINGLE if slot in parts}
+        for slot in _MANY:
+            slots[slot] = tuple(parts[f"{slot}.{index}"] for index in range(len(getattr(self, slot))))
+        return replace(self, **slots)
+
+
+def _as_kl(given: Any) -> KL | None:
+    if isinstance(given, bool) or not (isinstance(given, (int, float)) or callable(given)):
+        raise ConfigError(f"kl={given!r} is neither an alg.KL, nor a coefficient, nor an estimator(logp, ref_logp).")
+    if callable(given):
+        return KL(given)
+    return KL(coefficient=float(given)) if given else None
+
+
+def _check_callable(slot: str, part: Any) -> None:
+    if isinstance(part, type):
+        raise ConfigError(f"{slot}={part.__name__} is a class; give an instance: {part.__name__}().")
+    if not callable(part):
+        raise ConfigError(f"{slot}={part!r} is not callable; give a function or an instance with __call__.")
+
+
+def _clean(tokens: TokenBatch) -> TokenBatch:
+    """The same tokens with 0 where they do not count, so that nothing there can reach a value or a gradient."""
+    mask, out = tokens.mask, {}
+    for name, value in tokens.tensors().items():
+        is_per_token = value.shape == mask.shape and name != "mask"
+        out[name] = torch.where(mask, value, torch.zeros_like(value)) if is_per_token else value
+    return TokenBatch(**out)
+
+
+def _checked(part: Any, kind: str, value: Any, tokens: TokenBatch) -> Tensor:
+    rows, width = tokens.mask.shape
+    if isinstance(value, Tensor) and tuple(value.shape) in ((rows, width), (rows, 1)):
+        return value
+    raise ValueError(
+        f"{_title(part)} ({kind}) returned {_shape(value)}; it must return one value a token, [N, T] = [{rows}, {width}], "
+        f"or one a sequence, [N, 1] = [{rows}, 1], and no mean: the library divides by totals of the whole step."
+    )
+
+
+def _shape(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _title(part: Any) -> str:
+    return getattr(part, "__name__", type(part).__name__)

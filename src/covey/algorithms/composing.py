@@ -1,0 +1,76 @@
+"""What parts of an algorithm may offer beside being called, and how the library uses it.
+
+A part may have `metrics(tokens) -> {name: [N, T], [N, 1] or a Metric}`, `prepare(tokens, totals) -> part` where it needs
+statistics of the whole optimizer step, and `needs`, names of what it reads (see `Needs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals
+
+P = TypeVar("P")
+
+
+def prepared(part: P, tokens: TokenBatch, totals: Totals) -> P:
+    """The part fitted to the whole step, or itself where it has no `prepare`."""
+    prepare = getattr(part, "prepare", None)
+    return prepare(tokens, totals) if callable(prepare) else part
+
+
+def prepared_fields(part: P, names: Sequence[str], tokens: TokenBatch, totals: Totals) -> P:
+    """The dataclass `part` with the parts inside the named fields prepared."""
+    changes = {name: prepared(getattr(part, name), tokens, totals) for name in names}
+    return replace(part, **changes)  # type: ignore[type-var]
+
+
+def needs_whole_step(part: Any) -> bool:
+    """Whether the part has a `prepare` that has something to do (`is_stepwise` True, or not said)."""
+    return callable(getattr(part, "prepare", None)) and bool(getattr(part, "is_stepwise", True))
+
+
+def metrics_of(part: Any, tokens: TokenBatch) -> dict[str, Metric]:
+    """What a part's own `metrics` says, as metrics that merge: `[N, T]` over tokens that count, `[N, 1]` over all rows."""
+    measure = getattr(part, "metrics", None)
+    if not callable(measure):
+        return {}
+    return {name: _as_metric(name, value, tokens) for name, value in measure(tokens).items()}
+
+
+def _as_metric(name: str, value: Any, tokens: TokenBatch) -> Metric:
+    if not isinstance(value, Tensor):
+        return value  # type: ignore[no-any-return]
+    rows, width = tokens.mask.shape
+    if tuple(value.shape) == (rows, width):
+        return Mean.of(value, tokens.mask)
+    if tuple(value.shape) == (rows, 1):
+        return Mean.of(value)
+    raise ValueError(
+        f"The metric {name!r} has shape {list(value.shape)}; return one value a token, [{rows}, {width}], or one a "
+        f"sequence, [{rows}, 1]; the library takes the mean."
+    )
+
+
+def clip_metrics(low: Tensor, high: Tensor, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
+    """TRL's `clip_ratio/*` from where the ratio is below or above its range: `[N, T]` or `[N, 1]` bool."""
+    is_token = low.shape[-1] == tokens.mask.shape[-1]
+    rows = lambda x: tokens.per_sequence(x.to(tokens.logp.dtype))[tokens.mask.any(-1)] if is_token else x.double()
+    lows, highs = rows(low), rows(high)
+    return {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low | high,
+        "clip_ratio/low_min": Min(lows.min().item() if lows.numel() else float("nan")),
+        "clip_ratio/high_max": Max(highs.max().item() if highs.numel() else float("nan")),
+    }
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """[] mean of `x` where `mask`; 0 where nothing is."""
+    return torch.where(mask, x, torch.zeros_like(x)).sum() / mask.sum().clamp(min=1)

@@ -1,0 +1,201 @@
+"""Weights between the model that sampled and the one that learns: importance corrections and rejections, without gradient.
+
+`e = old_logp - sampler_logp` is how the learner's numbers differ from the sampler's for the same weights; a log-probability
+that the sampler did not give counts as equal. A weight multiplies the objective, never the KL; denominators do not change.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals
+
+LIMIT = 60.0
+
+
+def mismatch(tokens: TokenBatch, against: Literal["old", "current"] = "old") -> Tensor:
+    """[N, T], `e`: log-probability by the learner minus the sampler's; 0 off the mask and where the sampler gave none.
+
+    `against="current"` takes the learner's policy of now instead of the one at the rollout.
+    """
+    if tokens.sampler_logp is None:
+        return torch.zeros_like(tokens.old_logp)
+    ours = tokens.old_logp if against == "old" else tokens.logp.detach()
+    known = tokens.mask & ~tokens.sampler_logp.isnan()
+    return torch.where(known, ours - tokens.sampler_logp.nan_to_num(0.0), torch.zeros_like(ours))
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance weight `exp(e)` of each token, or of the whole sequence (`exp(sum e)`), kept within `[low, high]`.
+
+    `mode="truncate"` clips it into the bounds, `"mask"` makes it 0 outside (IcePop, sequence-level masked importance
+    sampling); None is no bound. `normalize` divides by its mean over the step (verl's batch normalisation). `limit` clips the
+    log-weight to `+-limit` first (verl: 20). 1 where the sampler said nothing. Defaults are TRL 1.16's.
+    """
+
+    level: Literal["token", "sequence"] = "sequence"
+    mode: Literal["truncate", "mask"] = "mask"
+    high: float | None = 3.0
+    low: float | None = None
+    normalize: bool = False
+    limit: float | None = None
+    against: Literal["old", "current"] = "old"
+    mean: float | None = None
+    """What `normalize` divides by, once `prepare` has measured it."""
+    needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        weight = self.bounded(tokens)
+        if not self.normalize:
+            return weight
+        return weight / (self._mean_of(tokens) if self.mean is None else self.mean)
+
+    @property
+    def is_stepwise(self) -> bool:
+        return self.normalize
+
+    def prepare(self, tokens: TokenBatch, totals: Totals) -> Correction:
+        """With the mean of the whole step, where `normalize` needs it."""
+        return replace(self, mean=self._mean_of(tokens)) if self.normalize else self
+
+    def raw(self, tokens: TokenBatch) -> Tensor:
+        """[N, T] or [N, 1], `exp(e)` before bounds; a log-weight above 60 counts as 60."""
+        gap = mismatch(tokens, self.against)
+        gap = gap if self.level == "token" else gap.sum(-1, keepdim=True)
+        return gap.clamp(
+            -LIMIT if self.limit is None else -self.limit, LIMIT if self.limit is None else self.limit
+        ).exp()
+
+    def bounded(self, tokens: TokenBatch) -> Tensor:
+        """[N, T] or [N, 1], within the bounds, before `normalize`."""
+        weight = self.raw(tokens)
+        if self.low is None and self.high is None:
+            return weight
+        if self.mode == "truncate":
+            return weight.clamp(self.low, self.high)
+        low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+        return torch.where((weight < low) | (weight > high), 0.0, weight)
+
+    def _mean_of(self, tokens: TokenBatch) -> float:
+        weight = self.bounded(tokens)
+        counts = tokens.mask if self.level == "token" else tokens.mask.any(-1, keepdim=True)
+        return (weight * counts).sum().item() / max(int(counts.sum()), 1) or 1.0
+
+    def metrics(self, tokens: TokenBatch) -> dict[str, Metric]:
+        """TRL's `sampling/importance_sampling_ratio/{min,mean,max}`, of the weight; nothing without a sampler's numbers."""
+        if tokens.sampler_logp is None:
+            return {}
+        weight = self(tokens)
+        weight = weight[tokens.mask] if self.level == "token" else weight.squeeze(-1)
+        name = "sampling/importance_sampling_ratio"
+        least, most = (weight.min().item(), weight.max().item()) if weight.numel() else (math.nan, math.nan)
+        return {f"{name}/min": Min(least), f"{name}/mean": Mean.of(weight), f"{name}/max": Max(most)}
+
+
+Statistic = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """1 where sampler and learner agree well enough, else 0: a whole sequence, or single tokens. verl's `rollout_rs`.
+
+    `k1 = -e` (sampler over learner), `k2 = e^2 / 2`, `k3 = exp(e) - 1 - e`, with e clipped to +-20; the sequence forms take the
+    sum, mean or largest value over the tokens that count. k2 and k3 keep values up to `high`; k1 keeps
+    `log low <= k1 <= log high`, with `low` None being `1 / high`.
+    """
+
+    statistic: Statistic = "seq_mean_k3"
+    high: float = 0.01
+    low: float | None = None
+    against: Literal["old", "current"] = "old"
+    needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return self.keep(tokens).to(tokens.logp.dtype)
+
+    def keep(self, tokens: TokenBatch) -> Tensor:
+        """[N, T] bool, tokens that count and agree."""
+        value = self._value(tokens)
+        if self.statistic.endswith("k1"):
+            low = 1.0 / self.high if self.low is None else self.low
+            agrees = (value >= math.log(low)) & (value <= math.log(self.high))
+        else:
+            agrees = value <= self.high
+        return tokens.mask & agrees
+
+    def metrics(self, tokens: TokenBatch) -> dict[str, Metric]:
+        """`sampling/rejected_ratio`: tokens that were left out; `sampling/rejected_sequence_ratio`: rows that lost any."""
+        lost = tokens.mask & ~self.keep(tokens)
+        return {
+            "sampling/rejected_ratio": Mean.of(lost, tokens.mask),
+            "sampling/rejected_sequence_ratio": Mean.of(lost.any(-1)),
+        }
+
+    def _value(self, tokens: TokenBatch) -> Tensor:
+        """[N, T] or [N, 1]"""
+        level, _, estimator = self.statistic.rpartition("_")
+        gap = mismatch(tokens, self.against).clamp(-20.0, 20.0)
+        value = {"k1": -gap, "k2": gap.square() / 2, "k3": gap.exp() - 1 - gap}[estimator]
+        if level == "token":
+            return value
+        value = torch.where(tokens.mask, value, torch.zeros_like(value))
+        if level == "seq_sum":
+            return value.sum(-1, keepdim=True)
+        if level == "seq_mean":
+            return tokens.per_sequence(value)
+        return value.masked_fill(~tokens.mask, -math.inf).amax(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class OffPolicyMask:
+    """0 for sequences of negative advantage that the policy has drifted away from, else 1. DeepSeek-V3.2, 2025.
+
+    Drift is the mean over the tokens that count of `sampler_logp - logp`, or of `old_logp - logp` without a sampler's numbers.
+    """
+
+    threshold: float = 0.5
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        drawn = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp
+        drift = tokens.per_sequence((drawn - tokens.logp.detach()).nan_to_num(0.0))  # [N, 1]
+        return ((tokens.advantages >= 0) | (drift <= self.threshold)).to(tokens.logp.dtype)
+
+    def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
+        """`off_policy_mask_ratio`: sequences left out."""
+        return {"off_policy_mask_ratio": 1.0 - self(tokens).amin(-1, keepdim=True)}
+
+
+def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
+    """How far sampler and learner are apart, as verl measures it; over tokens that count, or rows that have any.
+
+    `kl` is the mean of `-e`, `k3_kl` of `exp(e) - 1 - e`; `*_ppl` the mean over rows of `exp(-mean logp)`; `chi2_token` the mean of
+    `exp(2e) - 1`, `chi2_seq` the mean over rows of `exp(2 sum e) - 1`.
+    """
+    gap, rows = mismatch(tokens), tokens.mask.any(-1)
+    sampler = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp.nan_to_num(0.0)
+    perplexity = lambda logp: (-tokens.per_sequence(logp)).exp().squeeze(-1)
+    return {
+        "kl": Mean.of(-gap, tokens.mask),
+        "k3_kl": Mean.of(gap.exp() - 1 - gap, tokens.mask),
+        "training_ppl": Mean.of(perplexity(tokens.old_logp), rows),
+        "rollout_ppl": Mean.of(perplexity(sampler), rows),
+        "chi2_token": Mean.of((2 * gap).clamp(max=LIMIT).exp() - 1, tokens.mask),
+        "chi2_seq": Mean.of((2 * gap.sum(-1)).clamp(max=LIMIT).exp() - 1, rows),
+    }
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
+    """Share of samples that importance weights leave, in (0, 1]: `1 / mean((w / mean w)^2)` where `mask`. Kong 1992."""
+    kept = weights.detach().expand_as(mask)[mask].double()
+    if not kept.numel():
+        return math.nan
+    return 1.0 / (kept / kept.mean()).square().mean().item()

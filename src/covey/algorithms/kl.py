@@ -1,0 +1,142 @@
+"""How far the policy is from the reference model, token by token, in the loss or in the reward.
+
+With `d = logp - ref_logp`, an estimator of KL(policy || reference) from a token that the policy drew: Schulman 2020,
+"Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from covey.algorithms.control import Controller, current
+from covey.algorithms.ratios import Level, ratio_of
+from covey.types import Estimator, StepReport, TokenBatch
+
+LIMIT = 60.0
+"""Largest log-ratio that is exponentiated: e^60 is finite in float32 with room to add up."""
+
+
+def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """`d`: unbiased in value, high variance, may be negative; its gradient in a loss is 0 on average. [N, T]"""
+    return logp - ref_logp
+
+
+def abs_kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """`|d|`. [N, T]"""
+    return (logp - ref_logp).abs()
+
+
+def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """`d^2 / 2`: biased in value, but its gradient in a loss is that of the KL, on-policy. [N, T]"""
+    return 0.5 * (logp - ref_logp).square()
+
+
+def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """`exp(-d) - 1 + d`: unbiased, never negative, low variance. GRPO, Shao et al. 2024, eq. 4. [N, T]"""
+    gap = ref_logp - logp
+    return gap.clamp(max=LIMIT).exp() - gap - 1
+
+
+@dataclass(frozen=True)
+class BoundedK3:
+    """k3 as verl computes it: `-d` first clipped to `+-limit`, the result to `+-cap`, without gradient beyond either."""
+
+    limit: float = 20.0
+    cap: float = 10.0
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        gap = (ref_logp - logp).clamp(-self.limit, self.limit)
+        return (gap.exp() - gap - 1).clamp(-self.cap, self.cap)
+
+
+@dataclass(frozen=True)
+class StraightThrough:
+    """The value of one estimator with the gradient of another: by default k2's, which is right on-policy (verl's `k3+`)."""
+
+    value: Estimator = k3
+    gradient: Estimator = k2
+
+    def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        slope = self.gradient(logp, ref_logp)
+        return slope - slope.detach() + self.value(logp, ref_logp).detach()
+
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "k1": k1,
+    "kl": k1,
+    "abs": abs_kl,
+    "k2": k2,
+    "mse": k2,
+    "k3": k3,
+    "low_var_kl": BoundedK3(),
+    "k1+": StraightThrough(k1),
+    "kl+": StraightThrough(k1),
+    "abs+": StraightThrough(abs_kl),
+    "k2+": StraightThrough(k2),
+    "mse+": StraightThrough(k2),
+    "k3+": StraightThrough(k3),
+    "low_var_kl+": StraightThrough(BoundedK3()),
+}
+"""Estimators by name; `kl`, `mse` and `low_var_kl` are verl's names."""
+
+
+@dataclass(frozen=True)
+class KL:
+    """The KL term of an algorithm: `coefficient x estimator(logp, ref_logp)`, added to the loss or taken from the reward.
+
+    `unbiased=True` multiplies it by the probability ratio of `level`, which makes the gradient that of the KL off-policy
+    too (DeepSeek-V3.2, 2025). `where="reward"` subtracts it from the reward of each token instead, measured when the
+    completion was drawn. `coefficient` may be a controller, such as `AdaptiveKL(target=0.05)`.
+    """
+
+    estimator: Estimator = k3
+    coefficient: float | Controller = 0.04
+    where: Literal["loss", "reward"] = "loss"
+    unbiased: bool = False
+    level: Level = "token"
+
+    def resolved(self) -> float:
+        """The coefficient now; where a controller has not been resolved yet, its start."""
+        return current(self.coefficient)
+
+    def measured(self, tokens: TokenBatch) -> Tensor:
+        """[N, T], the estimate, ratio included, without the coefficient. Needs `tokens.ref_logp`."""
+        if tokens.ref_logp is None:
+            raise ValueError("KL needs ref_logp, the reference model's log-probabilities; this batch has none.")
+        value = self.estimator(tokens.logp, tokens.ref_logp)
+        return value * ratio_of(tokens, self.level) if self.unbiased and self.where == "loss" else value
+
+    def penalty(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
+        """The weighted penalty of each token, in the shape of `logp`: what `where="reward"` takes from the reward."""
+        return self.resolved() * self.estimator(logp, ref_logp)
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A coefficient that moves until the measured KL is `target`. Ziegler et al. 2019, section 2.2.
+
+    `value *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions / horizon`, from `report[metric]` after each step.
+    """
+
+    target: float
+    start: float = 0.04
+    horizon: float = 10_000.0
+    metric: str = "kl"
+
+    def init(self) -> float:
+        return self.start
+
+    def update(self, value: float, report: StepReport) -> float:
+        kl, completions = report[self.metric], report["num_completions"]
+        if kl != kl:
+            return value
+        return self.moved(value, kl, completions if completions == completions else 1.0)
+
+    def moved(self, value: float, kl: float, completions: float) -> float:
+        """The next coefficient after a step of `completions` completions at this KL."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return value * (1.0 + error * completions / self.horizon)

@@ -1,0 +1,113 @@
+"""Algorithms by name: a preset, one's own by import path, and parts of either, from the command line or YAML."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from covey.algorithms import (
+    advantages,
+    aggregation,
+    covariance,
+    importance,
+    objectives,
+    reference,
+    regularizers,
+    sequence_objectives,
+    token_advantages,
+)
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.critic import Critic
+from covey.algorithms.kl import ESTIMATORS, KL
+from covey.algorithms.presets import PRESETS
+from covey.errors import ConfigError, did_you_mean
+from covey.names import find
+
+_SLOTS = {"regularizer": "regularizers", "weight": "weights"}
+_HOMES = {
+    "advantage": (advantages, token_advantages),
+    "objective": (objectives, sequence_objectives, covariance),
+    "aggregate": (aggregation,),
+    "regularizer": (regularizers,),
+    "weight": (regularizers, importance),
+    "reference": (reference,),
+}
+
+
+def from_name(name: str) -> Algorithm:
+    """The algorithm that a string names, with changes behind commas.
+
+    `"dapo"` is a preset, `"my_project.ideas:mine"` or `"ideas.py:mine"` one's own (an Algorithm, or a function that makes one).
+    `"dapo, high=0.3"` gives a preset's option; `"grpo, advantage=ideas.py:from_median"` changes a part: advantage, objective,
+    aggregate, kl (an estimator), regularizer, weight, reference or critic (an error of each token), by a built-in's name or an
+    import path. Raises ConfigError with the nearest name.
+    """
+    base, *changes = [item.strip() for item in name.split(",")]
+    found = find(base, PRESETS, "algorithm")
+    options, parts = _sorted(changes, found)
+    if callable(found) and not isinstance(found, Algorithm):
+        found = found(**options)
+    if not isinstance(found, Algorithm):
+        raise ConfigError(f"{base!r} is {type(found).__name__}, not an Algorithm nor a function that returns one.")
+    for slot, value in parts:
+        found = _changed(found, slot, value)
+    return found
+
+
+def _sorted(changes: list[str], found: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Options of the preset, and parts to change, in order."""
+    is_maker = callable(found) and not isinstance(found, Algorithm)
+    known = list(inspect.signature(found).parameters) if is_maker else []
+    slots = [*_HOMES, "kl", "critic"]
+    options: dict[str, Any] = {}
+    parts: list[tuple[str, str]] = []
+    for change in changes:
+        key, is_pair, value = (piece.strip() for piece in change.partition("="))
+        if not is_pair or key not in (*known, *slots):
+            hint = did_you_mean(key, [*known, *slots]) or f" It takes {', '.join([*known, *slots])}."
+            raise ConfigError(f"{change!r} is no option=value of this algorithm.{hint}")
+        if key in slots and not (key in known and _is_literal(value)):
+            parts.append((key, value))
+        else:
+            options[key] = _literal(value)
+    return options, parts
+
+
+def _is_literal(value: str) -> bool:
+    return not isinstance(_literal(value), str)
+
+
+def _literal(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+
+
+def _changed(algorithm: Algorithm, slot: str, value: str) -> Algorithm:
+    part = find(value, ESTIMATORS if slot == "kl" else _built_in(slot), slot)
+    if isinstance(part, type):
+        part = part()
+    if slot == "kl":
+        return algorithm.replace(kl=part if isinstance(part, KL) else _with_estimator(algorithm.kl, part))
+    if slot == "critic":
+        return algorithm.replace(critic=part if callable(getattr(part, "loss", None)) else Critic(part))
+    if slot in _SLOTS:
+        return algorithm.replace(**{_SLOTS[slot]: (*getattr(algorithm, _SLOTS[slot]), part)})
+    return algorithm.replace(**{slot: part})
+
+
+def _with_estimator(kl: KL | None, estimator: Any) -> KL:
+    return KL(estimator) if kl is None else KL(estimator, kl.coefficient, kl.where, kl.unbiased, kl.level)
+
+
+def _built_in(slot: str) -> Mapping[str, Callable[..., Any]]:
+    """Parts of the library by their own name."""
+    found = {}
+    for module in _HOMES.get(slot, ()):
+        for key, value in vars(module).items():
+            if callable(value) and getattr(value, "__module__", "") == module.__name__ and not key.startswith("_"):
+                found[key] = value
+    return found

@@ -1,0 +1,135 @@
+"""TRL's option names on the same components: `from_options(loss_type="dapo")` composes what `dapo()` does."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from covey.algorithms.advantages import GroupNormalized, NormalizeThenSum
+from covey.algorithms.aggregation import Constant, SequenceMean, SequenceSum, batch_token_mean, token_mean
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.control import Controller
+from covey.algorithms.importance import Correction, OffPolicyMask
+from covey.algorithms.kl import KL, k3
+from covey.algorithms.objectives import CISPO, SAPO, Clipped
+from covey.algorithms.reference import Every, keep
+from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy
+from covey.algorithms.sequence_objectives import VESPO
+from covey.errors import ConfigError, did_you_mean
+from covey.types import Advantage, Aggregate, Objective, Weight
+
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def from_options(
+    *,
+    loss_type: str = "dapo",
+    importance_sampling_level: Literal["token", "sequence"] = "token",
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    use_bias_correction_kl: bool = True,
+    scale_rewards: str | bool = "group",
+    multi_objective_aggregation: str = "sum_then_normalize",
+    max_completion_length: int | None = None,
+    top_entropy_quantile: float = 1.0,
+    off_policy_mask_threshold: float | None = None,
+    entropy_coef: float = 0.0,
+    use_adaptive_entropy: bool = False,
+    entropy_coef_min: float = 0.0,
+    entropy_coef_max: float = 1.0,
+    entropy_coef_delta: float = 0.005,
+    entropy_target: float = 0.2,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    vllm_importance_sampling_correction: bool = True,
+    vllm_importance_sampling_mode: str = "sequence_mask",
+    vllm_importance_sampling_clip_max: float | None = 3.0,
+    vllm_importance_sampling_clip_min: float | None = None,
+    sync_ref_model: bool = False,
+    ref_model_mixup_alpha: float = 0.6,
+    ref_model_sync_steps: int = 512,
+) -> Algorithm:
+    """The algorithm that TRL 1.16's GRPOConfig options describe, with TRL's defaults.
+
+    `max_completion_length` is the constant of `dr_grpo`; None takes the trainer's. Raises ConfigError for a word that an option
+    does not know.
+    """
+    one_of("loss_type", loss_type, LOSS_TYPES)
+    one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    correction = _correction(
+        vllm_importance_sampling_correction,
+        vllm_importance_sampling_mode,
+        vllm_importance_sampling_clip_max,
+        vllm_importance_sampling_clip_min,
+    )
+    objective: Objective
+    if loss_type == "cispo":
+        high = epsilon if epsilon_high is None else epsilon_high  # TRL's fallback too
+        objective = CISPO(high, level=importance_sampling_level)
+    elif loss_type == "sapo":
+        objective = SAPO(sapo_temperature_pos, sapo_temperature_neg, level=importance_sampling_level)
+    elif loss_type == "vespo":
+        objective = VESPO(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, correction)
+    else:
+        objective = Clipped(epsilon, epsilon_high, delta, level=importance_sampling_level)
+    top_entropy = TopEntropy(top_entropy_quantile) if top_entropy_quantile < 1.0 else None
+    off_policy = None if off_policy_mask_threshold is None else OffPolicyMask(off_policy_mask_threshold)
+    weights = (off_policy, top_entropy, None if loss_type == "vespo" else correction)
+    coefficient: float | Controller = entropy_coef
+    if use_adaptive_entropy:
+        seen = "entropy" if top_entropy is None else "entropy_selected"
+        coefficient = AdaptiveEntropy(
+            entropy_target, entropy_coef, entropy_coef_delta, entropy_coef_min, entropy_coef_max, seen
+        )
+    has_bonus = use_adaptive_entropy or entropy_coef != 0.0
+    return Algorithm(
+        name=loss_type if importance_sampling_level == "token" else f"{loss_type}/sequence",
+        advantage=_advantage(scale_rewards, multi_objective_aggregation),
+        objective=objective,
+        aggregate=_aggregate(loss_type, max_completion_length),
+        kl=KL(k3, beta, unbiased=use_bias_correction_kl, level=importance_sampling_level) if beta else None,
+        regularizers=(EntropyBonus(coefficient, top_entropy, token_mean),) if has_bonus else (),
+        weights=tuple(weight for weight in weights if weight is not None),
+        reference=Every(ref_model_sync_steps, ref_model_mixup_alpha) if sync_ref_model else keep,
+    )
+
+
+def one_of(option: str, value: Any, words: tuple[str, ...]) -> None:
+    """Raise ConfigError, with the nearest word, unless `value` is one of `words`."""
+    if value not in words:
+        hint = did_you_mean(str(value), words) or f" It is one of {', '.join(words)}."
+        raise ConfigError(f"{option}={value!r} is not known.{hint}")
+
+
+def _advantage(scale_rewards: str | bool, aggregation: str) -> Advantage:
+    if isinstance(scale_rewards, bool):
+        scale_rewards = "group" if scale_rewards else "none"
+    one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
+    one_of("multi_objective_aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
+    if aggregation == "normalize_then_sum":
+        return NormalizeThenSum()
+    return GroupNormalized(scale_rewards)  # type: ignore[arg-type]  # one of three words by now
+
+
+def _aggregate(loss_type: str, max_completion_length: int | None) -> Aggregate:
+    if loss_type in ("grpo", "sapo"):
+        return SequenceMean()
+    if loss_type == "luspo":
+        return SequenceSum()
+    if loss_type == "dr_grpo":
+        return Constant(max_completion_length)
+    return batch_token_mean if loss_type == "bnpo" else token_mean
+
+
+def _correction(is_on: bool, mode: str, high: float | None, low: float | None) -> Weight | None:
+    if not is_on:
+        return None
+    one_of("vllm_importance_sampling_mode", mode, CORRECTION_MODES)
+    level, _, how = mode.partition("_")
+    return Correction(level=level, mode=how, high=high, low=low)  # type: ignore[arg-type]  # words by now

@@ -1,0 +1,337 @@
+"""The family by name: each a composition with its paper's settings, changed by keyword here or by `.replace` afterwards.
+
+Every preset takes `kl` (a coefficient for k3 in the loss, an `alg.KL`, or None), `reference` (a rule by which the reference
+model follows the policy, such as `alg.Every(512, alpha=0.6)`), and `correction`, the importance weight between sampler and
+learner: by default TRL's, which is 1 wherever the sampler's numbers are the learner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from covey.algorithms.advantages import GPG, OPO, GroupNormalized, LeaveOneOut, Shaped, SoftOverlong
+from covey.algorithms.aggregation import Constant, RowMean, SequenceMean, SequenceSum, batch_token_mean, token_mean
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.critic import ClippedError, Critic
+from covey.algorithms.importance import Correction
+from covey.algorithms.kl import KL, k1
+from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
+from covey.algorithms.reference import keep
+from covey.algorithms.sequence_objectives import GMPO, VESPO
+from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
+from covey.types import Advantage, Aggregate, Objective, ReferenceRule, Weight
+
+KLOption = KL | float | None
+DEFAULT_CORRECTION = Correction()
+"""Sequences whose ratio of learner to sampler is above 3 are left out, others weighed by it: TRL 1.16's default."""
+
+
+def grpo(
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    scale: str = "group",
+    kl: KLOption = 0.04,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Group-relative policy optimization: rewards normalized in the group, clipped ratio, every completion weighs the same.
+
+    KL of 0.04 to the reference model in the loss. Shao et al. 2024, "DeepSeekMath".
+    """
+    advantage = GroupNormalized(scale=scale)  # type: ignore[arg-type]  # checked when it is called
+    return _made("grpo", advantage, Clipped(low, high), SequenceMean(), kl, reference, correction)
+
+
+def dapo(
+    *,
+    low: float = 0.2,
+    high: float = 0.28,
+    max_length: int | None = None,
+    overlong_buffer: int = 4096,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Clip-higher and a mean over all tokens of the step, without KL. Yu et al. 2025, "DAPO".
+
+    `max_length` adds the paper's soft overlong punishment over the last `overlong_buffer` tokens before it (paper: 20480 and
+    4096). Its dynamic sampling and its mask of truncated completions are options of the trainer, not of the loss.
+    """
+    advantage: Advantage = GroupNormalized()
+    if max_length is not None:
+        advantage = Shaped(advantage, (SoftOverlong(max_length, overlong_buffer),))
+    return _made("dapo", advantage, Clipped(low, high), token_mean, kl, reference, correction)
+
+
+def dr_grpo(
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """GRPO without its two biases: no division by the deviation, a constant denominator instead of lengths.
+
+    Liu et al. 2025, "Understanding R1-Zero-Like Training".
+    """
+    return _made("dr_grpo", GroupNormalized(scale="none"), Clipped(low, high), Constant(), kl, reference, correction)
+
+
+def bnpo(
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """TRL's `bnpo`: the mean over the tokens of a batch, here of the whole optimizer step, so that no split changes it.
+
+    Not the Beta normalization of Xiao et al. 2025, which shares the letters.
+    """
+    return _made("bnpo", GroupNormalized(), Clipped(low, high), batch_token_mean, kl, reference, correction)
+
+
+def gspo(
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """One ratio a sequence, the geometric mean of its tokens', clipped very near 1. Zheng et al. 2025, "GSPO", section 5.1."""
+    objective = Clipped(low, high, level="sequence")
+    return _made("gspo", GroupNormalized(), objective, SequenceMean(), _level(kl), reference, correction)
+
+
+def gspo_token(
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """GSPO with each token's own gradient, so that advantages may differ by token. Zheng et al. 2025, section 4.3."""
+    return _made("gspo_token", GroupNormalized(), GSPOToken(low, high), SequenceMean(), kl, reference, correction)
+
+
+def gmpo(
+    *,
+    low: float = 0.4,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """The geometric mean of token ratios, each clipped to (e^-0.4, e^0.4): robust to outliers. Zhao et al. 2025, "GMPO"."""
+    return _made("gmpo", GroupNormalized(), GMPO(low, high), RowMean(), kl, reference, correction)
+
+
+def cispo(
+    *,
+    high: float = 5.0,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """The clipped ratio only weighs the gradient of the log-probability, so no token is lost. MiniMax-M1 2025.
+
+    `high` is the ceiling of the ratio itself; 5 as in ScaleRL (Khatri et al. 2025).
+    """
+    return _made("cispo", GroupNormalized(), CISPO(high), token_mean, kl, reference, correction)
+
+
+def sapo(
+    *,
+    positive: float = 1.0,
+    negative: float = 1.05,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """A smooth gate on the ratio, a little narrower for negative advantages. Gao et al. 2025, "SAPO"."""
+    return _made("sapo", GroupNormalized(), SAPO(positive, negative), SequenceMean(), kl, reference, correction)
+
+
+def luspo(
+    *,
+    low: float = 3e-4,
+    high: float = 4e-4,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """GSPO with each sequence's loss times its length, which takes away the pull towards short answers.
+
+    arXiv 2602.05261, "LUSPO"; the clip range of GSPO.
+    """
+    objective = Clipped(low, high, level="sequence")
+    return _made("luspo", GroupNormalized(), objective, SequenceSum(), _level(kl), reference, correction)
+
+
+def vespo(
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = Correction(level="token", mode="truncate"),  # noqa: B008  # frozen
+) -> Algorithm:
+    """A smooth weight on whole sequences that falls off on both sides of 1. arXiv 2602.10693, "VESPO".
+
+    The correction between sampler and learner is part of that weight instead of multiplying the loss.
+    """
+    objective = VESPO(k_positive, lambda_positive, k_negative, lambda_negative, correction)
+    return _made("vespo", GroupNormalized(), objective, token_mean, kl, reference, None)
+
+
+def dppo(
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    measure: str = "tv",
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+) -> Algorithm:
+    """A trust region on how much a token's probability moved, by total variation ("tv") or "kl". Qi et al. 2026, "DPPO".
+
+    The old policy is the sampler itself, so there is no correction. The advantage is the group's, without a division by its
+    deviation.
+    """
+    advantage = GroupNormalized(scale="none")
+    return _made("dppo", advantage, DPPO(low, high, measure), token_mean, kl, reference, None)
+
+
+def rloo(
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = 0.05,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """REINFORCE with the mean of the other completions as baseline, a completion as one action, KL in the reward.
+
+    Ahmadian et al. 2024, "Back to Basics"; the clip on the ratio of whole sequences is TRL's and idle on-policy.
+    """
+    objective = Clipped(low, high, level="product")
+    return _made("rloo", LeaveOneOut(), objective, RowMean(), _in_reward(kl), reference, correction)
+
+
+def reinforce_pp(
+    *,
+    gamma: float = 1.0,
+    baseline: bool = False,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = 0.01,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Reward-to-go normalized over the whole batch instead of the group, clipped, KL in the reward. Hu et al. 2025.
+
+    `baseline=True` is REINFORCE++-baseline: the group's mean is taken first.
+    """
+    advantage = ReinforcePlusPlus(gamma, baseline)
+    return _made("reinforce_pp", advantage, Clipped(low, high), token_mean, _in_reward(kl), reference, correction)
+
+
+def remax(
+    *,
+    kl: KLOption = 0.05,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """REINFORCE with the reward of the prompt's greedy answer as baseline, KL in the reward. Li et al. 2023, "ReMax"."""
+    return _made("remax", ReMax(), policy_gradient, SequenceSum(), _in_reward(kl), reference, correction)
+
+
+def opo(
+    *,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Exactly on-policy REINFORCE with the length-weighted baseline, no KL, no clip. Hao et al. 2025, "OPO"."""
+    return _made("opo", OPO(), policy_gradient, token_mean, kl, reference, correction)
+
+
+def gpg(
+    *,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Plain policy gradient on centred rewards, rescaled for completions that earned nothing. Chu et al. 2025, "GPG"."""
+    return _made("gpg", GPG(), policy_gradient, token_mean, kl, reference, correction)
+
+
+def ppo(
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    low: float = 0.2,
+    high: float | None = None,
+    value_clip: float = 0.2,
+    value_coefficient: float = 1.0,
+    kl: KLOption = 0.02,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """A critic's generalised advantages, clipped ratio and values, KL in the reward. Schulman et al. 2017.
+
+    Settings of Ouyang et al. 2022, "InstructGPT": KL 0.02, no discount, lambda 0.95.
+    """
+    made = _made("ppo", GAE(gamma, lam), Clipped(low, high), token_mean, _in_reward(kl), reference, correction)
+    return replace(made, critic=Critic(ClippedError(value_clip), value_coefficient))
+
+
+PRESETS: Mapping[str, Callable[..., Algorithm]] = {
+    preset.__name__: preset
+    for preset in (
+        *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, gmpo, cispo, sapo, luspo, vespo, dppo),
+        *(rloo, reinforce_pp, remax, opo, gpg, ppo),
+    )
+}
+"""Every preset by name."""
+
+
+def _made(
+    name: str,
+    advantage: Advantage,
+    objective: Objective,
+    aggregate: Aggregate,
+    kl: KLOption,
+    reference: ReferenceRule,
+    correction: Weight | None,
+) -> Algorithm:
+    weights = () if correction is None else (correction,)
+    return Algorithm(
+        name=name,
+        advantage=advantage,
+        objective=objective,
+        aggregate=aggregate,
+        kl=kl,  # type: ignore[arg-type]  # a number becomes a KL
+        reference=reference,
+        weights=weights,
+    )
+
+
+def _in_reward(kl: KLOption) -> KLOption:
+    """A bare coefficient is that of k1 in the reward."""
+    if kl is None or isinstance(kl, KL):
+        return kl
+    return KL(k1, float(kl), where="reward") if kl else None
+
+
+def _level(kl: KLOption) -> Any:
+    """An unbiased KL beside a sequence-level objective takes the sequence's ratio, as TRL."""
+    return replace(kl, level="sequence") if isinstance(kl, KL) and kl.unbiased else kl

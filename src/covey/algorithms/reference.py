@@ -1,0 +1,58 @@
+"""When and how far the reference model follows the policy: a rule takes the report of a step and returns alpha.
+
+After the step `reference <- (1 - alpha) reference + alpha policy`: 0 keeps it, 1 copies. TR-DPO, Gorbatovski et al. 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from covey.types import StepReport
+
+
+def keep(report: StepReport) -> float:
+    """0: the reference stays what it was at the start."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Every:
+    """`alpha` at every `steps`-th optimizer step, counted from 1, else 0. TRL's `sync_ref_model` with its defaults.
+
+    `alpha=1` copies (TR-DPO hard), below 1 it mixes (TR-DPO soft).
+    """
+
+    steps: int = 512
+    alpha: float = 0.6
+
+    def __call__(self, report: StepReport) -> float:
+        return self.alpha if report.step % self.steps == 0 else 0.0
+
+
+@dataclass(frozen=True)
+class EMA:
+    """An exponential moving average of the policy: `1 - decay` at every step."""
+
+    decay: float = 0.99
+
+    def __call__(self, report: StepReport) -> float:
+        return 1.0 - self.decay
+
+
+@dataclass(frozen=True)
+class WhenFar:
+    """`alpha` after a step whose KL is above `kl`, else 0: the reference follows only a policy that walked away."""
+
+    kl: float = 0.05
+    alpha: float = 1.0
+    metric: str = "kl"
+
+    def __call__(self, report: StepReport) -> float:
+        return self.alpha if report[self.metric] > self.kl else 0.0
+
+
+def mixed(reference: Tensor, policy: Tensor, alpha: float) -> Tensor:
+    """`(1 - alpha) reference + alpha policy`, in the reference's shape."""
+    return (1.0 - alpha) * reference + alpha * policy
