@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from covey.algorithms.advantages import GroupNormalized, NormalizeThenSum
 from covey.algorithms.aggregation import Constant, SequenceMean, SequenceSum, batch_token_mean, token_mean
@@ -11,6 +11,7 @@ from covey.algorithms.control import Controller
 from covey.algorithms.importance import Correction, OffPolicyMask
 from covey.algorithms.kl import KL, k3
 from covey.algorithms.objectives import CISPO, SAPO, Clipped
+from covey.algorithms.ratios import Level
 from covey.algorithms.reference import Every, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy
 from covey.algorithms.sequence_objectives import VESPO
@@ -24,7 +25,7 @@ CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 def from_options(
     *,
     loss_type: str = "dapo",
-    importance_sampling_level: Literal["token", "sequence"] = "token",
+    importance_sampling_level: str = "token",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
@@ -61,60 +62,55 @@ def from_options(
     does not know.
     """
     one_of("loss_type", loss_type, LOSS_TYPES)
-    one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
-    correction = _correction(
-        vllm_importance_sampling_correction,
-        vllm_importance_sampling_mode,
-        vllm_importance_sampling_clip_max,
-        vllm_importance_sampling_clip_min,
-    )
-    objective: Objective
-    if loss_type == "cispo":
-        high = epsilon if epsilon_high is None else epsilon_high  # TRL's fallback too
-        objective = CISPO(high, level=importance_sampling_level)
+    level = one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    clips = (vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max)
+    correction = _correction(vllm_importance_sampling_mode, *clips) if vllm_importance_sampling_correction else None
+    if loss_type == "vespo":
+        objective: Objective = VESPO(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, correction)
     elif loss_type == "sapo":
-        objective = SAPO(sapo_temperature_pos, sapo_temperature_neg, level=importance_sampling_level)
-    elif loss_type == "vespo":
-        objective = VESPO(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, correction)
+        objective = SAPO(sapo_temperature_pos, sapo_temperature_neg, level)
     else:
-        objective = Clipped(epsilon, epsilon_high, delta, level=importance_sampling_level)
+        objective = _ratio_objective(loss_type, epsilon, epsilon_high, delta, level)
     top_entropy = TopEntropy(top_entropy_quantile) if top_entropy_quantile < 1.0 else None
     off_policy = None if off_policy_mask_threshold is None else OffPolicyMask(off_policy_mask_threshold)
     weights = (off_policy, top_entropy, None if loss_type == "vespo" else correction)
     coefficient: float | Controller = entropy_coef
     if use_adaptive_entropy:
+        bounds = (entropy_coef_delta, entropy_coef_min, entropy_coef_max)
         seen = "entropy" if top_entropy is None else "entropy_selected"
-        coefficient = AdaptiveEntropy(
-            entropy_target, entropy_coef, entropy_coef_delta, entropy_coef_min, entropy_coef_max, seen
-        )
-    has_bonus = use_adaptive_entropy or entropy_coef != 0.0
+        coefficient = AdaptiveEntropy(entropy_target, entropy_coef, *bounds, seen)
     return Algorithm(
-        name=loss_type if importance_sampling_level == "token" else f"{loss_type}/sequence",
+        name=loss_type if level == "token" else f"{loss_type}/sequence",
         advantage=_advantage(scale_rewards, multi_objective_aggregation),
         objective=objective,
         aggregate=_aggregate(loss_type, max_completion_length),
-        kl=KL(k3, beta, unbiased=use_bias_correction_kl, level=importance_sampling_level) if beta else None,
-        regularizers=(EntropyBonus(coefficient, top_entropy, token_mean),) if has_bonus else (),
+        kl=KL(k3, beta, unbiased=use_bias_correction_kl, level=level) if beta else None,
+        regularizers=(EntropyBonus(coefficient, top_entropy, token_mean),) if coefficient else (),
         weights=tuple(weight for weight in weights if weight is not None),
         reference=Every(ref_model_sync_steps, ref_model_mixup_alpha) if sync_ref_model else keep,
     )
 
 
-def one_of(option: str, value: Any, words: tuple[str, ...]) -> None:
-    """Raise ConfigError, with the nearest word, unless `value` is one of `words`."""
+def one_of(option: str, value: Any, words: tuple[str, ...]) -> Any:
+    """The value itself. Raises ConfigError, with the nearest word, unless it is one of `words`."""
     if value not in words:
         hint = did_you_mean(str(value), words) or f" It is one of {', '.join(words)}."
         raise ConfigError(f"{option}={value!r} is not known.{hint}")
+    return value
+
+
+def _ratio_objective(loss_type: str, low: float, high: float | None, delta: float | None, level: Level) -> Objective:
+    if loss_type == "cispo":
+        return CISPO(low if high is None else high, level=level)  # the ceiling itself; the fallback is TRL's
+    return Clipped(low, high, delta, level=level)
 
 
 def _advantage(scale_rewards: str | bool, aggregation: str) -> Advantage:
     if isinstance(scale_rewards, bool):
         scale_rewards = "group" if scale_rewards else "none"
-    one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
+    scale = one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
     one_of("multi_objective_aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
-    if aggregation == "normalize_then_sum":
-        return NormalizeThenSum()
-    return GroupNormalized(scale_rewards)  # type: ignore[arg-type]  # one of three words by now
+    return NormalizeThenSum() if aggregation == "normalize_then_sum" else GroupNormalized(scale)
 
 
 def _aggregate(loss_type: str, max_completion_length: int | None) -> Aggregate:
@@ -127,9 +123,6 @@ def _aggregate(loss_type: str, max_completion_length: int | None) -> Aggregate:
     return batch_token_mean if loss_type == "bnpo" else token_mean
 
 
-def _correction(is_on: bool, mode: str, high: float | None, low: float | None) -> Weight | None:
-    if not is_on:
-        return None
-    one_of("vllm_importance_sampling_mode", mode, CORRECTION_MODES)
-    level, _, how = mode.partition("_")
-    return Correction(level=level, mode=how, high=high, low=low)  # type: ignore[arg-type]  # words by now
+def _correction(mode: str, low: float | None, high: float | None) -> Weight:
+    level, _, how = one_of("vllm_importance_sampling_mode", mode, CORRECTION_MODES).partition("_")
+    return Correction(level=level, mode=how, high=high, low=low)
