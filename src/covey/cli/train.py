@@ -122,6 +122,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
         eval_dataset=eval_dataset,
         peft_config=peft_config,
     )
+    trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
     trained = trainer.train(resume_from_checkpoint=given.get("resume"))
     if trainer.stopped_by:
         again = resume_command(sys.argv, config.output_dir)
