@@ -107,7 +107,7 @@ def test_a_reward_gets_trls_keywords(tmp_path):
             completions=completions,
             ids=completion_ids,
             answer=answer,
-            state=trainer_state,
+            step=trainer_state.global_step,
             rest=kwargs,
         )
         log_extra("doubled", [2 * len(c) for c in completions])
