@@ -58,35 +58,27 @@ def from_options(
 ) -> Algorithm:
     """The algorithm that TRL 1.16's GRPOConfig options describe, with TRL's defaults.
 
-    `max_completion_length` is the constant of `dr_grpo`; None takes the trainer's. Raises ConfigError for a word that an option
-    does not know.
+    `max_completion_length` is the constant of `dr_grpo`; None takes the trainer's. Raises ConfigError for an unknown word.
     """
     one_of("loss_type", loss_type, LOSS_TYPES)
     level = one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
-    clips = (vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max)
-    correction = _correction(vllm_importance_sampling_mode, *clips) if vllm_importance_sampling_correction else None
-    if loss_type == "vespo":
-        objective: Objective = VESPO(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, correction)
-    elif loss_type == "sapo":
-        objective = SAPO(sapo_temperature_pos, sapo_temperature_neg, level)
-    else:
-        objective = _ratio_objective(loss_type, epsilon, epsilon_high, delta, level)
+    mode = vllm_importance_sampling_mode if vllm_importance_sampling_correction else None
+    correction = _correction(mode, vllm_importance_sampling_clip_min, vllm_importance_sampling_clip_max)
+    vespo = VESPO(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg, correction)
+    smooth: dict[str, Objective] = {"vespo": vespo, "sapo": SAPO(sapo_temperature_pos, sapo_temperature_neg, level)}
     top_entropy = TopEntropy(top_entropy_quantile) if top_entropy_quantile < 1.0 else None
     off_policy = None if off_policy_mask_threshold is None else OffPolicyMask(off_policy_mask_threshold)
-    weights = (off_policy, top_entropy, None if loss_type == "vespo" else correction)
-    coefficient: float | Controller = entropy_coef
-    if use_adaptive_entropy:
-        bounds = (entropy_coef_delta, entropy_coef_min, entropy_coef_max)
-        seen = "entropy" if top_entropy is None else "entropy_selected"
-        coefficient = AdaptiveEntropy(entropy_target, entropy_coef, *bounds, seen)
+    steps = (entropy_coef_delta, entropy_coef_min, entropy_coef_max)
+    adaptive = AdaptiveEntropy(entropy_target, entropy_coef, *steps, "entropy_selected" if top_entropy else "entropy")
+    coefficient: float | Controller = adaptive if use_adaptive_entropy else entropy_coef
     return Algorithm(
         name=loss_type if level == "token" else f"{loss_type}/sequence",
         advantage=_advantage(scale_rewards, multi_objective_aggregation),
-        objective=objective,
+        objective=smooth.get(loss_type) or _ratio_objective(loss_type, epsilon, epsilon_high, delta, level),
         aggregate=_aggregate(loss_type, max_completion_length),
         kl=KL(k3, beta, unbiased=use_bias_correction_kl, level=level) if beta else None,
         regularizers=(EntropyBonus(coefficient, top_entropy, token_mean),) if coefficient else (),
-        weights=tuple(weight for weight in weights if weight is not None),
+        weights=_given(off_policy, top_entropy, None if loss_type == "vespo" else correction),
         reference=Every(ref_model_sync_steps, ref_model_mixup_alpha) if sync_ref_model else keep,
     )
 
@@ -123,6 +115,12 @@ def _aggregate(loss_type: str, max_completion_length: int | None) -> Aggregate:
     return batch_token_mean if loss_type == "bnpo" else token_mean
 
 
-def _correction(mode: str, low: float | None, high: float | None) -> Weight:
+def _given(*weights: Weight | None) -> tuple[Weight, ...]:
+    return tuple(weight for weight in weights if weight is not None)
+
+
+def _correction(mode: str | None, low: float | None, high: float | None) -> Weight | None:
+    if mode is None:
+        return None
     level, _, how = one_of("vllm_importance_sampling_mode", mode, CORRECTION_MODES).partition("_")
     return Correction(level=level, mode=how, high=high, low=low)
