@@ -194,16 +194,29 @@ def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "num_generations=1 leaves nothing to compare with: GRPO needs at least 2 completions a prompt."
         )
-    if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
-        raise ConfigError("loss_type='luspo' needs importance_sampling_level='sequence'.")
-    if config.loss_type == "vespo" and config.importance_sampling_level != "token":
-        raise ConfigError("loss_type='vespo' needs importance_sampling_level='token'; it weighs sequences by itself.")
     if config.sync_ref_model and config.beta == 0:
         raise ConfigError("sync_ref_model=True has no reference model to move: beta is 0. Set beta, such as 0.04.")
     if config.use_adaptive_entropy and config.entropy_coef_min > config.entropy_coef_max:
         raise ConfigError("entropy_coef_min must not be above entropy_coef_max.")
     _refuse_bad_correction(config)
     _refuse_bad_evaluation(config)
+    _warn_of_levels(config)
+
+
+def _warn_of_levels(config: Any) -> None:
+    loss, level = config.loss_type, config.importance_sampling_level
+    if loss == "luspo" and level != "sequence":
+        logger.warning("loss_type='luspo' is meant for importance_sampling_level='sequence' (LUSPO, 2026).")
+    if loss == "vespo" and level != "token":
+        logger.warning(
+            "loss_type='vespo' weighs whole sequences by itself; leave importance_sampling_level at 'token'."
+        )
+    if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        logger.warning(
+            "importance_sampling_level='sequence' with loss_type=%r weighs a sequence by its length; "
+            "GSPO (2025) is loss_type='grpo'.",
+            loss,
+        )
 
 
 def _refuse_bad_correction(config: Any) -> None:

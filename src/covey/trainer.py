@@ -99,8 +99,7 @@ class GRPOTrainer:
         if self.train_dataset is not None:
             self.scorer.check(self.train_dataset.column_names)
         self._load(model, processing_class, quantization_config, peft_config)
-        self.optimizers = optimizers
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
         self.control = TrainerControl()
         self.is_strict = False
         """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
@@ -369,8 +368,7 @@ def _refuse(given: Mapping[str, Any]) -> None:
 
 
 def _short_name(model: Any) -> str:
-    name = model if isinstance(model, (str, Path)) else model.config._name_or_path
-    return Path(str(name)).name or "model"
+    return Path(str(model if isinstance(model, (str, Path)) else model.config._name_or_path)).name or "model"
 
 
 def _algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:

@@ -39,7 +39,6 @@ def make(**given):
         ({"max_completion_length": None}, "max_completion_length=None must be a number"),
         ({"num_train_epochs": 0}, "num_train_epochs=0 must be above 0, or set max_steps"),
         ({"sync_ref_model": True}, "sync_ref_model=True has no reference model to move"),
-        ({"loss_type": "luspo"}, "needs importance_sampling_level='sequence'"),
         ({"algorithm": "gspo", "epsilon": 0.1}, "algorithm='gspo' and epsilon=0.1 both say what the loss is"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs evaluations"),
         ({"early_stopping_patience": 3}, "early_stopping_patience=3 needs evaluations"),
@@ -114,3 +113,12 @@ def test_a_configuration_copies_and_serializes_like_training_arguments():
     assert pickle.loads(pickle.dumps(config)).learning_rate == 2e-6
     assert json.loads(config.to_json_string())["learning_rate"] == 2e-6
     assert config.to_sanitized_dict()["train_batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    "loss, level, said",
+    [("luspo", "token", "is meant for"), ("vespo", "sequence", "by itself"), ("dapo", "sequence", "by its length")],
+)
+def test_a_ratio_level_that_a_loss_was_not_made_for_is_advised_against(loss, level, said, caplog):
+    make(loss_type=loss, importance_sampling_level=level)
+    assert said in caplog.text
