@@ -127,7 +127,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
     if trainer.stopped_by:
         again = resume_command(sys.argv, config.output_dir)
         output.say(f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {again}")
-        return 130 if trainer.stopped_by == "SIGINT" else 75
+        return trainer.exit_code
     trainer.save_model(str(Path(config.output_dir) / FINAL))
     metrics = {**_last(trainer.state.log_history), **trained.metrics}
     if eval_dataset is not None and getattr(config.eval_strategy, "value", config.eval_strategy) == "no":
