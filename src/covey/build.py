@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from covey.learner.reference import Reference
 from covey.models import context_limit, make_optimizer, make_scheduler
 from covey.parts import Parts
 from covey.rewards import Scorer, resolve
-from covey.rollout import SamplingParams, choose_sampler
+from covey.rollout import Backend, SamplingParams, choose_sampler
 from covey.session import Session
 from covey.world import World
 
@@ -37,6 +37,11 @@ class Given:
     scorer: Scorer
     train_dataset: Any
     world: World
+
+
+def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A dict option as GRPOConfig leaves it: text has become a dict by then."""
+    return dict(option) if isinstance(option, dict) else {}
 
 
 def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
@@ -141,7 +146,7 @@ def sampling_params(args: GRPOConfig) -> SamplingParams:
         "min_p": args.min_p,
         "repetition_penalty": args.repetition_penalty,
     }
-    extra = dict(args.generation_kwargs or {})
+    extra = as_dict(args.generation_kwargs)
     if "max_new_tokens" in extra:
         extra["max_tokens"] = extra.pop("max_new_tokens")
     if extra.pop("do_sample", True) is False:
@@ -166,7 +171,7 @@ def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
         given.tokenizer,
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=shuffle,
-        chat_template_kwargs=args.chat_template_kwargs or {},
+        chat_template_kwargs=as_dict(args.chat_template_kwargs),
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
     )
 
@@ -217,7 +222,7 @@ def build_parts(
             given.model,
             given.tokenizer,
             eos_ids=given.eos_ids,
-            backend=args.rollout_backend,
+            backend=cast(Backend, args.rollout_backend),
         ),
         scorer=given.scorer,
         learner=learner,

@@ -17,7 +17,7 @@ from transformers.utils.logging import set_verbosity
 
 from covey import loop
 from covey.algorithms import Algorithm
-from covey.build import Given, build_algorithm, build_evaluator, build_parts, build_prompts, build_scorer
+from covey.build import Given, as_dict, build_algorithm, build_evaluator, build_parts, build_prompts, build_scorer
 from covey.config import GRPOConfig
 from covey.data import check_dataset, eos_ids, prepare_tokenizer
 from covey.errors import ConfigError, CoveyError, DataError, StorageError
@@ -185,14 +185,11 @@ class GRPOTrainer:
     def is_world_process_zero(self) -> bool:
         return self.world.is_main
 
-    def is_local_process_zero(self) -> bool:
-        return self.world.is_main
-
     # -- how it is put together -------------------------------------------------------------------------------------
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         args = self.args
-        init_kwargs = dict(args.model_init_kwargs or {})
+        init_kwargs = as_dict(args.model_init_kwargs)
         if quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
         loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code)
@@ -322,7 +319,7 @@ class GRPOTrainer:
         assert self._parts is not None
         tree = {} if self.args.save_only_model else checkpoint_tree(self._parts, state)
         if self.world.is_main:
-            self.state.stateful_callbacks = callback_states(self.callback_handler)
+            self.state.stateful_callbacks = callback_states(self.callback_handler)  # type: ignore[assignment]
             best = self.state.best_global_step
             try:
                 path = checkpoint.save(

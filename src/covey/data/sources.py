@@ -226,7 +226,9 @@ def _no_split(name: str, wanted: str, splits: Sequence[str]) -> str:
 def _demo(split: str | None, streaming: bool) -> AnyDataset:
     from covey.demo import rows
 
-    dataset = datasets.Dataset.from_list(list(rows(split or "train")))
+    if split not in (None, "train", "test"):
+        raise DataError(_no_split("demo", str(split), ("train", "test")))
+    dataset = datasets.Dataset.from_list(rows("test" if split == "test" else "train"))
     return dataset.to_iterable_dataset() if streaming else dataset
 
 

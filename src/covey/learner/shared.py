@@ -146,17 +146,15 @@ def _attend(
 ) -> list[Tensor]:
     """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D]."""
     stop = segment.start + segment.length
-    group_query = {"enable_gqa": True} if repeats > 1 else {}
+    options = {**options, "enable_gqa": True} if repeats > 1 else options
     own = lambda x: x[:, segment.start : stop][None]  # [1, H, length, D]
-    prompt = F.scaled_dot_product_attention(own(query), own(key), own(value), is_causal=True, **group_query, **options)
+    prompt = F.scaled_dot_product_attention(own(query), own(key), own(value), is_causal=True, **options)
     count, longest = segment.index.shape
     flat = segment.index.flatten()
     pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
     keys = torch.cat([own(key).expand(count, -1, -1, -1), pick(key)], dim=2)
     values = torch.cat([own(value).expand(count, -1, -1, -1), pick(value)], dim=2)
-    answers = F.scaled_dot_product_attention(
-        pick(query), keys, values, attn_mask=segment.mask, **group_query, **options
-    )
+    answers = F.scaled_dot_product_attention(pick(query), keys, values, attn_mask=segment.mask, **options)
     return [prompt[0].transpose(0, 1), answers.transpose(1, 2)[segment.valid]]
 
 
