@@ -46,7 +46,7 @@ NATIVE = {
     "olmoe": ("Olmoe", EXPERTS),
 }
 FALLS_BACK = {
-    "mamba": ("Mamba", {}, "interface"),
+    "mamba": ("Mamba", {}, "layers of kind"),
     "bloom": ("Bloom", {}, "interface"),
     "sliding": ("Mistral", {"sliding_window": 8}, "window of 8 tokens"),
     "gpt_oss": ("GptOss", EXPERTS, "s_aux|window"),
@@ -69,7 +69,7 @@ def build(name, options, seed=0):
 @pytest.mark.parametrize("arch", NATIVE)
 def test_an_architecture_runs_natively_and_equals_generate(tokenizer, arch):
     model = build(*NATIVE[arch])
-    sampler = choose_sampler(model, tokenizer, backend="native")
+    sampler = choose_sampler(model, tokenizer, backend="native", dtype="float32")
     groups = collect(sampler, TEXTS, 2, SamplingParams(max_tokens=40, temperature=0))
     for group in groups:
         ids = torch.tensor([group.prompt.token_ids])
@@ -82,7 +82,7 @@ def test_an_architecture_runs_natively_and_equals_generate(tokenizer, arch):
 def test_log_probabilities_of_an_architecture_equal_a_plain_forward(tokenizer, arch):
     model = build(*NATIVE[arch], seed=1)
     params = SamplingParams(max_tokens=24, seed=4, temperature=0.8, top_p=0.95)
-    for group in NativeSampler(model, tokenizer).sample(TEXTS[:2], 3, params):
+    for group in NativeSampler(model, tokenizer, dtype="float32").sample(TEXTS[:2], 3, params):
         for completion, expected in zip(group.completions, plain_logprobs(model, group, params), strict=True):
             torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=0)
 
@@ -92,7 +92,7 @@ def test_what_the_engine_cannot_run_falls_back_and_says_why(tokenizer, arch):
     name, options, reason = FALLS_BACK[arch]
     model = build(name, options)
     with pytest.raises(Unsupported, match=reason):
-        choose_sampler(model, tokenizer, backend="native")
+        choose_sampler(model, tokenizer, backend="native", dtype="float32")
     with pytest.warns(UserWarning, match=reason) as caught:
         sampler = choose_sampler(model, tokenizer, backend="auto")
     assert len(caught) == 1
@@ -120,7 +120,7 @@ def test_an_engine_that_computes_something_else_is_refused(tokenizer):
 
     model.model.layers[0].self_attn.forward = shifted
     with pytest.raises(Unsupported, match="logits differ"):
-        NativeSampler(model, tokenizer)
+        NativeSampler(model, tokenizer, dtype="float32")
 
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7, 70, 2, 33, 12, 5)]
@@ -133,8 +133,8 @@ def test_scheduling_does_not_change_a_completion(tokenizer, options, more):
     model = favour(tiny_model(layers=2, seed=3), range(320), bias=0.0)
     model.lm_head.bias.data[2] = 2.5  # a completion ends after about 30 tokens
     params = SamplingParams(max_tokens=100, seed=7, **more)
-    all_at_once = collect(NativeSampler(model, tokenizer), PROMPTS, 4, params)
-    in_waves = collect(NativeSampler(model, tokenizer, **options), PROMPTS, 4, params)
+    all_at_once = collect(NativeSampler(model, tokenizer, dtype="float32"), PROMPTS, 4, params)
+    in_waves = collect(NativeSampler(model, tokenizer, dtype="float32", **options), PROMPTS, 4, params)
     assert ids_of(all_at_once) == ids_of(in_waves)
     lengths = {completion.num_tokens for group in all_at_once for completion in group.completions}
     assert len(lengths) > 15
@@ -144,7 +144,7 @@ def test_scheduling_does_not_change_a_completion(tokenizer, options, more):
 
 def test_groups_come_out_as_they_finish(tokenizer):
     model = favour(tiny_model(max_position_embeddings=40), [5])
-    sampler = NativeSampler(model, tokenizer)
+    sampler = NativeSampler(model, tokenizer, dtype="float32")
     order = [group.prompt.uid for group in sampler.sample([[5] * 10, [5] * 35, [5] * 20], 2, SamplingParams())]
     assert order == ["1", "2", "0"]
 
@@ -152,7 +152,7 @@ def test_groups_come_out_as_they_finish(tokenizer):
 def test_a_call_given_up_early_leaves_no_trace(tokenizer):
     model = tiny_model()
     model.train()
-    sampler = NativeSampler(model, tokenizer, max_rows=2)
+    sampler = NativeSampler(model, tokenizer, dtype="float32", max_rows=2)
     groups = sampler.sample(TEXTS, 2, SamplingParams(max_tokens=30, seed=1))
     first = next(groups)
     groups.close()
@@ -163,7 +163,7 @@ def test_a_call_given_up_early_leaves_no_trace(tokenizer):
 
 
 def test_two_calls_may_be_under_way_at_once(tokenizer):
-    sampler = NativeSampler(tiny_model(layers=2), tokenizer, max_rows=2)
+    sampler = NativeSampler(tiny_model(layers=2), tokenizer, dtype="float32", max_rows=2)
     params = SamplingParams(max_tokens=20, seed=1)
     alone = ids_of(sampler.sample(TEXTS, 2, params))
     one, two = sampler.sample(TEXTS, 2, params), sampler.sample(TEXTS, 2, params)
@@ -174,7 +174,7 @@ def test_two_calls_may_be_under_way_at_once(tokenizer):
 def test_memory_held_follows_what_is_in_flight(tokenizer):
     """Columns grow by blocks with the age of the oldest row, not with max_tokens."""
     model = favour(tiny_model(max_position_embeddings=4096), [5, 2], bias=30.0)
-    sampler = NativeSampler(model, tokenizer)
+    sampler = NativeSampler(model, tokenizer, dtype="float32")
     widths = []
     original = KeyValues.begin_step
 
@@ -219,6 +219,8 @@ def test_ambiguous_prompts_are_read_as_their_ids(tokenizer):
     assert tokenizer.decode(usual) == tokenizer.decode(letters)
     assert usual != letters
     model = tiny_model(layers=2)
-    for group in NativeSampler(model, tokenizer).sample([usual, letters], 1, SamplingParams(max_tokens=8, seed=0)):
+    for group in NativeSampler(model, tokenizer, dtype="float32").sample(
+        [usual, letters], 1, SamplingParams(max_tokens=8, seed=0)
+    ):
         (expected,) = plain_logprobs(model, group, SamplingParams())
         torch.testing.assert_close(group.completions[0].logprobs, expected, atol=1e-4, rtol=0)

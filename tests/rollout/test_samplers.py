@@ -1,5 +1,7 @@
 """What every sampler promises, whichever engine is inside."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_sampling import transformers_scores
@@ -8,7 +10,7 @@ from covey.errors import ConfigError, DataError, ModelError, NumericsError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from kit import prompt, tiny_model, tiny_tokenizer
 
-SAMPLERS = {"transformers": TransformersSampler, "native": NativeSampler}
+SAMPLERS = {"transformers": TransformersSampler, "native": partial(NativeSampler, dtype="float32")}
 TEXTS = ("2 + 2 =", "Tom has 3 apples and buys 4 more. How many?", "a", "What is 12 + 30?")
 
 

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from covey.errors import ConfigError
 from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
 from covey.rollout.forward import Forward, ModulesForward, verify
 from covey.rollout.mode import evaluating, unwrapped
+from covey.rollout.packed import CopyForward, PackedForward, has_bfloat16
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampler import SamplingParams, Unsupported
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
 from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, context_of
 from covey.types import Completion, Group, Prompt
@@ -45,6 +46,27 @@ class _Job:
         return per_token * (rounded(len(self.prompt.token_ids)) + len(self.keys) * rounded(self.limit))
 
 
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+def best_forward(model: Any, dtype: Precision) -> Forward:
+    """The fastest way to compute this model in this precision; see `NativeSampler`. Raises Unsupported with the reason."""
+    live = next(unwrapped(model).parameters())
+    if dtype == "auto":
+        dtype = "bfloat16" if live.dtype == torch.float32 and has_bfloat16(live.device) else "float32"
+        wanted = torch.bfloat16 if dtype == "bfloat16" else live.dtype
+    else:
+        wanted = getattr(torch, dtype)
+    if wanted == live.dtype:
+        return ModulesForward(model)
+    if wanted == torch.float32:
+        raise Unsupported(f"the model is in {live.dtype} and its sampler was asked for float32")
+    try:
+        return PackedForward(model)
+    except Unsupported:
+        return CopyForward(model)
+
+
 class NativeSampler:
     """Samples groups with the trainer's own weights: prompts computed and stored once, finished rows replaced at once.
 
@@ -58,16 +80,23 @@ class NativeSampler:
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
+        dtype: Precision = "auto",
         max_rows: int = 256,
         cache_bytes: int | None = None,
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
+
+        `dtype` is what is computed in: the model's own with "auto", except that a CPU which multiplies bfloat16 in
+        hardware uses a packed bfloat16 copy of a float32 model. "float32" never copies and is exact.
 
         At most `max_rows` completions, and groups that can hold at most `cache_bytes` of keys and values, are in flight
         at once (but always one group). By default half of the memory that is free when sampling begins.
         """
         if max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
+        if dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32 or bfloat16.")
+        self.dtype: Precision = dtype
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.cache_bytes = max_rows, cache_bytes
@@ -77,7 +106,7 @@ class NativeSampler:
     def load(self, policy: Any, version: int) -> None:
         """Sample with this model, as it is now, from now on."""
         if policy is not self.model:
-            self.forward: Forward = ModulesForward(policy)
+            self.forward = best_forward(policy, self.dtype)
             verify(self.forward, policy)
         else:
             self.forward.refresh()

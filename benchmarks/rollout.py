@@ -1,0 +1,197 @@
+"""Rollout speed, side by side: the native engine, our plain loop, `model.generate`; one run, same model, prompts, sampling.
+
+    python benchmarks/rollout.py --size 10m --shots 0 --repeats 5
+
+A Qwen2-architecture model is trained briefly on GSM8K text (once; kept in the cache folder), so that completions end by
+themselves and their lengths vary. All sides sample at temperature 1 up to `--max-tokens` for `--prompts` questions with
+`--group` completions each; repeats alternate between the sides, medians are reported. `generate` runs in the better of
+its precisions. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
+from covey.types import Group
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+CACHE = Path(os.environ.get("COVEY_BENCHMARK_CACHE", Path.home() / ".cache" / "covey-benchmarks"))
+SHAPES = {
+    "10m": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4},
+    "60m": {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 10},
+}
+END = "<|end|>"
+
+
+def rows(split: str) -> list[dict[str, str]]:
+    file = DATA / f"{split}.jsonl"
+    if not file.is_file():
+        raise SystemExit(f"{file} is not there; put GSM8K's train.jsonl and test.jsonl into {DATA}.")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def new_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 4096 tokens, trained on the training split."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text(row) for row in rows("train")), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def text(row: dict[str, str]) -> str:
+    return f"Question: {row['question']}\nAnswer: {row['answer']}"
+
+
+def trained(size: str, steps: int) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """The benchmark's model and tokenizer, from the cache folder or trained now."""
+    folder = CACHE / f"qwen2-{size}-{steps}"
+    if folder.is_dir():
+        return Qwen2ForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = new_tokenizer()
+    torch.manual_seed(0)
+    shape = {"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, **SHAPES[size], eos_token_id=0, pad_token_id=0, bos_token_id=None))
+    encoded = [tokenizer(text(row) + END)["input_ids"][:320] for row in rows("train")]
+    train(model, encoded, steps)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.eval(), tokenizer
+
+
+def train(model: Qwen2ForCausalLM, encoded: list[list[int]], steps: int, batch: int = 16) -> None:
+    """Plain next-token training, enough for lengths to look like the data's."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    draw = random.Random(0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (step + 1) / 20) * (1 - step / steps)
+        chosen = draw.sample(encoded, batch)
+        longest = max(map(len, chosen))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in chosen])
+        labels = torch.tensor([row + [-100] * (longest - len(row)) for row in chosen])
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 19:
+            print(f"training the benchmark's model: step {step + 1} of {steps}, loss {loss.item():.2f}", flush=True)
+
+
+def questions(count: int, shots: int) -> list[str]:
+    """Prompts with `shots` worked examples before the question."""
+    examples = [text(row) + "\n\n" for row in rows("train")[:200]]
+    draw = random.Random(1)
+    asked = rows("test")[:count]
+    return ["".join(draw.sample(examples, shots)) + f"Question: {row['question']}\nAnswer:" for row in asked]
+
+
+def by_generate(model: Any, tokenizer: Any, prompts: list[str], n: int, params: SamplingParams) -> int:
+    """Tokens written by `model.generate`, all prompts in one padded batch."""
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    with torch.no_grad():
+        out = model.generate(
+            **batch, do_sample=True, temperature=params.temperature, top_k=0, top_p=1.0, max_new_tokens=params.max_tokens,
+            num_return_sequences=n, pad_token_id=0,
+        )  # fmt: skip
+    new = out[:, batch["input_ids"].shape[1] :]
+    ended = (new == 0).int().argmax(-1)
+    return int(torch.where((new == 0).any(-1), ended + 1, new.shape[1]).sum())
+
+
+def by_sampler(sampler: Any, prompts: list[str], n: int, params: SamplingParams) -> int:
+    groups: list[Group] = list(sampler.sample(prompts, n, params))
+    return sum(completion.num_tokens for group in groups for completion in group.completions)
+
+
+def sides(options: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Callable[[int], int]]:
+    """What is compared: each takes a seed and returns how many tokens it wrote."""
+    prompts = questions(options.prompts, options.shots)
+    n = options.group
+    half = Qwen2ForCausalLM.from_pretrained(CACHE / f"qwen2-{options.size}-{options.steps}", dtype=torch.bfloat16).eval()
+    params = lambda seed: SamplingParams(max_tokens=options.max_tokens, seed=seed)
+    native = {dtype: NativeSampler(model, tokenizer, dtype=dtype) for dtype in ("bfloat16", "float32")}
+    plain = TransformersSampler(model, tokenizer)
+    return {
+        "native bf16": lambda seed: by_sampler(native["bfloat16"], prompts, n, params(seed)),
+        "native fp32": lambda seed: by_sampler(native["float32"], prompts, n, params(seed)),
+        "plain loop fp32": lambda seed: by_sampler(plain, prompts, n, params(seed)),
+        "generate fp32": lambda seed: by_generate(model, tokenizer, prompts, n, params(seed)),
+        "generate bf16": lambda seed: by_generate(half, tokenizer, prompts, n, params(seed)),
+    }
+
+
+def measure(runs: dict[str, Callable[[int], int]], repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds and tokens of each side; the sides take turns, after one warm-up each."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    tokens: dict[str, list[int]] = {name: [] for name in runs}
+    for seed in range(repeats + 1):
+        for name, run in runs.items():
+            torch.manual_seed(seed)
+            started = time.perf_counter()
+            written = run(seed)
+            if seed:
+                seconds[name].append(time.perf_counter() - started)
+                tokens[name].append(written)
+    return {
+        name: {"seconds": statistics.median(seconds[name]), "tokens": statistics.median(tokens[name])} for name in runs
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="10m")
+    parser.add_argument("--shots", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=120, help="training steps of the benchmark's model")
+    parser.add_argument("--only", nargs="*", help="sides to run")
+    options = parser.parse_args()
+    model, tokenizer = trained(options.size, options.steps)
+    runs = sides(options, model, tokenizer)
+    found = measure({name: runs[name] for name in options.only or runs}, options.repeats)
+    report(options, found)
+
+
+def report(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> None:
+    completions = options.prompts * options.group
+    generate = min((side["seconds"] for name, side in found.items() if name.startswith("generate")), default=None)
+    print(f"{'side':18}{'seconds':>9}{'completions/s':>15}{'tokens/s':>10}{'vs generate':>13}")
+    for name, side in found.items():
+        side["completions_per_second"] = completions / side["seconds"]
+        side["ratio"] = generate / side["seconds"] if generate else float("nan")
+        print(
+            f"{name:18}{side['seconds']:9.2f}{side['completions_per_second']:15.1f}"
+            f"{side['tokens'] / side['seconds']:10.0f}{side['ratio']:12.2f}x"
+        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    machine = {"threads": torch.get_num_threads(), "torch": torch.__version__, "peak_gib": round(peak, 2)}
+    print(json.dumps({"options": vars(options), "machine": machine, "sides": found}))
+
+
+if __name__ == "__main__":
+    main()
