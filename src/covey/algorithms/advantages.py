@@ -75,7 +75,8 @@ class GroupNormalized:
 
     `scale="batch"` divides by the deviation over all completions instead (Liu et al. 2025, "Tricks or Traps"), `"none"` does not
     divide (Dr. GRPO, Liu et al. 2025). `epsilon` is 1e-4 in TRL, 1e-6 in verl. A group of one by `singleton`: 0, or
-    `R / (1 + epsilon)`. `variance_floor` bounds the variance from below and replaces `epsilon` (verl's vectorized form).
+    `R / (1 + epsilon)`. `variance_floor` bounds the variance from below too (verl's vectorized
+    form).
     """
 
     scale: Literal["group", "batch", "none"] = "group"
@@ -94,7 +95,7 @@ class GroupNormalized:
                 _count(rewards) == 1, torch.ones_like(spread), spread
             )  # verl's unit for a group of one
         if self.variance_floor is not None:
-            return _known(apart / spread.square().clamp(min=self.variance_floor).sqrt())
+            spread = spread.square().clamp(min=self.variance_floor).sqrt()
         return _known(apart / (spread + self.epsilon))
 
 

@@ -54,7 +54,7 @@ class Correction:
         weight = self.bounded(tokens)
         if not self.normalize:
             return weight
-        return weight / (self._mean_of(tokens) if self.mean is None else self.mean)
+        return weight / (self.step_mean(tokens) if self.mean is None else self.mean)
 
     @property
     def is_stepwise(self) -> bool:
@@ -62,7 +62,7 @@ class Correction:
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> Correction:
         """With the mean of the whole step, where `normalize` needs it."""
-        return replace(self, mean=self._mean_of(tokens)) if self.normalize else self
+        return replace(self, mean=self.step_mean(tokens)) if self.normalize else self
 
     def raw(self, tokens: TokenBatch) -> Tensor:
         """[N, T] or [N, 1], `exp(e)` before bounds; a log-weight above 60 counts as 60."""
@@ -82,7 +82,8 @@ class Correction:
         low, high = (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
         return torch.where((weight < low) | (weight > high), 0.0, weight)
 
-    def _mean_of(self, tokens: TokenBatch) -> float:
+    def step_mean(self, tokens: TokenBatch) -> float:
+        """The mean weight over tokens that count, or over sequences that have any: what `normalize` divides by."""
         weight = self.bounded(tokens)
         counts = tokens.mask if self.level == "token" else tokens.mask.any(-1, keepdim=True)
         return (weight * counts).sum().item() / max(int(counts.sum()), 1) or 1.0
@@ -175,21 +176,21 @@ class OffPolicyMask:
 
 
 def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
-    """How far sampler and learner are apart, as verl measures it; over tokens that count, or rows that have any.
+    """How far sampler and learner are apart, as verl measures it; over tokens that count, or over all rows.
 
     `kl` is the mean of `-e`, `k3_kl` of `exp(e) - 1 - e`; `*_ppl` the mean over rows of `exp(-mean logp)`; `chi2_token` the mean of
     `exp(2e) - 1`, `chi2_seq` the mean over rows of `exp(2 sum e) - 1`.
     """
-    gap, rows = mismatch(tokens), tokens.mask.any(-1)
+    gap = mismatch(tokens)
     sampler = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp.nan_to_num(0.0)
     perplexity = lambda logp: (-tokens.per_sequence(logp)).exp().squeeze(-1)
     return {
         "kl": Mean.of(-gap, tokens.mask),
         "k3_kl": Mean.of(gap.exp() - 1 - gap, tokens.mask),
-        "training_ppl": Mean.of(perplexity(tokens.old_logp), rows),
-        "rollout_ppl": Mean.of(perplexity(sampler), rows),
+        "training_ppl": Mean.of(perplexity(tokens.old_logp)),
+        "rollout_ppl": Mean.of(perplexity(sampler)),
         "chi2_token": Mean.of((2 * gap).clamp(max=LIMIT).exp() - 1, tokens.mask),
-        "chi2_seq": Mean.of((2 * gap.sum(-1)).clamp(max=LIMIT).exp() - 1, rows),
+        "chi2_seq": Mean.of((2 * gap.sum(-1)).clamp(max=LIMIT).exp() - 1),
     }
 
 

@@ -137,7 +137,8 @@ class SAPO:
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         ratio = ratio_of(tokens, self.level, self.limit)
-        tau = torch.where(tokens.advantages > 0, self.positive, self.negative).to(ratio.dtype)
+        positive, negative = ratio.new_tensor(self.positive), ratio.new_tensor(self.negative)
+        tau = torch.where(tokens.advantages > 0, positive, negative)
         return -tokens.advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
 
 
@@ -181,6 +182,6 @@ class DPPO:
         else:
             rest, old_rest = (1 - p).clamp(min=1e-12), (1 - old_p).clamp(min=1e-12)
             distance = old_p * (old_logp - logp) + old_rest * (old_rest / rest).log()
-        bound = torch.where(tokens.advantages > 0, self.high, self.low)
+        bound = torch.where(tokens.advantages > 0, distance.new_tensor(self.high), distance.new_tensor(self.low))
         has_moved = torch.where(tokens.advantages > 0, p > old_p, p < old_p)
         return has_moved & (distance > bound)

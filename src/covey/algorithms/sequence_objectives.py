@@ -47,12 +47,13 @@ class GMPO:
         return prepared_fields(self, ("only", "correction"), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
-        """`clip_ratio/*`: tokens whose log-ratio is outside of `[-low, high]`, whatever the advantage; and by its sign."""
+        """`clip_ratio/*`: tokens that are clipped; and, by the advantage's sign, tokens outside of `[-low, high]` at all."""
         low, high = tokens.log_ratio < -self.low, tokens.log_ratio > self._high
+        is_good, is_bad = tokens.advantages > 0, tokens.advantages < 0
         return {
-            **clip_metrics(low, high, tokens),
-            "clip_ratio/positive_mean": (low | high) & (tokens.advantages > 0),
-            "clip_ratio/negative_mean": (low | high) & (tokens.advantages < 0),
+            **clip_metrics(low & is_bad, high & is_good, tokens),
+            "clip_ratio/positive_mean": (low | high) & is_good,
+            "clip_ratio/negative_mean": (low | high) & is_bad,
         }
 
     @property
@@ -98,8 +99,8 @@ class VESPO:
             total = total + torch.where(tokens.mask, log_weight, torch.zeros_like(log_weight)).sum(-1, keepdim=True)
         total = total.clamp(floor, ceiling)
         is_positive = tokens.advantages >= 0
-        k = torch.where(is_positive, self.k_positive, self.k_negative).to(total.dtype)
-        rate = torch.where(is_positive, self.lambda_positive, self.lambda_negative).to(total.dtype)
+        pick = lambda yes, no: torch.where(is_positive, total.new_tensor(yes), total.new_tensor(no))
+        k, rate = pick(self.k_positive, self.k_negative), pick(self.lambda_positive, self.lambda_negative)
         return (rate + k * total - rate * total.exp()).exp()
 
     @property
