@@ -196,8 +196,8 @@ def test_two_parts_merged_equal_one_softmax_over_both(part):
     bias = torch.zeros(rows, 30)
     bias[1, 3:9] = HIDDEN
     whole = (query @ keys.transpose(2, 3) * 0.3 + bias[:, None, None]).softmax(-1) @ values
-    first = part(query, keys[:, :, :11], values[:, :, :11], bias[:, :11], 0.3, None, 0)
-    second = part(query, keys[:, :, 11:], values[:, :, 11:], bias[:, 11:], 0.3, None, 2)
+    first = part(query, keys[:, :, :11], values[:, :, :11], bias[:, :11], 0.3, None)
+    second = part(query, keys[:, :, 11:], values[:, :, 11:], bias[:, 11:], 0.3, None)
     torch.testing.assert_close(merged(*first, *second), whole)
 
 

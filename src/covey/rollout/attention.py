@@ -75,16 +75,17 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: flo
     return torch.matmul(weights, value).transpose(1, 2)
 
 
-Part = Callable[[Tensor, Tensor, Tensor, Tensor, float, "float | None", int], "tuple[Tensor, Tensor]"]
-"""(query [B, H, Q, D], key, value [B, H, K, D], bias [B, K], scale, softcap, a visible key) -> [B, H, Q, D], lse [B, H, Q]"""
+Part = Callable[[Tensor, Tensor, Tensor, Tensor, float, "float | None"], "tuple[Tensor, Tensor]"]
+"""(query [B, H, Q, D], key, value [B, H, K, D], bias [B, K], scale, softcap) -> [B, H, Q, D] and log-sum-exp [B, H, Q]"""
 
 
 def by_products(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, visible: int
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention of one part and its log-sum-exp, by two batched products.
 
-    `visible` is a key that every query may see: the log-sum-exp is its score minus its log-weight, one number a query.
+    The log-sum-exp is the highest score minus the log of its weight, which is at least one over the number of keys.
+    (`exp` of a log-softmax would be slow: on a CPU it takes five times as long where it underflows, as for hidden keys.)
     """
     batch, heads, queries, width = query.shape
     wide = bias[:, None, None].expand(batch, heads, 1, -1).reshape(batch * heads, 1, -1)
@@ -93,9 +94,9 @@ def by_products(
         scores = torch.baddbmm(wide, _flat(query), keys, alpha=scale)  # [B * H, Q, K]
     else:
         scores = (torch.bmm(_flat(query), keys) * (scale / softcap)).tanh() * softcap + wide
-    logp = scores.log_softmax(-1, dtype=torch.float32)
-    lse = scores[..., visible].float() - logp[..., visible]
-    out = torch.bmm(logp.exp_().to(value.dtype), _flat(value))
+    weights = scores.softmax(-1, dtype=torch.float32)
+    lse = scores.amax(-1).float() - weights.amax(-1).log()
+    out = torch.bmm(weights.to(value.dtype), _flat(value))
     return out.view(batch, heads, queries, width), lse.view(batch, heads, queries)
 
 
@@ -105,11 +106,11 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def by_flash(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, visible: int
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """The same in one call of torch's CPU kernel, which gives the log-sum-exp as well."""
     if softcap is not None:
-        return by_products(query, key, value, bias, scale, softcap, visible)
+        return by_products(query, key, value, bias, scale, softcap)
     mask = bias[:, None, None]  # [B, 1, 1, K]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=mask, scale=scale
@@ -141,18 +142,18 @@ class Places:
     members: Tensor
     """[P, Gmax] int64, rows of each prompt, padded with row 0."""
     back: Tensor
-    """[R] int64, where row r is in the flattened members."""
+    """[R] int64, where row r is in the flattened members; 0 for a row that belongs to none."""
     is_regular: bool
     """The rows lie in the order of `members` without padding: no gathering is needed."""
 
     @staticmethod
-    def of(owners: list[int], num_prompts: int, device: torch.device) -> Places:
-        """From the prompt of each row."""
+    def of(owners: list[int], num_prompts: int, device: torch.device, num_rows: int | None = None) -> Places:
+        """From the prompt of each row. Rows beyond them, up to `num_rows`, belong to none and get anything."""
         members: list[list[int]] = [[] for _ in range(num_prompts)]
         for row, owner in enumerate(owners):
             members[owner].append(row)
         size = max(map(len, members), default=0)
-        back = [0] * len(owners)
+        back = [0] * max(len(owners), num_rows or 0)
         for p, rows in enumerate(members):
             for g, row in enumerate(rows):
                 back[row] = p * size + g

@@ -29,6 +29,12 @@ class LayerShape:
         return 2 * self.heads * self.width * dtype.itemsize
 
 
+def padded_rows(rows: int) -> int:
+    """Rows to compute for this many: a new number of rows costs oneDNN about 3 ms of building kernels, so few numbers occur."""
+    block = 1 if rows <= 2 else 4 if rows <= 16 else 8
+    return -(-rows // block) * block
+
+
 def rounded(tokens: int) -> int:
     """The next multiple of `STEP`."""
     return -(-max(tokens, 1) // STEP) * STEP
@@ -55,6 +61,11 @@ class KeyValues:
     @property
     def num_rows(self) -> int:
         return len(self.starts)
+
+    @property
+    def num_computed(self) -> int:
+        """Rows that a decode step computes: those in flight and some more, whose results mean nothing."""
+        return padded_rows(self.num_rows)
 
     # -- prompts and rows come and go -------------------------------------------------------------------------------
 
@@ -87,9 +98,9 @@ class KeyValues:
         columns = rounded(used + max(STEP, used // 8))
         for i, layer in enumerate(self.layers):
             held = self.suffix[i][:, :old, :, first : self.clock]
-            self.suffix[i] = self._zeros(layer, self.num_rows, columns)
+            self.suffix[i] = self._zeros(layer, self.num_computed, columns)
             self.suffix[i][:, :old, :, :used] = held
-        bias = torch.full((self.num_rows, columns), HIDDEN, device=self.device, dtype=self.dtype)
+        bias = torch.full((self.num_computed, columns), HIDDEN, device=self.device, dtype=self.dtype)
         bias[:old, :used] = self.suffix_bias[:old, first : self.clock]
         self.suffix_bias = bias
         self.starts = [start - first for start in self.starts]
@@ -116,11 +127,7 @@ class KeyValues:
 
     def arrange(self, owners: list[int]) -> None:
         """Say which prompt slot each row belongs to, after any change."""
-        self.places = Places.of(owners, len(self.prompt_lengths), self.device)
-        self.has_empty_prefix = 0 in self.prompt_lengths
-        if self.has_empty_prefix:
-            lengths = torch.tensor(self.prompt_lengths, device=self.device)
-            self.empty_prefix = torch.where(lengths > 0, 0.0, -torch.inf)[:, None, None]  # [P, 1, 1]
+        self.places = Places.of(owners, len(self.prompt_lengths), self.device, self.num_computed)
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -128,7 +135,7 @@ class KeyValues:
         """A column for the keys of this decode step."""
         if self.clock >= self.suffix_bias.shape[1]:
             self._resize(self.num_rows)
-        self.suffix_bias[: self.num_rows, self.clock] = 0.0
+        self.suffix_bias[:, self.clock] = 0.0
 
     def end_step(self) -> None:
         self.clock += 1
@@ -137,18 +144,16 @@ class KeyValues:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         """[R, Hq, D] of one new token a row: `query` [R, Hq, D], `key` and `value` [R, Hkv, D]."""
-        rows, (heads, width) = self.num_rows, key.shape[1:]
+        rows, heads, width = key.shape
         repeats = query.shape[1] // heads
         keys, values = self.suffix[layer][0, :rows], self.suffix[layer][1, :rows]
         keys[:, :, self.clock], values[:, :, self.clock] = key, value
         query = query.view(rows, heads, repeats, width)
-        own, own_lse = self.part(query, keys, values, self.suffix_bias[:rows], scale, softcap, self.clock)
+        own, own_lse = self.part(query, keys, values, self.suffix_bias[:rows], scale, softcap)
         prefix = self.prefix[layer]
         shared, shared_lse = self.part(
-            self.places.gather(query), prefix[0], prefix[1], self.prefix_bias, scale, softcap, 0
+            self.places.gather(query), prefix[0], prefix[1], self.prefix_bias, scale, softcap
         )
-        if self.has_empty_prefix:
-            shared_lse = shared_lse + self.empty_prefix
         shared, shared_lse = self.places.scatter(shared, repeats), self.places.scatter(shared_lse, repeats)
         return merged(shared, shared_lse, own, own_lse).to(self.dtype).view(rows, -1, width)
 

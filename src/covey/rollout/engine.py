@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError
-from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
+from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.forward import Forward, ModulesForward, verify
 from covey.rollout.mode import evaluating, unwrapped
 from covey.rollout.packed import CopyForward, PackedForward, has_bfloat16
@@ -171,7 +171,7 @@ class _Flight:
         seats = max(1, min(len(jobs), sampler.max_rows // n)) * n
         longest = max(job.limit for job in jobs)
         self.free_seats = list(range(seats))[::-1]
-        self.rows = torch.zeros(6, seats, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(6, padded_rows(seats), dtype=torch.int64, device=device)
         self.num_rows = 0
         self.tokens = torch.zeros(seats, longest, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(seats, longest, device=device)
@@ -261,9 +261,9 @@ class _Flight:
 
     def _step(self) -> list[Group]:
         """One more token for every row. Returns the groups that are finished by it."""
-        rows = self.rows[:, : self.num_rows]
+        rows, computed = self.rows[:, : self.num_rows], self.rows[:, : self.cache.num_computed]
         self.cache.begin_step()
-        logits = self.forward.decode(rows[TOKEN], rows[POSITION], Decode(self.cache))
+        logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache))[: self.num_rows]
         self.cache.end_step()
         seat, written = rows[SEAT], rows[WRITTEN]
         seen = None if self.seen is None else self.seen[: self.num_rows]
@@ -307,6 +307,7 @@ class _Flight:
             self.rows[:, holes] = self.rows[:, movers]
             if self.seen is not None:
                 self.seen[holes] = self.seen[movers]
+        self.rows[:, left : self.num_rows] = 0  # rows that are computed in vain must still be valid
         self.cache.drop_rows(holes, movers, left)
         self.num_rows = left
         self._arrange()
