@@ -108,7 +108,7 @@ class NormalizeThenSum:
     """
 
     epsilon: float = 1e-4
-    exempt: ClassVar[tuple[str, ...]] = ("tied_groups", "unscored_siblings")
+    exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = scores.per_function.transpose(-1, -2)  # [P, R, G]
@@ -136,7 +136,7 @@ class LeaveOneOut:
 
     @property
     def exempt(self) -> tuple[str, ...]:
-        return ("tied_groups", "unscored_siblings") if self.whiten else ()
+        return ("tied_groups",) if self.whiten else ()
 
     def __call__(self, scores: Scores) -> Tensor:
         if self.clip is not None:
@@ -203,7 +203,6 @@ class GPG:
     """
 
     singleton: Singleton = "zero"
-    exempt: ClassVar[tuple[str, ...]] = ("unscored_siblings",)
 
     def __call__(self, scores: Scores) -> Tensor:
         rewards = sequence_rewards(scores)

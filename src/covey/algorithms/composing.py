@@ -1,7 +1,8 @@
 """What parts of an algorithm may offer beside being called, and how the library uses it.
 
 A part may have `metrics(tokens) -> {name: [N, T], [N, 1] or a Metric}`, `prepare(tokens, totals) -> part` where it needs
-statistics of the whole optimizer step, and `needs`, names of what it reads (see `Needs`).
+statistics of the whole optimizer step, `needs`, names of what it reads (see `Needs`), and `exempt`, names of invariants that
+its definition breaks on purpose (see `check.py`).
 """
 
 from __future__ import annotations

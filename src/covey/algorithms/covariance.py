@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class ClipCov:
     lower: float = 1.0
     upper: float = 5.0
     measured: Covariance | None = None
+    exempt: ClassVar[tuple[str, ...]] = ("policy_gradient",)
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         plain, clipped = self._branches(tokens)
@@ -92,6 +94,7 @@ class KLCov:
     share: float = 2e-4
     coefficient: float = 1.0
     measured: Covariance | None = None
+    exempt: ClassVar[tuple[str, ...]] = ("zero_advantage",)
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         loss = -tokens.advantages * ratio_of(tokens)

@@ -7,7 +7,7 @@ ratio is that of the token, the sequence's geometric mean, or the sequence's pro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ class DPPO:
 
     low: float = 0.2
     high: float = 0.2
-    measure: str = "tv"
+    measure: Literal["tv", "kl"] = "tv"
     ceiling: float = 20.0
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from covey.algorithms.advantages import GPG, OPO, GroupNormalized, LeaveOneOut, Shaped, SoftOverlong
 from covey.algorithms.aggregation import Constant, RowMean, SequenceMean, SequenceSum, batch_token_mean, token_mean
@@ -32,7 +32,7 @@ def grpo(
     *,
     low: float = 0.2,
     high: float | None = None,
-    scale: str = "group",
+    scale: Literal["group", "batch", "none"] = "group",
     kl: KLOption = 0.04,
     reference: ReferenceRule = keep,
     correction: Weight | None = DEFAULT_CORRECTION,
@@ -41,8 +41,7 @@ def grpo(
 
     KL of 0.04 to the reference model in the loss. Shao et al. 2024, "DeepSeekMath".
     """
-    advantage = GroupNormalized(scale=scale)  # type: ignore[arg-type]  # checked when it is called
-    return _made("grpo", advantage, Clipped(low, high), SequenceMean(), kl, reference, correction)
+    return _made("grpo", GroupNormalized(scale=scale), Clipped(low, high), SequenceMean(), kl, reference, correction)
 
 
 def dapo(
@@ -161,15 +160,15 @@ def sapo(
 
 def luspo(
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
+    low: float = 2e-3,
+    high: float = 2.5e-3,
     kl: KLOption = None,
     reference: ReferenceRule = keep,
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """GSPO with each sequence's loss times its length, which takes away the pull towards short answers.
 
-    arXiv 2602.05261, "LUSPO"; the clip range of GSPO.
+    arXiv 2602.05261, "LUSPO", section 5.1.
     """
     objective = Clipped(low, high, level="sequence")
     return _made("luspo", GroupNormalized(), objective, SequenceSum(), _level(kl), reference, correction)
@@ -195,19 +194,20 @@ def vespo(
 
 def dppo(
     *,
-    low: float = 0.2,
-    high: float = 0.2,
-    measure: str = "tv",
+    measure: Literal["tv", "kl"] = "tv",
+    low: float | None = None,
+    high: float | None = None,
     kl: KLOption = None,
     reference: ReferenceRule = keep,
 ) -> Algorithm:
     """A trust region on how much a token's probability moved, by total variation ("tv") or "kl". Qi et al. 2026, "DPPO".
 
-    The old policy is the sampler itself, so there is no correction. The advantage is the group's, without a division by its
-    deviation.
+    Bounds of 0.2 for "tv" and 0.05 for "kl", which prime-rl and SkyRL use. The old policy is the sampler itself, so there is no
+    correction.
     """
-    advantage = GroupNormalized(scale="none")
-    return _made("dppo", advantage, DPPO(low, high, measure), token_mean, kl, reference, None)
+    bound = {"tv": 0.2, "kl": 0.05}[measure]
+    objective = DPPO(bound if low is None else low, bound if high is None else high, measure)
+    return _made("dppo", GroupNormalized(), objective, token_mean, kl, reference, None)
 
 
 def rloo(

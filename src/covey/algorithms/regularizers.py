@@ -60,7 +60,6 @@ class EntropyBonus:
     scale: float | None = None
     """Tokens that count per token that `only` selects, once `prepare` has counted the step."""
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
-    keeps_policy_gradient: ClassVar[bool] = False
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         bonus = -current(self.coefficient) * entropy_of(tokens)

@@ -39,6 +39,14 @@ class GMPO:
         return -(advantage if is_row else self._mean(advantage, tokens)) * log_mean.clamp(max=60.0).exp()
 
     @property
+    def exempt(self) -> tuple[str, ...]:
+        return () if self.only is None else ("policy_gradient",)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*getattr(self.only, "needs", ()), *getattr(self.correction, "needs", ()))
+
+    @property
     def is_stepwise(self) -> bool:
         return needs_whole_step(self.only) or needs_whole_step(self.correction)
 
@@ -85,7 +93,7 @@ class VESPO:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return () if self.correction is None else ("sampler_logp",)
+        return tuple(getattr(self.correction, "needs", ()))
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return -self.weight(tokens) * tokens.advantages * tokens.logp

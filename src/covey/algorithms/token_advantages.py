@@ -96,7 +96,7 @@ class ReinforcePlusPlus:
     baseline: bool = False
     keeps_single: bool = False
     across_gaps: bool = True
-    exempt: ClassVar[tuple[str, ...]] = ("tied_groups", "unscored_siblings")
+    exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
 
     def __call__(self, scores: Scores) -> Tensor:
         mask = _scored(scores)
@@ -145,7 +145,7 @@ class GAE:
     lam: float = 0.95
     whitens: bool = True
     needs: ClassVar[tuple[str, ...]] = ("values",)
-    exempt: ClassVar[tuple[str, ...]] = ("tied_groups", "unscored_siblings")
+    exempt: ClassVar[tuple[str, ...]] = ("tied_groups",)
 
     def __call__(self, scores: Scores) -> Tensor:
         raw = self._raw(scores)

@@ -1,0 +1,218 @@
+"""What every preset and every component keeps, whatever its formula: a new one is tested on the day it is born."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from covey import algorithms as alg
+from covey import testing
+from covey.algorithms.check import step_gradients
+from covey.algorithms.samples import made_scores, made_tokens
+from covey.types import TokenBatch, Totals
+
+PRESETS = {name: preset() for name, preset in alg.PRESETS.items()}
+OPTIONS = {
+    f"{loss_type}/{level}": alg.from_options(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=0.04,
+        top_entropy_quantile=0.6,
+        off_policy_mask_threshold=0.05,
+        entropy_coef=0.01,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=1.1,
+    )
+    for loss_type, level in itertools.product(
+        ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"), ("token", "sequence")
+    )
+}
+AGGREGATES = (
+    alg.token_mean,
+    alg.batch_token_mean,
+    alg.prompt_mean,
+    alg.SequenceMean(),
+    alg.SequenceMean("nonempty", 1e-8),
+)
+AGGREGATES += (alg.SequenceSum(), alg.SequenceSum("nonempty"), alg.RowMean(), alg.Constant(), alg.Constant(8.0, False))
+OBJECTIVES = (
+    alg.policy_gradient,
+    alg.Clipped(0.2, 0.28, delta=1.5, dual=3.0),
+    alg.Clipped(0.02, 0.03, level="sequence"),
+    alg.Clipped(level="product", limit=20.0),
+    alg.GSPOToken(0.02, 0.03),
+    alg.GMPO(0.2, only=alg.TopEntropy(0.5), correction=alg.Correction()),
+    alg.CISPO(1.2, 0.8),
+    alg.SAPO(2.0, 3.0),
+    alg.VESPO(correction=alg.Correction("token", "truncate", 1.2)),
+    alg.DPPO(0.05, 0.05),
+    alg.DPPO(0.01, 0.01, "kl"),
+    alg.ClipCov(share=0.1, lower=0.01, upper=9.0),
+    alg.KLCov(share=0.2),
+)
+ADVANTAGES = (
+    alg.GroupNormalized(),
+    alg.GroupNormalized("batch"),
+    alg.GroupNormalized("none"),
+    alg.GroupNormalized(epsilon=1e-6, singleton="keep"),
+    alg.NormalizeThenSum(),
+    alg.LeaveOneOut(),
+    alg.LeaveOneOut(clip=(-0.5, 0.5), whiten=True),
+    alg.PassAtK(),
+    alg.OPO(),
+    alg.GPG(),
+    alg.MaxRL(),
+    alg.ReinforcePlusPlus(),
+    alg.ReinforcePlusPlus(baseline=True),
+    alg.ReMax(),
+    alg.GAE(),
+    alg.GAE(whitens=False),
+    alg.Shaped(alg.GroupNormalized(), (alg.SoftOverlong(6, 3), alg.LengthPenalty())),
+)
+WEIGHTS = (
+    alg.Correction(),
+    alg.Correction("token", "truncate", 1.1, 0.9, normalize=True),
+    alg.Correction("sequence", "truncate", 1.1, normalize=True),
+    alg.OffPolicyMask(0.02),
+    alg.TopEntropy(0.3),
+    *(
+        alg.Rejection(f"{level}_{k}", 1.2)
+        for level in ("token", "seq_sum", "seq_mean", "seq_max")
+        for k in ("k1", "k2", "k3")
+    ),
+)
+SPLITS = ((6, 6), (1,) * 12, (5, 4, 3), (11, 1))
+by_name = lambda part: getattr(part, "__name__", None) or repr(part)[:60]
+
+
+def apart(a, b):
+    """Largest difference of gradients, relative to the largest of them."""
+    names = ("logp", "entropy", "values")
+    size = max(a[name].abs().max().item() for name in names)
+    return max((a[name] - b[name]).abs().max().item() for name in names) / max(size, 1e-30)
+
+
+@pytest.mark.parametrize("algorithm", [*PRESETS.values(), *OPTIONS.values()], ids=[*PRESETS, *OPTIONS])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5)], ids=["float64", "float32"])
+def test_splitting_a_step_does_not_change_the_gradient(algorithm, dtype, tolerance):
+    tokens = made_tokens(dtype=dtype, seed=3)
+    whole = step_gradients(algorithm, tokens)
+    assert whole["logp"].abs().max() > 0
+    for sizes in SPLITS:
+        assert apart(whole, step_gradients(algorithm, tokens, sizes)) <= tolerance
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES, ids=by_name)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=by_name)
+def test_every_objective_with_every_aggregate_ignores_split_order_and_padding(objective, aggregate):
+    algorithm = alg.Algorithm(objective=objective, aggregate=aggregate, kl=alg.KL(unbiased=True))
+    tokens = made_tokens(seed=5)
+    whole = step_gradients(algorithm, tokens)
+    assert apart(whole, step_gradients(algorithm, tokens, (5, 1, 6))) <= 1e-6
+    order = torch.randperm(12)
+    moved = step_gradients(algorithm, TokenBatch(**{name: x[order] for name, x in tokens.tensors().items()}))
+    back = {name: x if name == "loss" else x[order.argsort()] for name, x in moved.items()}
+    assert apart(whole, back) <= 1e-6
+    wide = {
+        name: x if x.ndim == 1 or x.shape[1] == 1 else torch.nn.functional.pad(x, (0, 9))
+        for name, x in tokens.tensors().items()
+    }
+    padded = step_gradients(algorithm, TokenBatch(**wide))
+    assert apart(whole, {name: x if name == "loss" else x[:, :7] for name, x in padded.items()}) <= 1e-6
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_part_of_a_preset_passes_its_check(name):
+    preset = PRESETS[name]
+    testing.check_advantage(preset.advantage)
+    testing.check_objective(preset.objective)
+    testing.check_aggregate(preset.aggregate)
+    testing.check_reference(preset.reference)
+    for weight in preset.weights:
+        testing.check_weight(weight)
+    if preset.kl is not None:
+        testing.check_kl(preset.kl)
+    if preset.critic is not None:
+        testing.check_critic(preset.critic)
+
+
+@pytest.mark.parametrize("part", OBJECTIVES, ids=by_name)
+def test_every_objective_passes_its_check(part):
+    testing.check_objective(part)
+
+
+@pytest.mark.parametrize("part", ADVANTAGES, ids=by_name)
+def test_every_advantage_passes_its_check(part):
+    testing.check_advantage(part)
+
+
+@pytest.mark.parametrize("part", WEIGHTS, ids=by_name)
+def test_every_weight_passes_its_check(part):
+    testing.check_weight(part)
+
+
+@pytest.mark.parametrize("name", alg.ESTIMATORS)
+def test_every_kl_estimator_passes_its_check(name):
+    testing.check_kl(alg.ESTIMATORS[name])
+
+
+@pytest.mark.parametrize("part", [alg.EntropyBonus(), alg.EntropyBonus(only=alg.TopEntropy(0.3))], ids=by_name)
+def test_every_regularizer_passes_its_check(part):
+    testing.check_regularizer(part)
+
+
+@pytest.mark.parametrize("part", [alg.keep, alg.Every(2), alg.EMA(0.9), alg.WhenFar()], ids=by_name)
+def test_every_reference_rule_passes_its_check(part):
+    testing.check_reference(part)
+
+
+@pytest.mark.parametrize("part", [alg.AdaptiveKL(0.05), alg.AdaptiveEntropy(start=0.01)], ids=by_name)
+def test_every_controller_passes_its_check(part):
+    testing.check_controller(part)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_on_policy_the_gradient_is_the_policy_gradient_of_the_same_aggregate(name):
+    """Each token's gradient is that of -A logp under the preset's own aggregate."""
+    preset = dataclasses.replace(PRESETS[name], kl=None)
+    tokens = made_tokens(drift=0.0)
+    found = step_gradients(preset, tokens)["logp"]
+    plain = dataclasses.replace(preset, objective=alg.policy_gradient)
+    if name == "rloo":
+        plain = dataclasses.replace(
+            plain, aggregate=alg.SequenceSum()
+        )  # one action a completion: log-probabilities add
+    assert torch.allclose(found, step_gradients(plain, tokens)["logp"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_on_policy_the_ratio_is_exactly_one(name):
+    tokens = made_tokens(drift=0.0, dtype=torch.float32)
+    assert bool((tokens.ratio == 1.0).all())
+    metrics = PRESETS[name].metrics(tokens, Totals.of(tokens.mask, tokens.group, 16))
+    assert metrics["approx_kl"].value == 0.0
+    assert all(metric.value == 0.0 for key, metric in metrics.items() if key.startswith("clip_ratio/"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("value", [0.1, 0.35, 0.95])
+def test_tied_groups_teach_exactly_nothing_in_float32(name, value):
+    advantage = PRESETS[name].advantage
+    if "tied_groups" in getattr(advantage, "exempt", ()):
+        pytest.skip("does not compare within the group")
+    for size in range(2, 17):
+        rewards = torch.full((3, size, 1), value, dtype=torch.float32)
+        judged, _ = PRESETS[name].judge(made_scores(rewards, dtype=torch.float32))
+        assert not judged.any()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_micro_batch_metrics_merge_to_those_of_the_step(name):
+    preset, tokens = PRESETS[name], made_tokens(seed=2)
+    totals = Totals.of(tokens.mask, tokens.group, 16)
+    whole = preset.metrics(tokens, totals)
+    first, second = preset.metrics(tokens.rows(0, 5), totals), preset.metrics(tokens.rows(5, 12), totals)
+    assert set(whole) == set(first)
+    for key, metric in whole.items():
+        assert (first[key] + second[key]).value == pytest.approx(metric.value, rel=1e-9, abs=1e-12, nan_ok=True)
