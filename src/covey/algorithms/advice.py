@@ -1,0 +1,125 @@
+"""Values far from what is known to work get one sentence with its source. Never an error: the user may know better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SMALL_MODEL = 100_000_000
+"""Below this many parameters the learning rates that papers found for billions say little."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One remark on one option."""
+
+    option: str
+    said: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.said} ({self.source})"
+
+
+def advise(
+    *,
+    learning_rate: float | None = None,
+    num_generations: int | None = None,
+    beta: float | None = None,
+    epsilon: float | None = None,
+    epsilon_high: float | None = None,
+    loss_type: str | None = None,
+    importance_sampling_level: str = "token",
+    scale_rewards: str | bool = "group",
+    temperature: float | None = None,
+    num_iterations: int | None = None,
+    is_lora: bool = False,
+    num_parameters: int | None = None,
+) -> list[Advice]:
+    """Remarks on options by TRL's names; None is not looked at. `num_parameters` of the model keeps advice for large models
+    away from small ones. Values in the known range give an empty list.
+    """
+    found: list[Advice] = []
+    if learning_rate is not None and (num_parameters is None or num_parameters >= SMALL_MODEL):
+        found += _learning_rate(learning_rate, is_lora)
+    if num_generations is not None:
+        found += _group_size(num_generations, scale_rewards)
+    if beta is not None:
+        found += _beta(beta)
+    if epsilon is not None:
+        high = epsilon if epsilon_high is None else epsilon_high
+        found += _cispo(high) if loss_type == "cispo" else _clip(epsilon, high, importance_sampling_level, loss_type)
+    if temperature is not None and temperature < 0.6:
+        said = f"temperature={temperature:g} makes completions of a prompt alike, so that most groups are tied; 1.0 is usual."
+        found.append(Advice("temperature", said, "TRL's default is 1.0; so is verl's"))
+    if num_iterations is not None and num_iterations > 4:
+        said = f"num_iterations={num_iterations} trains on each completion far off-policy; 1 to 4 are usual."
+        found.append(
+            Advice(
+                "num_iterations",
+                said,
+                "DeepSeekMath 2024, section 4.2: a single update following each exploration stage",
+            )
+        )
+    return found
+
+
+def _learning_rate(value: float, is_lora: bool) -> Iterator[Advice]:
+    if is_lora and value < 3e-6:
+        said = (
+            f"learning_rate={value:g} is low for LoRA, which learns best at about ten times the rate of full training."
+        )
+        yield Advice("learning_rate", said, "Schulman et al. 2025, 'LoRA Without Regret'")
+    if is_lora and value > 1e-3:
+        said = f"learning_rate={value:g} is high even for LoRA; 1e-5 to 2e-4 are usual in reinforcement learning."
+        yield Advice("learning_rate", said, "Schulman et al. 2025, 'LoRA Without Regret'")
+    if not is_lora and value > 1e-5:
+        said = (
+            f"learning_rate={value:g} is high for training all weights, where reinforcement learning uses 1e-6 to 3e-6."
+        )
+        yield Advice("learning_rate", said, "DeepSeekMath 2024 and DAPO 2025 use 1e-6, DeepSeek-R1 2025 3e-6")
+    if not is_lora and value < 1e-7:
+        said = (
+            f"learning_rate={value:g} is so low that hardly anything moves; reinforcement learning uses 1e-6 to 3e-6."
+        )
+        yield Advice("learning_rate", said, "DeepSeekMath 2024 and DAPO 2025 use 1e-6")
+
+
+def _group_size(size: int, scale_rewards: str | bool) -> Iterator[Advice]:
+    if size == 2 and scale_rewards in ("group", True):
+        said = (
+            "num_generations=2 with scale_rewards='group' gives advantages of +-0.7 however far apart the rewards are."
+        )
+        yield Advice("num_generations", said, "(r - mean) / deviation of two values is always +-1/sqrt(2)")
+    elif size < 4:
+        said = f"num_generations={size} makes a noisy baseline, and many groups tied; 8 to 64 are usual."
+        yield Advice("num_generations", said, "TRL's default is 8, DAPO 2025 uses 16, DeepSeekMath 2024 64")
+
+
+def _beta(beta: float) -> Iterator[Advice]:
+    if beta > 0.2:
+        said = (
+            f"beta={beta:g} holds the policy close to the reference; 0 to 0.04 are usual where rewards are verifiable."
+        )
+        yield Advice("beta", said, "DAPO 2025 uses 0, DeepSeek-R1 2025 0.001, DeepSeekMath 2024 0.04")
+
+
+def _cispo(ceiling: float) -> Iterator[Advice]:
+    if ceiling < 1.0:
+        said = f"With cispo, epsilon_high={ceiling:g} is the ceiling of the ratio itself, so every gradient is scaled down; take 5."
+        yield Advice("epsilon_high", said, "TRL 1.16's definition; 5.0 in ScaleRL, Khatri et al. 2025")
+
+
+def _clip(low: float, high: float, level: str, loss_type: str | None) -> Iterator[Advice]:
+    if loss_type in ("sapo", "vespo"):
+        return
+    widest = max(low, high)
+    if level == "sequence" and widest > 0.02:
+        said = (
+            f"epsilon={widest:g} hardly ever clips a sequence-level ratio, which is a mean over tokens and stays very near 1; "
+            "take epsilon=3e-4, epsilon_high=4e-4."
+        )
+        yield Advice("epsilon", said, "GSPO, Zheng et al. 2025, section 5.1")
+    if level == "token" and widest < 0.01:
+        said = f"epsilon={widest:g} clips nearly every token off-policy; 0.2 is usual for token-level ratios."
+        yield Advice("epsilon", said, "PPO, Schulman et al. 2017, table 1; DAPO 2025 0.2 and 0.28")
