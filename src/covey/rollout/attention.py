@@ -60,19 +60,47 @@ def attention_forward(
     return batch.attend(module.layer_idx, query, key, value, scale, options.get("softcap")), None
 
 
+QUERY_BLOCK = 128
+"""Queries of a prompt that are computed together; keys after the block are skipped."""
+
+
 def causal(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[A, L, Hq, D], each token attending to itself and those before it; padding on the right is never seen."""
+    """[A, L, Hq, D], each token attending to itself and those before it; padding on the right is never seen.
+
+    On a CPU in bfloat16 our products take half the time of torch's kernel (measured at 8 prompts of 900 tokens).
+    """
+    is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    if softcap is not None or is_slow:
+        return _causal_by_blocks(query, key, value, scale, softcap)
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return out.transpose(1, 2)
+
+
+def _causal_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> Tensor:
+    prompts, heads, length, width = query.shape
+    key_heads = key.shape[1]
+    grouped = query.reshape(prompts * key_heads, heads // key_heads, length, width)
+    keys, values = _flat(key).transpose(1, 2), _flat(value)
+    out = []
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        hidden = torch.full((stop - start, stop), HIDDEN, device=query.device, dtype=query.dtype).triu(start + 1)
+        bias = hidden.repeat(heads // key_heads, 1)[None].expand(len(grouped), -1, -1)
+        block = grouped[:, :, start:stop].reshape(len(grouped), -1, width)
+        weights = _scores(block, keys[..., :stop], bias, scale, softcap).softmax(-1, dtype=torch.float32)
+        part = torch.bmm(weights.to(value.dtype), values[:, :stop])
+        out.append(part.view(prompts, heads, stop - start, width))
+    return torch.cat(out, 2).transpose(1, 2)
+
+
+def _scores(query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """[B, Q, K] from `query` [B, Q, D], `keys` [B, D, K] and what is added, [B, Q or 1, K]."""
     if softcap is None:
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-        return out.transpose(1, 2)
-    length = query.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    scores = (torch.matmul(query, key.transpose(2, 3)).float() * scale / softcap).tanh() * softcap
-    weights = scores.masked_fill(future, HIDDEN).softmax(-1).to(value.dtype)
-    return torch.matmul(weights, value).transpose(1, 2)
+        return torch.baddbmm(bias, query, keys, alpha=scale)
+    return (torch.bmm(query, keys) * (scale / softcap)).tanh() * softcap + bias
 
 
 Part = Callable[[Tensor, Tensor, Tensor, Tensor, float, "float | None"], "tuple[Tensor, Tensor]"]
@@ -89,11 +117,7 @@ def by_products(
     """
     batch, heads, queries, width = query.shape
     wide = bias[:, None, None].expand(batch, heads, 1, -1).reshape(batch * heads, 1, -1)
-    keys = _flat(key).transpose(1, 2)
-    if softcap is None:
-        scores = torch.baddbmm(wide, _flat(query), keys, alpha=scale)  # [B * H, Q, K]
-    else:
-        scores = (torch.bmm(_flat(query), keys) * (scale / softcap)).tanh() * softcap + wide
+    scores = _scores(_flat(query), _flat(key).transpose(1, 2), wide, scale, softcap)  # [B * H, Q, K]
     weights = scores.softmax(-1, dtype=torch.float32)
     lse = scores.amax(-1).float() - weights.amax(-1).log()
     out = torch.bmm(weights.to(value.dtype), _flat(value))

@@ -250,6 +250,8 @@ class _Flight:
         longest = max(map(len, prompts))
         if not longest:
             return
+        room = context_of(unwrapped(self.sampler.model)) or rounded(longest)
+        longest = min(rounded(longest), room)  # whole blocks are faster, and shapes repeat
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)  # [A, L]
         for a, prompt in enumerate(prompts):
             ids[a, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
