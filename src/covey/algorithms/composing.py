@@ -1,8 +1,9 @@
 """What parts of an algorithm may offer beside being called, and how the library uses it.
 
 A part may have `metrics(tokens) -> {name: [N, T], [N, 1] or a Metric}`, `prepare(tokens, totals) -> part` where it needs
-statistics of the whole optimizer step, `needs`, names of what it reads (see `Needs`), and `exempt`, names of invariants that
-its definition breaks on purpose (see `check.py`).
+statistics of the whole optimizer step, `needs`, names of what it reads (see `Needs`), `exempt`, names of invariants that its
+definition breaks on purpose (see `check.py`), and, for an objective, `scales_with_advantage = True` where a zero advantage
+leaves neither value nor gradient, so that the learner may skip the backward of such completions.
 """
 
 from __future__ import annotations

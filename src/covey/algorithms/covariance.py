@@ -54,6 +54,7 @@ class ClipCov:
     upper: float = 5.0
     measured: Covariance | None = None
     exempt: ClassVar[tuple[str, ...]] = ("policy_gradient",)
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         plain, clipped = self._branches(tokens)

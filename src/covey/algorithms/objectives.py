@@ -22,6 +22,9 @@ def policy_gradient(tokens: TokenBatch) -> Tensor:
     return -tokens.advantages * tokens.logp
 
 
+policy_gradient.scales_with_advantage = True  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Clipped:
     """The clipped surrogate: `-min(r A, clip(r, 1 - low, 1 + high) A)`. PPO, Schulman et al. 2017, eq. 7.
@@ -37,6 +40,7 @@ class Clipped:
     dual: float | None = None
     level: Level = "token"
     limit: float | None = None
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         loss = self._two_sided(tokens)
@@ -82,6 +86,7 @@ class GSPOToken:
     low: float = 3e-4
     high: float = 4e-4
     limit: float = 10.0
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         ratio = self._ratio(tokens)
@@ -111,6 +116,7 @@ class CISPO:
     low: float | None = None
     level: Level = "token"
     limit: float | None = None
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         ratio = ratio_of(tokens, self.level, self.limit).detach()
@@ -134,6 +140,7 @@ class SAPO:
     negative: float = 1.05
     level: Level = "token"
     limit: float | None = None
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         ratio = ratio_of(tokens, self.level, self.limit)
@@ -157,6 +164,7 @@ class DPPO:
     measure: Literal["tv", "kl"] = "tv"
     ceiling: float = 20.0
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         gap = (tokens.logp - self._anchor(tokens)).detach().clamp(-20.0, 20.0)

@@ -26,6 +26,7 @@ class GMPO:
     only: Weight | None = None
     correction: Weight | None = None
     guard: float = 0.0
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         advantage = tokens.advantages
@@ -94,6 +95,7 @@ class VESPO:
     @property
     def needs(self) -> tuple[str, ...]:
         return tuple(getattr(self.correction, "needs", ()))
+    scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
         return -self.weight(tokens) * tokens.advantages * tokens.logp

@@ -1,0 +1,188 @@
+"""One optimizer step: the same gradient whatever the split, nothing from what does not count, nothing at all from bad numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from covey import algorithms as alg
+from covey.errors import NumericsError
+from covey.learner import FrozenCopy, Learner, NoReference, Policy, refuse_many_bad_steps
+from covey.learner.learner import teaches
+from covey.learner.packing import rows_of
+from covey.types import Completion, Group, Prompt
+from covey.world import World
+from kit import tiny_model
+
+
+def group(number, prompt, lengths, advantages, finish="stop"):
+    completions = tuple(
+        Completion(
+            token_ids=torch.randint(3, 200, (n,), generator=torch.Generator().manual_seed(10 * number + i)),
+            text="",
+            finish=finish,
+        )
+        for i, n in enumerate(lengths)
+    )
+    return Group(
+        prompt=Prompt(uid=f"0:{number}", token_ids=tuple(prompt)),
+        completions=completions,
+        rewards=torch.zeros(len(lengths), 1),
+        advantages=torch.tensor(advantages),
+    )
+
+
+GROUPS = [
+    group(0, [5, 6, 7], [4, 2, 7], [1.0, -0.5, -0.5]),
+    group(1, [8, 9], [3, 5, 1], [0.0, 0.0, 0.0]),
+    group(2, [4, 4, 4, 4], [6, 2, 2], [-1.0, 0.4, 0.6]),
+]
+
+
+def learner(model=None, **changed):
+    model = model or tiny_model("qwen2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    policy = Policy(model, pad_id=0)
+    given = {
+        "policy": policy,
+        "reference": NoReference(),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        "world": World(),
+        "max_completion_length": 8,
+        "max_grad_norm": 0.0,
+    }
+    return Learner(**{**given, **changed})
+
+
+def moved(one, algorithm, groups=GROUPS):
+    """How far one step of plain gradient descent at rate 1 moves the weights: minus the gradient."""
+    before = [p.detach().clone() for p in one.policy.parameters()]
+    report = one.step(groups, algorithm, 1)
+    return torch.cat([(p.detach() - b).flatten() for p, b in zip(one.policy.parameters(), before, strict=True)]), report
+
+
+@pytest.mark.parametrize("name", ["bnpo", "dapo", "dr_grpo", "gspo", "cispo", "gmpo", "gpg"])
+@pytest.mark.parametrize("max_rows, max_tokens", [(1, None), (2, None), (4, 20)])
+def test_micro_batches_change_no_gradient(name, max_rows, max_tokens):
+    algorithm = alg.from_name(name).replace(kl=None)
+    whole, whole_report = moved(learner(max_rows=99), algorithm)
+    parts, parts_report = moved(learner(max_rows=max_rows, max_tokens=max_tokens), algorithm)
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+    for metric in ("loss", "entropy", "grad_norm"):
+        assert parts_report[metric] == pytest.approx(whole_report[metric], rel=1e-4, abs=1e-6)
+
+
+def test_a_part_that_looks_at_the_whole_step_sees_it_whatever_the_split():
+    algorithm = alg.dapo().replace(weights=(alg.TopEntropy(0.3),))
+    whole, _ = moved(learner(max_rows=99), algorithm)
+    parts, _ = moved(learner(max_rows=1), algorithm)
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_a_dead_group_costs_no_backward_and_changes_no_gradient():
+    algorithm = alg.dapo()
+    rows = rows_of(GROUPS)
+    assert [teaches(row, algorithm) for row in rows] == [True] * 3 + [False] * 3 + [True] * 3
+    skipping, report = moved(learner(), algorithm)
+    blunt = algorithm.replace(objective=lambda tokens: algorithm.objective(tokens))  # says nothing of how it scales
+    assert all(teaches(row, blunt) for row in rows)
+    everything, blunt_report = moved(learner(), blunt)
+    torch.testing.assert_close(skipping, everything, rtol=1e-4, atol=1e-7)
+    assert report["entropy"] == pytest.approx(blunt_report["entropy"]), "its numbers are still shown"
+
+
+def test_a_dead_group_is_trained_on_when_another_term_needs_it():
+    rows = rows_of(GROUPS)
+    for algorithm in (
+        alg.grpo(kl=alg.KL(coefficient=0.1)),
+        alg.grpo().replace(regularizers=(alg.entropy_bonus(0.01),)),
+    ):
+        assert all(teaches(row, algorithm) for row in rows)
+
+
+def test_truncated_completions_can_be_left_out_of_the_loss():
+    cut = [replace(one, completions=tuple(replace(c, finish="length") for c in one.completions)) for one in GROUPS]
+    step, _ = moved(learner(mask_truncated=True), alg.dapo(), cut)
+    assert step.abs().max() == 0
+    step, _ = moved(learner(mask_truncated=False), alg.dapo(), cut)
+    assert step.abs().max() > 0
+
+
+def test_tokens_that_a_tool_wrote_have_no_gradient():
+    def with_tool_tokens(token):
+        completion = Completion(
+            token_ids=torch.tensor([20, token, token, 21]),
+            text="",
+            finish="stop",
+            mask=torch.tensor([True, False, False, True]),
+        )
+        own = replace(GROUPS[0], completions=(completion, *GROUPS[0].completions[1:]))
+        return rows_of([own])[0]
+
+    model = tiny_model("qwen2").eval()
+    row = with_tool_tokens(30)
+    measured = Policy(model, pad_id=0).measure([row])
+    assert row.counts.tolist() == [True, False, False, True]
+    assert measured.logp.shape == (1, 4)
+
+
+@pytest.mark.parametrize("where", ["advantage", "weights"])
+def test_numbers_that_are_not_finite_change_nothing(where):
+    one = learner()
+    groups = GROUPS
+    if where == "advantage":
+        groups = [replace(GROUPS[0], advantages=torch.tensor([float("nan"), 1.0, -1.0]))]
+    else:
+        next(one.policy.model.parameters()).data[0, 0] = float("inf")
+    before = [p.detach().clone() for p in one.policy.parameters()]
+    report = one.step(groups, alg.dapo(), 7)
+    assert [event.kind for event in report.events] == ["non_finite_step"]
+    assert "step 7" in report.events[0].said
+    assert all(torch.equal(p, b) for p, b in zip(one.policy.parameters(), before, strict=True))
+
+
+def test_three_bad_steps_in_a_row_end_the_run_with_a_sentence():
+    refuse_many_bad_steps(2, 3)
+    with pytest.raises(NumericsError, match="3 steps in a row"):
+        refuse_many_bad_steps(3, 3)
+
+
+def test_on_policy_the_ratio_is_exactly_one_and_the_gradient_is_reinforces():
+    clipped, report = moved(learner(), alg.dapo())
+    plain, _ = moved(learner(), alg.dapo().replace(objective=alg.policy_gradient))
+    torch.testing.assert_close(clipped, plain, rtol=1e-5, atol=1e-7)
+    assert report["clip_ratio/region_mean"] == 0.0
+
+
+def test_annotating_measures_the_policy_and_the_reference_as_they_are():
+    model = tiny_model("qwen2")
+    policy = Policy(model, pad_id=0)
+    one = learner(model, policy=policy, reference=FrozenCopy.of(policy), is_off_policy=True)
+    algorithm = alg.grpo(kl=alg.KL(coefficient=0.1))
+    first = one.annotate(GROUPS, algorithm)
+    for group_ in first:
+        for completion in group_.completions:
+            torch.testing.assert_close(completion.old_logp, completion.ref_logp)
+    moved(one, algorithm, first)
+    again = one.annotate(GROUPS, algorithm)[0].completions[0]
+    torch.testing.assert_close(again.ref_logp, first[0].completions[0].ref_logp, msg="the reference stands still")
+    assert not torch.allclose(again.old_logp, first[0].completions[0].old_logp)
+
+
+def test_mixing_the_reference_goes_from_keeping_to_copying():
+    model = tiny_model("qwen2")
+    policy = Policy(model, pad_id=0)
+    reference = FrozenCopy.of(policy)
+    start = [p.clone() for p in reference.policy.model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    reference.mix(policy, 0.0)
+    assert reference.state_dict() == {}, "a reference that never moved is not saved"
+    reference.mix(policy, 0.25)
+    for now, before in zip(reference.policy.model.parameters(), start, strict=True):
+        torch.testing.assert_close(now, before + 0.25)
+    reference.mix(policy, 1.0)
+    for now, theirs in zip(reference.policy.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(now, theirs)
