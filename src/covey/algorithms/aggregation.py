@@ -102,12 +102,8 @@ def prompt_mean(per_token: Tensor, tokens: TokenBatch, totals: Totals) -> Tensor
 
     Needs `totals.tokens_by_prompt`; where it is empty the prompts are counted in this batch, which then must be the step.
     """
-    counts = totals.tokens_by_prompt or {
-        int(g): int(tokens.mask[tokens.group == g].sum()) for g in tokens.group.unique()
-    }
-    lengths = torch.tensor(
-        [max(counts[int(g)], 1) for g in tokens.group], dtype=per_token.dtype, device=per_token.device
-    )
+    counts = totals.tokens_by_prompt or Totals.of(tokens.mask, tokens.group, totals.max_length).tokens_by_prompt
+    lengths = per_token.new_tensor([max(counts[group], 1) for group in tokens.group.tolist()])
     return (masked(per_token, tokens).sum(-1) / lengths).sum() / max(totals.prompts, 1)
 
 
