@@ -9,7 +9,7 @@ from test_samplers import TEXTS, collect, favour, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
-from covey.rollout.attention import HIDDEN, Places, by_flash, by_products, merged
+from covey.rollout.attention import HIDDEN, Part, Places, by_flash, by_one_softmax, wide
 from covey.rollout.cache import KeyValues
 from kit import tiny_model, tiny_tokenizer
 
@@ -188,17 +188,23 @@ def test_memory_held_follows_what_is_in_flight(tokenizer):
     assert max(widths) <= 64
 
 
-@pytest.mark.parametrize("part", [by_products, by_flash])
-def test_two_parts_merged_equal_one_softmax_over_both(part):
-    rows, heads, repeats, width = 3, 2, 2, 8
-    query = torch.randn(rows, heads, repeats, width)
-    keys, values = torch.randn(2, rows, heads, 30, width)
-    bias = torch.zeros(rows, 30)
-    bias[1, 3:9] = HIDDEN
-    whole = (query @ keys.transpose(2, 3) * 0.3 + bias[:, None, None]).softmax(-1) @ values
-    first = part(query, keys[:, :, :11], values[:, :, :11], bias[:, :11], 0.3, None)
-    second = part(query, keys[:, :, 11:], values[:, :, 11:], bias[:, 11:], 0.3, None)
-    torch.testing.assert_close(merged(*first, *second), whole)
+@pytest.mark.parametrize("merge", [by_one_softmax, by_flash])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_two_parts_equal_one_softmax_over_all_keys(merge, softcap):
+    heads, repeats, width, owners = 2, 3, 8, [1, 0, 1, 1, 2]
+    query = torch.randn(len(owners), heads, repeats, width)
+    own_keys, own_values = torch.randn(2, len(owners), heads, 19, width)
+    keys, values = torch.randn(2, 3, heads, 11, width)
+    own_bias, bias = torch.zeros(len(owners), 19), torch.zeros(3, 11)
+    own_bias[1, 3:9], bias[1, 5:], bias[2] = HIDDEN, HIDDEN, HIDDEN  # the last prompt has no keys at all
+    all_keys, all_values = torch.cat((keys[owners], own_keys), 2), torch.cat((values[owners], own_values), 2)
+    scores = query @ all_keys.transpose(2, 3) * 0.3
+    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+    expected = (scores + torch.cat((bias[owners], own_bias), 1)[:, None, None]).softmax(-1) @ all_values
+    own = Part(own_keys, own_values, own_bias, wide(own_bias, heads))
+    shared = Part(keys, values, bias, wide(bias, heads))
+    places = Places.of(owners, 3, torch.device("cpu"))
+    torch.testing.assert_close(merge(query, own, shared, places, 0.3, softcap), expected)
 
 
 def test_rows_are_gathered_by_prompt_and_scattered_back():

@@ -1,8 +1,8 @@
 """Attention while sampling: a shared part for the prompt of a group, an own part for each completion, merged exactly.
 
-A softmax over two sets of keys is the mean of the softmaxes over each, weighted by their sums of exponentials, so
-`o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)` with `l` the log-sum-exp of each part (Hydragen, Juravsky et al. 2024). The
-queries of all completions of a group are then rows of one product with the prompt's keys, which are read once.
+The queries of all completions of a group are rows of one product with the prompt's keys, which are stored and read once
+(Hydragen, Juravsky et al. 2024). Where a kernel gives the log-sum-exp `l` of each part, the parts are merged by
+`o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)`; where the scores are at hand, one softmax runs over both.
 """
 
 from __future__ import annotations
@@ -103,57 +103,9 @@ def _scores(query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: fl
     return (torch.bmm(query, keys) * (scale / softcap)).tanh() * softcap + bias
 
 
-Part = Callable[[Tensor, Tensor, Tensor, Tensor, float, "float | None"], "tuple[Tensor, Tensor]"]
-"""(query [B, H, Q, D], key, value [B, H, K, D], bias [B, K], scale, softcap) -> [B, H, Q, D] and log-sum-exp [B, H, Q]"""
-
-
-def by_products(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of one part and its log-sum-exp, by two batched products.
-
-    The log-sum-exp is the highest score minus the log of its weight, which is at least one over the number of keys.
-    (`exp` of a log-softmax would be slow: on a CPU it takes five times as long where it underflows, as for hidden keys.)
-    """
-    batch, heads, queries, width = query.shape
-    wide = bias[:, None, None].expand(batch, heads, 1, -1).reshape(batch * heads, 1, -1)
-    scores = _scores(_flat(query), _flat(key).transpose(1, 2), wide, scale, softcap)  # [B * H, Q, K]
-    weights = scores.softmax(-1, dtype=torch.float32)
-    lse = scores.amax(-1).float() - weights.amax(-1).log()
-    out = torch.bmm(weights.to(value.dtype), _flat(value))
-    return out.view(batch, heads, queries, width), lse.view(batch, heads, queries)
-
-
 def _flat(x: Tensor) -> Tensor:
     """[B * H, Q, D] from [B, H, Q, D]."""
     return x.reshape(-1, x.shape[2], x.shape[3])
-
-
-def by_flash(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """The same in one call of torch's CPU kernel, which gives the log-sum-exp as well."""
-    if softcap is not None:
-        return by_products(query, key, value, bias, scale, softcap)
-    mask = bias[:, None, None]  # [B, 1, 1, K]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, False, attn_mask=mask, scale=scale
-    )
-    return out, lse
-
-
-def best_part(device: torch.device, dtype: torch.dtype) -> Part:
-    """The faster of the two: in float32 on a CPU they cost the same per byte and flash is one call instead of six.
-
-    In bfloat16 the products are up to 2.5 times faster (measured at 128 rows of 100 keys on a Zen 5 core).
-    """
-    return by_flash if device.type == "cpu" and dtype == torch.float32 else by_products
-
-
-def merged(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
-    """Attention over the keys of both parts, in float32: `[..., D]` parts with their log-sum-exps `[...]`."""
-    weight = (first_lse - second_lse).sigmoid_()[..., None]
-    return torch.lerp(second.float(), first.float(), weight)
 
 
 @dataclass(eq=False)
@@ -199,3 +151,77 @@ class Places:
         split = x.view(prompts, heads, -1, repeats, *x.shape[3:]).transpose(1, 2)  # [P, Gmax, H, repeats, ...]
         flat = split.reshape(-1, heads, repeats, *x.shape[3:])
         return flat if self.is_regular else flat.index_select(0, self.back)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Keys that some queries attend to."""
+
+    keys: Tensor
+    """[B, H, K, D]"""
+    values: Tensor
+    """[B, H, K, D]"""
+    bias: Tensor
+    """[B, K], 0 for a key that may be seen, `HIDDEN` for one that may not."""
+    wide_bias: Tensor
+    """[B * H, 1, K], the same, once for each head."""
+
+
+def wide(bias: Tensor, heads: int) -> Tensor:
+    """[B * H, 1, K] from [B, K]."""
+    return bias[:, None].expand(-1, heads, -1).reshape(-1, 1, bias.shape[1])
+
+
+Merge = Callable[[Tensor, Part, Part, Places, float, "float | None"], Tensor]
+"""(query [R, H, repeats, D], own [R ..], shared [P ..], places, scale, softcap) -> [R, H, repeats, D]"""
+
+
+def by_one_softmax(
+    query: Tensor, own: Part, shared: Part, places: Places, scale: float, softcap: float | None
+) -> Tensor:
+    """Scores of both parts side by side, one softmax in float32, two products with the values."""
+    rows, heads, repeats = query.shape[:3]
+    own_scores = _scores(_flat(query), _flat(own.keys).transpose(1, 2), own.wide_bias, scale, softcap)
+    grouped = places.gather(query)  # [P, H, Gmax * repeats, D]
+    shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.wide_bias, scale, softcap)
+    shared_scores = places.scatter(shared_scores.view(*grouped.shape[:3], -1), repeats)  # [R, H, repeats, K]
+    scores = torch.cat((shared_scores, own_scores.view(rows, heads, repeats, -1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    split = shared_scores.shape[-1]
+    to_shared = places.gather(weights[..., :split].to(query.dtype))  # [P, H, Gmax * repeats, K]
+    to_own = weights[..., split:].to(query.dtype)
+    from_shared = torch.bmm(_flat(to_shared), _flat(shared.values)).view(grouped.shape)
+    from_own = torch.bmm(_flat(to_own), _flat(own.values)).view(query.shape)
+    return from_own + places.scatter(from_shared, repeats)
+
+
+def by_flash(query: Tensor, own: Part, shared: Part, places: Places, scale: float, softcap: float | None) -> Tensor:
+    """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it gives."""
+    if softcap is not None:
+        return by_one_softmax(query, own, shared, places, scale, softcap)
+    repeats = query.shape[2]
+    own_out, own_lse = _flash(query, own, scale)
+    shared_out, shared_lse = _flash(places.gather(query), shared, scale)
+    return merged(places.scatter(shared_out, repeats), places.scatter(shared_lse, repeats), own_out, own_lse)
+
+
+def _flash(query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    """[B, H, Q, D] and log-sum-exp [B, H, Q]."""
+    mask = part.bias[:, None, None]  # [B, 1, 1, K]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, part.keys, part.values, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return out, lse
+
+
+def merged(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
+    """Attention over the keys of both parts: `[..., D]` parts with their log-sum-exps `[...]`."""
+    return torch.lerp(second, first, (first_lse - second_lse).sigmoid_()[..., None])
+
+
+def best_merge(device: torch.device, dtype: torch.dtype) -> Merge:
+    """The faster of the two: in float32 on a CPU they cost the same per byte, and flash is a quarter of the calls.
+
+    In bfloat16 the products are up to 2.5 times faster (measured at 128 rows of 100 keys on a Zen 5 core).
+    """
+    return by_flash if device.type == "cpu" and dtype == torch.float32 else by_one_softmax

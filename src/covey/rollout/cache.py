@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.rollout.attention import HIDDEN, Places, best_part, causal, merged
+from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
@@ -45,7 +45,7 @@ class KeyValues:
 
     def __init__(self, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, context: int) -> None:
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
-        self.part = best_part(device, dtype)
+        self.merge = best_merge(device, dtype)
         self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
         self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
         self.prefix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [P, columns]
@@ -53,6 +53,8 @@ class KeyValues:
         self.prompt_lengths: list[int] = []  # of the P prompts in flight
         self.starts: list[int] = []  # first column of each of the R rows
         self.clock = 0
+        self.wide_prefix: dict[int, Tensor] = {}  # by heads; see _wide
+        self.wide_suffix: dict[int, Tensor] = {}
         self.places = Places.of([], 0, device)
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
@@ -128,6 +130,7 @@ class KeyValues:
     def arrange(self, owners: list[int]) -> None:
         """Say which prompt slot each row belongs to, after any change."""
         self.places = Places.of(owners, len(self.prompt_lengths), self.device, self.num_computed)
+        self.wide_prefix = {}
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -136,6 +139,7 @@ class KeyValues:
         if self.clock >= self.suffix_bias.shape[1]:
             self._resize(self.num_rows)
         self.suffix_bias[:, self.clock] = 0.0
+        self.wide_suffix = {}
 
     def end_step(self) -> None:
         self.clock += 1
@@ -146,16 +150,19 @@ class KeyValues:
         """[R, Hq, D] of one new token a row: `query` [R, Hq, D], `key` and `value` [R, Hkv, D]."""
         rows, heads, width = key.shape
         repeats = query.shape[1] // heads
-        keys, values = self.suffix[layer][0, :rows], self.suffix[layer][1, :rows]
+        keys, values = self.suffix[layer][:, :rows]
         keys[:, :, self.clock], values[:, :, self.clock] = key, value
         query = query.view(rows, heads, repeats, width)
-        own, own_lse = self.part(query, keys, values, self.suffix_bias[:rows], scale, softcap)
-        prefix = self.prefix[layer]
-        shared, shared_lse = self.part(
-            self.places.gather(query), prefix[0], prefix[1], self.prefix_bias, scale, softcap
-        )
-        shared, shared_lse = self.places.scatter(shared, repeats), self.places.scatter(shared_lse, repeats)
-        return merged(shared, shared_lse, own, own_lse).to(self.dtype).view(rows, -1, width)
+        own = Part(keys, values, self.suffix_bias[:rows], self._wide(self.wide_suffix, self.suffix_bias[:rows], heads))
+        slab = self.prefix[layer]
+        shared = Part(slab[0], slab[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads))
+        return self.merge(query, own, shared, self.places, scale, softcap).view(rows, -1, width)
+
+    def _wide(self, known: dict[int, Tensor], bias: Tensor, heads: int) -> Tensor:
+        """`bias` repeated for each head, made once for all layers of as many heads."""
+        if heads not in known:
+            known[heads] = wide(bias, heads)
+        return known[heads]
 
 
 @dataclass(frozen=True, eq=False)
