@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,13 +11,15 @@ import torch
 
 from covey import algorithms as alg
 from covey.algorithms import Algorithm
+from covey.algorithms.advice import advise
 from covey.config import GRPOConfig, batch_arithmetic
-from covey.data import PromptStream
+from covey.data import PromptStream, check_dataset
 from covey.errors import ConfigError, RewardError
 from covey.evaluation import Evaluator
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, no_critic
 from covey.learner.reference import Reference
 from covey.models import context_limit, make_optimizer, make_scheduler
+from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
 from covey.rewards import Scorer, resolve
 from covey.rollout import Backend, SamplingParams, choose_sampler
@@ -94,6 +96,26 @@ def build_scorer(
         on_error=args.on_reward_error,
         trainer_state=trainer_state,
     )
+
+
+def advice_for(args: GRPOConfig, model: Any) -> list[str]:
+    """Remarks on values far from what is known to work, each with its source. Loss options count only where they act."""
+    acts = args.algorithm is None
+    found = advise(
+        learning_rate=args.learning_rate,
+        num_generations=args.num_generations,
+        temperature=args.temperature,
+        num_iterations=args.num_iterations,
+        is_lora=hasattr(model, "peft_config"),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        beta=args.beta if acts else None,
+        epsilon=args.epsilon if acts else None,
+        epsilon_high=args.epsilon_high if acts else None,
+        loss_type=args.loss_type if acts else None,
+        importance_sampling_level=args.importance_sampling_level,
+        scale_rewards=args.scale_rewards,
+    )
+    return [str(one) for one in found]
 
 
 def build_policy(given: Given) -> Policy:
@@ -253,3 +275,30 @@ def build_evaluator(given: Given, parts: Parts) -> Evaluator:
         batch_size=max(args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations),
         seed=args.seed + 2**30,
     )
+
+
+def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
+    """The constructor's `algorithm`, by the rules of the option of that name."""
+    if args.algorithm is not None:
+        raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
+    changed = sorted(set(args._changed()) & set(ALGORITHM_OPTIONS))
+    if changed:
+        raise ConfigError(
+            f"algorithm= and {', '.join(changed)} both say what the loss is; put the values into the algorithm, "
+            "such as alg.grpo(...).replace(...), and drop the options."
+        )
+    return build_algorithm(args, algorithm)
+
+
+def checked_eval(given: Any, args: GRPOConfig) -> Any:
+    """The evaluation set, or every set of a dict, once it is known to hold prompts."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return {name: checked_dataset(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in given.items()}
+    return checked_dataset(given, "eval_dataset", args)
+
+
+def checked_dataset(dataset: Any, name: str, args: GRPOConfig) -> Any:
+    """The data set, once it is known to hold prompts, without the columns that `remove_unused_columns` takes from rewards."""
+    return check_dataset(dataset, name, prompt_only=bool(args.remove_unused_columns))

@@ -17,15 +17,25 @@ from transformers.utils.logging import set_verbosity
 
 from covey import loop
 from covey.algorithms import Algorithm
-from covey.build import Given, as_dict, build_algorithm, build_evaluator, build_parts, build_prompts, build_scorer
+from covey.build import (
+    Given,
+    advice_for,
+    as_dict,
+    build_evaluator,
+    build_parts,
+    build_prompts,
+    build_scorer,
+    checked_dataset,
+    checked_eval,
+    given_algorithm,
+)
 from covey.config import GRPOConfig
-from covey.data import check_dataset, eos_ids, prepare_tokenizer
+from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError, CoveyError, DataError, StorageError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.models import disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
 from covey.monitor import Progress, completions_shower
-from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
 from covey.recording import (
     Recording,
@@ -89,13 +99,13 @@ class GRPOTrainer:
         set_verbosity(self.args.get_process_log_level())
         self.output_dir = Path(str(self.args.output_dir))
         self.world = World.of(self.args)
-        self.algorithm = build_algorithm(self.args) if algorithm is None else _algorithm(self.args, algorithm)
+        self.algorithm = build_algorithm(self.args) if algorithm is None else given_algorithm(self.args, algorithm)
         self.state = TrainerState(is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main)
         self.scorer = build_scorer(
             self.args, reward_funcs, reward_processing_classes, lambda: self.state, self.world.device
         )
-        self.train_dataset = _checked(train_dataset, "train_dataset", self.args)
-        self.eval_dataset = _check_eval(eval_dataset, self.args)
+        self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
+        self.eval_dataset = checked_eval(eval_dataset, self.args)
         if self.train_dataset is not None:
             self.scorer.check(self.train_dataset.column_names)
         self._load(model, processing_class, quantization_config, peft_config)
@@ -142,7 +152,7 @@ class GRPOTrainer:
         A dict of sets gives `<prefix>_<name>_reward` and so on. `ignore_keys` has no effect on a language model and is
         there for TRL's signature. The same seed every time, so two evaluations differ by the policy alone.
         """
-        given = self.eval_dataset if eval_dataset is None else _check_eval(eval_dataset, self.args)
+        given = self.eval_dataset if eval_dataset is None else checked_eval(eval_dataset, self.args)
         if given is None:
             raise DataError("evaluate() needs eval_dataset: a data set with a column 'prompt'.")
         metrics: dict[str, float] = {}
@@ -228,6 +238,8 @@ class GRPOTrainer:
     def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
         folder = self._folder(start) if self.world.is_main else None
         session = partial(self._build_session, stop=stop, folder=folder)
+        for said in advice_for(self.args, self.model) if self.world.is_main else ():
+            logger.info("advice: %s", said)
         return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
 
     def _folder(self, start: Path | None) -> RunFolder:
@@ -366,31 +378,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
 
 def _short_name(model: Any) -> str:
     return Path(str(model if isinstance(model, (str, Path)) else model.config._name_or_path)).name or "model"
-
-
-def _algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
-    """The constructor's `algorithm`, by the rules of the option of that name."""
-    if args.algorithm is not None:
-        raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
-    changed = sorted(set(args._changed()) & set(ALGORITHM_OPTIONS))
-    if changed:
-        raise ConfigError(
-            f"algorithm= and {', '.join(changed)} both say what the loss is; put the values into the algorithm, "
-            "such as alg.grpo(...).replace(...), and drop the options."
-        )
-    return build_algorithm(args, algorithm)
-
-
-def _check_eval(given: Any, args: GRPOConfig) -> Any:
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        return {name: _checked(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in given.items()}
-    return _checked(given, "eval_dataset", args)
-
-
-def _checked(dataset: Any, name: str, args: GRPOConfig) -> Any:
-    return check_dataset(dataset, name, prompt_only=bool(args.remove_unused_columns))
 
 
 def _length(dataset: Any) -> int | None:
