@@ -278,7 +278,9 @@ def build_evaluator(given: Given, parts: Parts) -> Evaluator:
 
 
 def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
-    """The constructor's `algorithm`, by the rules of the option of that name."""
+    """The constructor's `algorithm` by the rules of the option of that name, or what the options say where it is None."""
+    if algorithm is None:
+        return build_algorithm(args)
     if args.algorithm is not None:
         raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
     changed = sorted(set(args._changed()) & set(ALGORITHM_OPTIONS))

@@ -99,7 +99,7 @@ class GRPOTrainer:
         set_verbosity(self.args.get_process_log_level())
         self.output_dir = Path(str(self.args.output_dir))
         self.world = World.of(self.args)
-        self.algorithm = build_algorithm(self.args) if algorithm is None else given_algorithm(self.args, algorithm)
+        self.algorithm = given_algorithm(self.args, algorithm)
         self.state = TrainerState(is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main)
         self.scorer = build_scorer(
             self.args, reward_funcs, reward_processing_classes, lambda: self.state, self.world.device
