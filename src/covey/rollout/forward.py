@@ -28,8 +28,8 @@ class Forward(Protocol):
     dtype: torch.dtype
     vocab_size: int
 
-    def refresh(self) -> None:
-        """The live weights have changed."""
+    def refresh(self) -> bool:
+        """The live weights have changed. False when the model itself has, so that another way must be found."""
         ...
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
@@ -57,8 +57,8 @@ class ModulesForward:
             self.layers = self._layers()
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
 
-    def refresh(self) -> None:
-        pass
+    def refresh(self) -> bool:
+        return True  # nothing is kept
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
         self._run(ids, positions, batch)

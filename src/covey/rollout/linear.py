@@ -1,0 +1,106 @@
+"""Linear layers while sampling: the live weights as they are, or a bfloat16 copy in the layout the processor likes best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from covey.rollout.sampler import Unsupported
+
+
+class Linear(Protocol):
+    """[.., K] -> [.., N]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the layer's output."""
+        ...
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The layer's output multiplied by `factor`, which may be overwritten."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """The trainer's own parameters, side by side: their outputs are concatenated. Nothing is copied."""
+
+    parts: tuple[tuple[Tensor, Tensor | None], ...]
+
+    @staticmethod
+    def of(*linears: Any) -> Live:
+        """Raises Unsupported for anything but plain linear layers."""
+        for linear in linears:
+            if type(linear) is not nn.Linear:
+                raise Unsupported(f"layers of kind {type(linear).__name__} are not plain linear layers")
+        return Live(tuple(effective(linear) for linear in linears))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = [F.linear(x, weight, bias) for weight, bias in self.parts]
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(self(x), inplace=True)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return factor.mul_(self(x))
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A bfloat16 copy in oneDNN's own layout, bfloat16 in and out."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(*linears: Any) -> Packed:
+        """These layers side by side, their active LoRA adapters added. Raises Unsupported for other kinds."""
+        parts = [effective(linear) for linear in linears]
+        weight = torch.cat([weight for weight, _ in parts]).to(torch.bfloat16)
+        biases = [bias for _, bias in parts]
+        bias = torch.cat(cast("list[Tensor]", biases)).to(torch.bfloat16) if biases[0] is not None else None
+        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    def silu(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+        return out
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.weight, self.bias, "mul")
+        return out
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether this is a CPU that multiplies bfloat16 in hardware."""
+    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight [N, K] and bias of a linear layer with its active LoRA adapters added; live weights are never changed.
+
+    Raises Unsupported for other kinds of layers.
+    """
+    if type(linear) is nn.Linear:
+        return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    if not hasattr(linear, "get_delta_weight") or type(linear.get_base_layer()) is not nn.Linear:
+        raise Unsupported(f"layers of kind {type(linear).__name__} cannot be packed")
+    weight, bias = effective(linear.get_base_layer())
+    if linear.disable_adapters or linear.merged:
+        return weight, bias
+    for adapter in linear.active_adapters:
+        if adapter not in linear.lora_A:
+            continue
+        if adapter in getattr(linear, "lora_variant", {}) or getattr(linear.lora_B[adapter], "bias", None) is not None:
+            raise Unsupported("variants of LoRA (DoRA, biases) cannot be packed")
+        weight = weight + linear.get_delta_weight(adapter).detach()
+    return weight, bias

@@ -1,0 +1,182 @@
+"""The native engine in bfloat16 on a processor that has it, and what it does with changing weights, adapters and hooks."""
+
+import pytest
+import torch
+from test_samplers import TEXTS, ids_of, plain_logprobs
+
+from covey.errors import ConfigError
+from covey.rollout import NativeSampler, SamplingParams, Unsupported
+from covey.rollout.decoder import CopyForward, DecoderForward
+from covey.rollout.engine import best_forward
+from covey.rollout.forward import ModulesForward
+from covey.rollout.linear import Live, Packed, effective, has_bfloat16
+from kit import tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(CPU), reason="this processor has no bfloat16 arithmetic")
+FAMILY = ["qwen2", "qwen3", "llama", "mistral"]
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def adapted(model, **options):
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj", "up_proj"]
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_alpha=16, **options)
+    )
+
+
+@pytest.mark.parametrize("arch", FAMILY)
+def test_the_common_decoders_are_written_out_in_both_precisions(arch):
+    model = tiny_model(arch)
+    assert isinstance(best_forward(model, "float32"), DecoderForward)
+    if has_bfloat16(CPU):
+        assert isinstance(best_forward(model, "bfloat16"), DecoderForward)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("arch", [*FAMILY, "gpt2", "gemma2"])
+def test_log_probabilities_in_bfloat16_stay_near_those_in_float32(tokenizer, arch):
+    """Rounded to 8 bits, a log-probability is off by a few hundredths at most; at the mean by less than one."""
+    model = tiny_model(arch, layers=3, hidden=64, seed=1)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)  # a distribution that is far from flat
+    sampler = NativeSampler(model, tokenizer, dtype="bfloat16")
+    gaps = []
+    for group in sampler.sample(TEXTS, 4, SamplingParams(max_tokens=40, seed=4)):
+        for completion, expected in zip(group.completions, plain_logprobs(model, group, SamplingParams()), strict=True):
+            gaps.append((completion.logprobs - expected).abs())
+    gaps = torch.cat(gaps)
+    assert 0 < gaps.mean() < 0.02
+    assert gaps.max() < 0.2
+
+
+@needs_bfloat16
+def test_completions_in_bfloat16_follow_their_seed_and_not_the_schedule(tokenizer):
+    """Sums of eight bits may fall differently in another batch, so a few completions may part; most do not."""
+    model = tiny_model(layers=2, hidden=64, seed=3)
+    params = SamplingParams(max_tokens=12, seed=7)
+    together = {g.prompt.uid: g for g in NativeSampler(model, tokenizer, dtype="bfloat16").sample(TEXTS, 8, params)}
+    waves = {
+        g.prompt.uid: g for g in NativeSampler(model, tokenizer, dtype="bfloat16", max_rows=8).sample(TEXTS, 8, params)
+    }
+    pairs = [
+        (a.token_ids.tolist(), b.token_ids.tolist())
+        for uid in together
+        for a, b in zip(together[uid].completions, waves[uid].completions, strict=True)
+    ]
+    assert sum(a == b for a, b in pairs) >= 0.8 * len(pairs)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("arch, kind", [("qwen3", DecoderForward), ("gpt2", CopyForward)])
+def test_a_copy_is_made_again_by_every_load(tokenizer, arch, kind):
+    model = tiny_model(arch, layers=2)
+    sampler = NativeSampler(model, tokenizer, dtype="bfloat16")
+    assert isinstance(sampler.forward, kind)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    before = ids_of(sampler.sample(TEXTS[:1], 1, params))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    sampler.load(model, version=1)
+    fresh = NativeSampler(model, tokenizer, dtype="bfloat16")
+    assert ids_of(sampler.sample(TEXTS[:1], 1, params)) == ids_of(fresh.sample(TEXTS[:1], 1, params)) != before
+
+
+@needs_bfloat16
+def test_adapters_are_added_into_the_copy_and_never_into_live_weights(tokenizer):
+    model = adapted(tiny_model(layers=2, seed=5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sampler = NativeSampler(model, tokenizer, dtype="bfloat16")
+    assert isinstance(sampler.forward, DecoderForward)
+    for group in sampler.sample(TEXTS[:2], 2, SamplingParams(max_tokens=12, seed=2)):
+        for completion, expected in zip(group.completions, plain_logprobs(model, group, SamplingParams()), strict=True):
+            assert (completion.logprobs - expected).abs().max() < 0.05
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_effective_weight_is_the_layers_own_with_its_active_adapters():
+    model = adapted(tiny_model())
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    x = torch.randn(3, layer.in_features)
+    weight, bias = effective(layer)
+    torch.testing.assert_close(torch.nn.functional.linear(x, weight, bias), layer(x))
+    with model.disable_adapter():
+        weight, bias = effective(layer)
+        torch.testing.assert_close(torch.nn.functional.linear(x, weight, bias), layer(x))
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True, "bias": "none"}])
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
+def test_adapters_that_cannot_be_packed_run_in_a_plain_copy(options):
+    model = adapted(tiny_model(), **options)
+    with pytest.raises(Unsupported, match="variants of LoRA"):
+        effective(model.base_model.model.model.layers[0].mlp.down_proj)
+    assert isinstance(best_forward(model, "bfloat16"), CopyForward)
+    assert isinstance(best_forward(model, "float32"), ModulesForward)
+
+
+def test_float32_with_adapters_uses_the_modules_and_copies_nothing():
+    forward = best_forward(adapted(tiny_model()), "float32")
+    assert isinstance(forward, ModulesForward)
+
+
+def test_a_model_with_hooks_is_run_by_its_modules_even_when_they_come_later(tokenizer):
+    model = tiny_model()
+    sampler = NativeSampler(model, tokenizer, dtype="float32")
+    assert isinstance(sampler.forward, DecoderForward)
+    seen = []
+    handle = model.model.layers[0].register_forward_hook(lambda *args: seen.append(1))
+    sampler.load(model, version=1)
+    list(sampler.sample(["a"], 1, SamplingParams(max_tokens=2)))
+    handle.remove()
+    assert isinstance(sampler.forward, ModulesForward)
+    assert seen
+
+
+def test_auto_is_exact_for_a_tiny_model():
+    assert best_forward(tiny_model(), "auto").dtype == torch.float32
+
+
+@needs_bfloat16
+def test_auto_takes_bfloat16_for_a_larger_one():
+    model = tiny_model(hidden=256, vocab_size=20_000)
+    assert best_forward(model, "auto").dtype == torch.bfloat16
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_equals_the_plain_one_to_bfloat16(bias):
+    layers = [torch.nn.Linear(48, size, bias=bias) for size in (32, 80)]
+    x = torch.randn(5, 48)
+    packed, live = Packed.of(*layers), Live.of(*layers)
+    half = x.bfloat16()
+    close = {"atol": 0.02, "rtol": 0.02}
+    torch.testing.assert_close(packed(half).float(), live(x), **close)
+    torch.testing.assert_close(packed.silu(half).float(), live.silu(x), **close)
+    factor = torch.randn(5, 112)
+    torch.testing.assert_close(packed.times(half, factor.bfloat16()).float(), live.times(x, factor.clone()), **close)
+    torch.testing.assert_close(live(x), torch.cat([layer(x) for layer in layers], -1))
+
+
+def test_a_precision_that_does_not_exist_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match="float16"):
+        NativeSampler(tiny_model(), tokenizer, dtype="float16")
+
+
+def test_a_half_precision_model_is_not_sampled_from_in_float32(tokenizer):
+    with pytest.raises(Unsupported, match="bfloat16"):
+        NativeSampler(tiny_model(dtype=torch.bfloat16), tokenizer, dtype="float32")
+
+
+def test_a_half_precision_model_runs_in_its_own_precision(tokenizer):
+    model = tiny_model(dtype=torch.bfloat16, layers=2)
+    (group,) = NativeSampler(model, tokenizer).sample(["a"], 2, SamplingParams(max_tokens=8, seed=1))
+    expected = plain_logprobs(model, group, SamplingParams())
+    assert max((c.logprobs - e).abs().max() for c, e in zip(group.completions, expected, strict=True)) < 0.1
