@@ -152,7 +152,7 @@ def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
 
 def build_reference(algorithm: Algorithm, policy: Policy) -> Reference:
     """What the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
-    if not algorithm.needs.ref_logp:
+    if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
         return NoReference()
     is_peft = hasattr(policy.model, "peft_config") and hasattr(policy.model, "get_base_model")
     return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy)

@@ -50,6 +50,8 @@ class Needs:
     values: bool = False
     greedy: bool = False
     """The reward of each prompt's greedy answer."""
+    distribution: bool = False
+    """The reference's distribution over the whole vocabulary at every position (`alg.full`)."""
     whole_step: bool = False
     """A gradient-free pass over the step before the first micro-batch, for `Algorithm.prepare`."""
 
@@ -154,7 +156,7 @@ class Algorithm:
         }
         if tokens.entropy is not None:
             metrics["entropy"] = Mean.of(tokens.entropy, tokens.mask)
-        if self.kl is not None and tokens.ref_logp is not None:
+        if self.kl is not None and (tokens.ref_logp is not None or tokens.full_kl is not None):
             metrics["kl"] = Mean.of(self.kl.measured(tokens), tokens.mask)
         parts = [self.objective, *self.weights, *self.regularizers]
         if self.critic is not None and tokens.values is not None and tokens.returns is not None:
@@ -177,7 +179,8 @@ class Algorithm:
         for name in wanted - known:
             raise ConfigError(f"A part says it needs {name!r}, which nobody provides.{did_you_mean(name, known)}")
         found = {name: name in wanted for name in known}
-        found["ref_logp"] |= self.kl is not None
+        if self.kl is not None:
+            found["distribution" if self.kl.takes_distribution else "ref_logp"] = True
         found["old_logp"] |= self.kl is not None and self.kl.where == "reward"
         found["values"] |= self.critic is not None
         found["whole_step"] |= any(needs_whole_step(part) for part in parts)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from covey.algorithms.control import Controller, current
 from covey.algorithms.ratios import Level, ratio_of
+from covey.errors import ConfigError
 from covey.types import Estimator, StepReport, TokenBatch
 
 LIMIT = 60.0
@@ -39,6 +40,18 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """`exp(-d) - 1 + d`: unbiased, never negative, low variance. GRPO, Shao et al. 2024, eq. 4. [N, T]"""
     gap = ref_logp - logp
     return gap.clamp(max=LIMIT).exp() - gap - 1
+
+
+def full(logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """`sum_v p_v (log p_v - log q_v)`, the KL itself over the whole vocabulary, without sampling noise. [..., V] -> [...]
+
+    An estimator with `takes_distribution = True` receives the log-probabilities of every token of the vocabulary instead of
+    those that were drawn; the learner calls it on a chunk of positions at a time.
+    """
+    return (logp.exp() * (logp - ref_logp)).nan_to_num(0.0, posinf=0.0, neginf=0.0).sum(-1)
+
+
+full.takes_distribution = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ class StraightThrough:
 ESTIMATORS: Mapping[str, Estimator] = {
     "k1": k1,
     "kl": k1,
+    "full": full,
     "abs": abs_kl,
     "k2": k2,
     "mse": k2,
@@ -99,15 +113,31 @@ class KL:
     unbiased: bool = False
     level: Level = "token"
 
+    def __post_init__(self) -> None:
+        if self.takes_distribution and self.where == "reward":
+            raise ConfigError("The full-distribution KL acts in the loss; use k1 or k3 with where='reward'.")
+
+    @property
+    def takes_distribution(self) -> bool:
+        """Whether the estimator looks at the whole vocabulary at every position."""
+        return bool(getattr(self.estimator, "takes_distribution", False))
+
     def resolved(self) -> float:
         """The coefficient now; where a controller has not been resolved yet, its start."""
         return current(self.coefficient)
 
     def measured(self, tokens: TokenBatch) -> Tensor:
-        """[N, T], the estimate, ratio included, without the coefficient. Needs `tokens.ref_logp`."""
-        if tokens.ref_logp is None:
+        """[N, T], the estimate, ratio included, without the coefficient. Needs `tokens.ref_logp`, or `tokens.full_kl`."""
+        if self.takes_distribution:
+            if tokens.full_kl is None:
+                raise ValueError(
+                    "The full-distribution KL needs full_kl, measured by the learner; this batch has none."
+                )
+            value = tokens.full_kl
+        elif tokens.ref_logp is None:
             raise ValueError("KL needs ref_logp, the reference model's log-probabilities; this batch has none.")
-        value = self.estimator(tokens.logp, tokens.ref_logp)
+        else:
+            value = self.estimator(tokens.logp, tokens.ref_logp)
         return value * ratio_of(tokens, self.level) if self.unbiased and self.where == "loss" else value
 
     def penalty(self, logp: Tensor, ref_logp: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ class VESPO:
     @property
     def needs(self) -> tuple[str, ...]:
         return tuple(getattr(self.correction, "needs", ()))
+
     scales_with_advantage = True
 
     def __call__(self, tokens: TokenBatch) -> Tensor:

@@ -164,7 +164,10 @@ class Learner:
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
-        measured = self.policy.measure(batch, entropy=True)
+        against = (
+            self.reference.against(algorithm.kl.estimator) if algorithm.kl and algorithm.needs.distribution else None
+        )
+        measured = self.policy.measure(batch, entropy=True, against=against)
         device, shape = measured.logp.device, measured.logp.shape
         spread = lambda values, fill=0.0: _spread(values, shape, device, fill)
         completions = [row.completion for row in batch]
@@ -181,6 +184,7 @@ class Learner:
             sampler_logp=spread(drawn) if self.uses_sampler_logp and all(x is not None for x in drawn) else None,
             ref_logp=None if any(x is None for x in ref) else spread(ref),
             entropy=measured.entropy,
+            full_kl=measured.distance,
             values=self.critic.values(measured, batch) if algorithm.critic is not None else None,
             old_values=spread([completion.values for completion in completions]) if has_values else None,
             returns=spread([row.returns for row in batch]) if batch[0].returns is not None else None,

@@ -68,3 +68,33 @@ def score_tokens(
         return empty, empty
     logp, entropies = zip(*pieces, strict=True)
     return torch.cat(logp), torch.cat(entropies)
+
+
+@dataclass(frozen=True, eq=False)
+class Other:
+    """Another model at the same positions, to measure a distance to."""
+
+    hidden: Tensor
+    """[M, D], without gradient."""
+    head: Head
+    distance: Callable[[Tensor, Tensor], Tensor]
+    """(logp [m, V], other's logp [m, V]) -> [m]"""
+
+
+def distances(hidden: Tensor, head: Head, other: Other, *, temperature: float = 1.0, chunk: int = 1024) -> Tensor:
+    """[M], how far the tempered distribution after each of `hidden` [M, D] is from the other model's, with gradient.
+
+    As in `score_tokens`, the logits of both exist for one chunk at a time.
+    """
+
+    def one(rows: Tensor, other_rows: Tensor) -> Tensor:
+        own = torch.log_softmax(head.logits(rows) / temperature, -1)
+        with torch.no_grad():
+            theirs = torch.log_softmax(other.head.logits(other_rows) / temperature, -1)
+        return other.distance(own, theirs)
+
+    pieces = [
+        checkpoint(one, rows, theirs, use_reentrant=False) if torch.is_grad_enabled() else one(rows, theirs)
+        for rows, theirs in zip(hidden.split(chunk), other.hidden.split(chunk), strict=True)
+    ]
+    return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)

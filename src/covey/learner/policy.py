@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.learner import shared
-from covey.learner.logprobs import Head, score_tokens
+from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
 from covey.types import Completion, Prompt
@@ -32,8 +32,24 @@ class Measured:
     hidden: Tensor
     """[M, D], the hidden states that predicted the completion tokens, for value heads."""
     rows: PaddedRows | SharedRows
+    distance: Tensor | None = None
+    """[N, T], to another model over the whole vocabulary, where one was given."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Against:
+    """Another model to compare whole distributions with; `swapped` puts its weights in place while it runs."""
+
+    policy: Policy
+    distance: Callable[[Tensor, Tensor], Tensor]
+    swapped: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def at(self, rows: PaddedRows | SharedRows) -> Other:
+        with self.swapped():
+            hidden, head = self.policy.hidden_of(rows)
+        return Other(hidden, head, self.distance)
 
 
 @dataclass(eq=False)
@@ -55,6 +71,12 @@ class Policy:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def output_layer(self) -> nn.Module:
+        """The layer that turns hidden states into logits."""
+        layer = _inner(self.model).get_output_embeddings()
+        assert isinstance(layer, nn.Module)
+        return layer
+
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.device, self.compute_dtype)
 
@@ -62,14 +84,26 @@ class Policy:
         """The trainable ones, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def measure(self, rows: Sequence[Row], *, entropy: bool = False) -> Measured:
-        """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation."""
-        has_siblings = len({row.group for row in rows}) < len(rows)
-        if has_siblings and self._shares():
-            return self._measure(share_rows(rows, self.device), entropy)
-        return self._measure(pad_rows(rows, self.pad_id, self.device), entropy)
+    def measure(self, rows: Sequence[Row], *, entropy: bool = False, against: Against | None = None) -> Measured:
+        """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
 
-    def _measure(self, rows: PaddedRows | SharedRows, entropy: bool) -> Measured:
+        `against` another model, the distance to its distributions is measured too.
+        """
+        has_siblings = len({row.group for row in rows}) < len(rows)
+        if has_siblings and self._shares() and (against is None or against.policy._shares()):
+            return self._measure(share_rows(rows, self.device), entropy, against)
+        return self._measure(pad_rows(rows, self.pad_id, self.device), entropy, against)
+
+    @torch.no_grad()
+    def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
+        """[M, D] hidden states that predict the completion tokens, and the head that reads them."""
+        with self.autocast():
+            hidden, _ = self._hidden(rows)
+        return hidden.flatten(0, 1)[rows.source], self._head_of() if self._splits() else Head(project=lambda x: x)
+
+    def _measure(self, rows: PaddedRows | SharedRows, entropy: bool, against: Against | None = None) -> Measured:
+        distance = None
+        other = None if against is None else against.at(rows)
         with self.autocast():
             hidden, auxiliary = self._hidden(rows)
             picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] of a model that cannot be split
@@ -82,7 +116,10 @@ class Policy:
                 entropy=entropy,
                 chunk=self.logits_chunk,
             )
+            if other is not None:
+                distance = distances(picked, head, other, temperature=self.temperature, chunk=self.logits_chunk)
         return Measured(
+            distance=None if distance is None else rows.spread(distance),
             logp=rows.spread(logp),
             entropy=rows.spread(entropies),
             hidden=picked,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from covey.errors import ConfigError
 from covey.learner.packing import Row
-from covey.learner.policy import Measured, Policy
+from covey.learner.policy import Against, Measured, Policy
 
 
 class Reference(Protocol):
@@ -20,6 +21,10 @@ class Reference(Protocol):
 
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         """The reference's log-probabilities; None when there is no reference."""
+        ...
+
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
+        """The reference as something to compare whole distributions with."""
         ...
 
     def mix(self, policy: Policy, alpha: float) -> None:
@@ -37,6 +42,9 @@ class NoReference:
     """Nothing to compare with, nothing in memory."""
 
     def measure(self, rows: Sequence[Row]) -> Measured | None:
+        return None
+
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
         return None
 
     def mix(self, policy: Policy, alpha: float) -> None:
@@ -65,6 +73,9 @@ class FrozenCopy:
     @torch.no_grad()
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         return self.policy.measure(rows)
+
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
+        return Against(self.policy, distance)
 
     @torch.no_grad()
     def mix(self, policy: Policy, alpha: float) -> None:
@@ -117,6 +128,15 @@ class AdapterCopy:
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         with self._swapped():
             return self.policy.measure(rows)
+
+    def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
+        """The head is shared with the policy, so an adapter on it cannot be told apart: ConfigError."""
+        head = self.policy.output_layer()
+        if any(parameter.requires_grad for parameter in head.parameters()):
+            raise ConfigError(
+                "The full-distribution KL cannot be measured with an adapter on the output layer; use k3."
+            )
+        return Against(self.policy, distance, self._swapped)
 
     @torch.no_grad()
     def mix(self, policy: Policy, alpha: float) -> None:
