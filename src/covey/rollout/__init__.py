@@ -1,17 +1,21 @@
 """Text out of weights: what to ask of a sampler, and the samplers."""
 
 from covey.rollout.engine import NativeSampler
+from covey.rollout.environments import Environment, Reply, Turn
 from covey.rollout.hf import TransformersSampler
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Backend, Sampler, SamplingParams, Unsupported, choose_sampler
 
 __all__ = [
     "Backend",
+    "Environment",
     "NativeSampler",
     "PromptLike",
+    "Reply",
     "Sampler",
     "SamplingParams",
     "TransformersSampler",
+    "Turn",
     "Unsupported",
     "choose_sampler",
 ]

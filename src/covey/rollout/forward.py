@@ -126,6 +126,8 @@ def refuse_known(model: Any) -> None:
         raise Unsupported(f"{name} does not attend through transformers' attention interface")
     if len({parameter.device for parameter in inner.parameters()}) > 1:
         raise Unsupported(f"{name} is spread over several devices")
+    if any(type(parameter).__name__ == "DTensor" for parameter in inner.parameters()):
+        raise Unsupported(f"the weights of {name} are spread over several processes")
     if not accepts(inner, "position_ids"):
         raise Unsupported(f"{name} does not take position_ids")
 

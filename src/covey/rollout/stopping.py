@@ -52,13 +52,22 @@ class StopStrings:
         return StopStrings(tuple(stop), tokenizer, enders)
 
     def is_reached(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token completes a stop string, in the text from its first token on."""
+        """Whether the last of these tokens completes a stop string."""
         longest = max(len(text.encode()) for text in self.stop)
-        tail = self.tokenizer.decode(list(token_ids[-longest - 1 :]))  # a token is at least one byte
-        return any(text in tail for text in self.stop)
+        tail = list(token_ids[-longest - 1 :])  # a token is at least one byte
+        with_last, without = self.tokenizer.decode(tail), self.tokenizer.decode(tail[:-1])
+        return any(with_last.count(text) > without.count(text) for text in self.stop)
 
 
-def completion(token_ids: Tensor, logprobs: Tensor, finish: Finish, *, tokenizer: Any, version: int) -> Completion:
+def completion(
+    token_ids: Tensor,
+    logprobs: Tensor,
+    finish: Finish,
+    *,
+    tokenizer: Any,
+    version: int,
+    mask: Tensor | None = None,
+) -> Completion:
     """A finished completion, its text without special tokens. Raises NumericsError when a probability is not a number."""
     if not bool(torch.isfinite(logprobs).all()):
         raise NumericsError(
@@ -66,7 +75,7 @@ def completion(token_ids: Tensor, logprobs: Tensor, finish: Finish, *, tokenizer
             "go back to an earlier checkpoint, lower the learning rate, or sample in float32."
         )
     text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-    return Completion(token_ids=token_ids, text=text, finish=finish, logprobs=logprobs, version=version)
+    return Completion(token_ids=token_ids, text=text, finish=finish, logprobs=logprobs, version=version, mask=mask)
 
 
 def checked_eos_ids(eos_ids: Sequence[int] | None, model: Any, tokenizer: Any) -> tuple[int, ...]:
