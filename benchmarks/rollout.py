@@ -1,11 +1,13 @@
 """Rollout speed, side by side: the native engine, our plain loop, `model.generate`; one run, same model, prompts, sampling.
 
-    python benchmarks/rollout.py --size 10m --shots 0 --repeats 5
+    python benchmarks/rollout.py --size 10m --shots 0 --repeats 5      # the comparison
+    python benchmarks/rollout.py --size 60m --growth                   # a decode step: roofline, and how its cost grows
 
 A Qwen2-architecture model is trained briefly on GSM8K text (once; kept in the cache folder), so that completions end by
 themselves and their lengths vary. All sides sample at temperature 1 up to `--max-tokens` for `--prompts` questions with
-`--group` completions each; repeats alternate between the sides, medians are reported. `generate` runs in the better of
-its precisions. The last line is one JSON object.
+`--group` completions each; repeats alternate between the sides, medians are reported. Ratios are against the better of
+`generate`'s two precisions. `--cpu-time` counts processor time instead of the clock's, for a machine that others use too
+(then set one thread). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
+from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
+from covey.rollout.decoder import DecoderForward
+from covey.rollout.forward import Forward
 from covey.types import Group
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
@@ -130,7 +135,9 @@ def sides(options: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, 
     """What is compared: each takes a seed and returns how many tokens it wrote."""
     prompts = questions(options.prompts, options.shots)
     n = options.group
-    half = Qwen2ForCausalLM.from_pretrained(CACHE / f"qwen2-{options.size}-{options.steps}", dtype=torch.bfloat16).eval()
+    half = Qwen2ForCausalLM.from_pretrained(
+        CACHE / f"qwen2-{options.size}-{options.steps}", dtype=torch.bfloat16
+    ).eval()
     params = lambda seed: SamplingParams(max_tokens=options.max_tokens, seed=seed)
     native = {dtype: NativeSampler(model, tokenizer, dtype=dtype) for dtype in ("bfloat16", "float32")}
     plain = TransformersSampler(model, tokenizer)
@@ -143,17 +150,19 @@ def sides(options: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, 
     }
 
 
-def measure(runs: dict[str, Callable[[int], int]], repeats: int) -> dict[str, dict[str, float]]:
+def measure(
+    runs: dict[str, Callable[[int], int]], repeats: int, now: Callable[[], float]
+) -> dict[str, dict[str, float]]:
     """Median seconds and tokens of each side; the sides take turns, after one warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     tokens: dict[str, list[int]] = {name: [] for name in runs}
     for seed in range(repeats + 1):
         for name, run in runs.items():
             torch.manual_seed(seed)
-            started = time.perf_counter()
+            started = now()
             written = run(seed)
             if seed:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(now() - started)
                 tokens[name].append(written)
     return {
         name: {"seconds": statistics.median(seconds[name]), "tokens": statistics.median(tokens[name])} for name in runs
@@ -170,11 +179,84 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120, help="training steps of the benchmark's model")
     parser.add_argument("--only", nargs="*", help="sides to run")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall time")
+    parser.add_argument(
+        "--growth", action="store_true", help="time decode steps by batch, prompt length and group size"
+    )
     options = parser.parse_args()
+    now = time.process_time if options.cpu_time else time.perf_counter
     model, tokenizer = trained(options.size, options.steps)
+    if options.growth:
+        growth(model, now)
+        return
     runs = sides(options, model, tokenizer)
-    found = measure({name: runs[name] for name in options.only or runs}, options.repeats)
-    report(options, found)
+    report(options, measure({name: runs[name] for name in options.only or runs}, options.repeats, now))
+
+
+def step_seconds(
+    forward: Forward, prompts: int, group: int, length: int, written: int, now: Callable[[], float]
+) -> float:
+    """Median of the last ten decode steps of `prompts` x `group` rows after `written` tokens each."""
+    cache = KeyValues(forward.layers, forward.device, forward.dtype, 2**31)
+    slots = cache.add_prompts([length] * prompts)
+    for slot in slots:
+        ids = torch.zeros(1, rounded(length), dtype=torch.int64)
+        forward.prefill(ids, torch.arange(rounded(length))[None], Prefill(cache, slots[slot : slot + 1]))
+    cache.add_rows(prompts * group)
+    cache.arrange([p for p in range(prompts) for _ in range(group)])
+    tokens, seconds = torch.zeros(cache.num_computed, dtype=torch.int64), []
+    for step in range(written):
+        cache.begin_step()
+        started = now()
+        forward.decode(tokens, tokens + length + step, Decode(cache))
+        seconds.append(now() - started)
+        cache.end_step()
+    return statistics.median(seconds[-10:])
+
+
+def calibrated(now: Callable[[], float]) -> tuple[float, float]:
+    """This machine's bytes a second (reading 256 MiB) and bfloat16 operations a second (a product of 2048 rows)."""
+
+    def best(run: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(7):
+            started = now()
+            run()
+            seconds.append(now() - started)
+        return min(seconds)
+
+    wide = torch.ones(2**26)
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(2048, 2048).bfloat16(), 2048)
+    x = torch.randn(2048, 2048).bfloat16()
+    product = lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return 2**28 / best(wide.sum), 2 * 2048**3 / best(product)
+
+
+def growth(model: Any, now: Callable[[], float]) -> None:
+    """Tables of decode steps after 64 tokens, and the share of the roofline at batch 64."""
+    forward = DecoderForward(model, torch.bfloat16)
+    bandwidth, rate = calibrated(now)
+    print(
+        f"calibration: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s in bfloat16, {torch.get_num_threads()} threads"
+    )
+    shape = model.config
+    per_token = sum(layer.bytes_per_token(torch.bfloat16) for layer in forward.layers)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)  # the head is tied to the embedding
+    with torch.no_grad():
+        timed = lambda *sizes: step_seconds(forward, *sizes, 64, now)
+        measured = timed(8, 8, 96)
+        moved = 2 * weights + per_token * (8 * 96 + 64 * 64) + 4 * 64 * shape.vocab_size
+        done = 64 * (2 * weights + 4 * shape.num_attention_heads * forward.width * len(forward.layers) * (96 + 64))
+        bound = max(moved / bandwidth, done / rate)
+        print(
+            f"8 prompts of 96 x 8: {1e3 * measured:.2f} ms a step; roofline {1e3 * bound:.2f} ms, {bound / measured:.0%} of it"
+        )
+        show = lambda name, row: print(
+            f"{name:34}" + "".join(f"{key:>6}: {1e3 * value:7.2f}" for key, value in row.items())
+        )
+        show("batch (groups of 8, prompt 96), ms", {8 * p: timed(p, 8, 96) for p in (1, 2, 4, 8, 16, 32)})
+        show("prompt (4 x 8), ms", {length: timed(4, 8, length) for length in (32, 128, 512, 1024, 4064)})
+        show("group (4 prompts of 1024), ms", {n: timed(4, n, 1024) for n in (1, 2, 4, 8, 16, 32)})
 
 
 def report(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> None:
