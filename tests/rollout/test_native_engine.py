@@ -99,6 +99,15 @@ def test_what_the_engine_cannot_run_falls_back_and_says_why(tokenizer, arch):
     assert isinstance(sampler, TransformersSampler)
 
 
+def test_a_fallback_keeps_what_it_can_of_the_options_and_names_the_rest(tokenizer):
+    model = build(*FALLS_BACK["sliding"][:2])
+    with pytest.warns(UserWarning, match="Without effect there: cache_bytes"):
+        sampler = choose_sampler(model, tokenizer, max_rows=7, cache_bytes=10)
+    assert sampler.max_batch_completions == 7
+    with pytest.raises(Unsupported, match="window"):
+        choose_sampler(model, tokenizer, environment=lambda turns: [None] * len(turns))
+
+
 def test_backends_are_chosen_by_name(tokenizer):
     model = tiny_model()
     with warnings.catch_warnings():

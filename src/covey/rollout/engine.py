@@ -17,7 +17,7 @@ from covey.rollout.forward import Forward, ModulesForward, verify
 from covey.rollout.linear import has_bfloat16
 from covey.rollout.mode import evaluating, unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import SamplingParams, Unsupported
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, Unsupported
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group
@@ -58,7 +58,7 @@ class NativeSampler:
         *,
         eos_ids: Sequence[int] | None = None,
         dtype: Precision = "auto",
-        max_rows: int = 256,
+        max_rows: int = DEFAULT_ROWS,
         cache_bytes: int | None = None,
         environment: Environment | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.errors import ConfigError, ModelError
 from covey.rollout.mode import accepts, evaluating, unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
 from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, context_of
 from covey.types import Completion, Group, Prompt
@@ -43,7 +43,7 @@ class TransformersSampler:
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
-        max_batch_completions: int = 256,
+        max_batch_completions: int = DEFAULT_ROWS,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
@@ -65,6 +65,7 @@ class TransformersSampler:
             raise ModelError(f"{type(policy).__name__} is an encoder-decoder; give a causal language model.")
         if getattr(policy, "active_peft_config", None) is not None and policy.active_peft_config.is_prompt_learning:
             raise ModelError("Prompt-learning adapters put virtual tokens before the prompt; use LoRA or another kind.")
+        self.takes = {name for name in ("position_ids", "logits_to_keep") if accepts(policy, name)}
         self.model, self.version = policy, version
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
@@ -173,8 +174,8 @@ class _Batch:
         model = self.sampler.model
         if grow:
             self.mask = torch.nn.functional.pad(self.mask, (0, ids.shape[1]), value=1)
-        extra: dict[str, Any] = {"position_ids": positions} if accepts(model, "position_ids") else {}
-        extra |= {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        extra = {"position_ids": positions, "logits_to_keep": 1}
+        extra = {name: value for name, value in extra.items() if name in self.sampler.takes}
         out = model(input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **extra)
         logits: Tensor = out.logits[:, -1]
         return logits

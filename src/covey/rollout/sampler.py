@@ -12,6 +12,9 @@ from covey.errors import ConfigError, ModelError
 from covey.rollout.prompts import PromptLike
 from covey.types import Group
 
+DEFAULT_ROWS = 256
+"""Completions that are written at once unless one says otherwise."""
+
 Backend = Literal["auto", "native", "transformers"]
 
 
@@ -106,9 +109,15 @@ def choose_sampler(
     try:
         return NativeSampler(model, tokenizer, eos_ids=eos_ids, **options)
     except Unsupported as reason:
-        if backend == "native":
+        if backend == "native" or options.get("environment") is not None:
             raise
+        lost = sorted(options.keys() - {"max_rows", "environment"})
         warnings.warn(
-            f"Completions are written by plain transformers, which is slower: {reason}.", UserWarning, stacklevel=2
+            f"Completions are written by plain transformers, which is slower: {reason}."
+            + (f" Without effect there: {', '.join(lost)}." if lost else ""),
+            UserWarning,
+            stacklevel=2,
         )
-        return TransformersSampler(model, tokenizer, eos_ids=eos_ids)
+        return TransformersSampler(
+            model, tokenizer, eos_ids=eos_ids, max_batch_completions=options.get("max_rows", DEFAULT_ROWS)
+        )
