@@ -19,8 +19,8 @@ from covey.rollout.sampler import Unsupported
 NAME = "covey_rollout"
 """Our name in transformers' attention interface. No mask is registered under it, so that none is built."""
 
-HIDDEN = -1e30
-"""Added to the score of a key that may not be seen: finite, so that a part without keys is no NaN."""
+HIDDEN = -3e4
+"""Added to the score of a key that may not be seen: finite in every precision, so that a part without keys is no NaN."""
 
 
 class Batch(Protocol):

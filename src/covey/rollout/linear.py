@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -81,8 +82,14 @@ class Packed:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether this is a CPU that multiplies bfloat16 in hardware."""
-    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether this is an x86 CPU that multiplies bfloat16 in hardware, in a torch with oneDNN."""
+    if (
+        device.type != "cpu"
+        or platform.machine() not in ("x86_64", "AMD64")
+        or not torch.backends.mkldnn.is_available()
+    ):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
