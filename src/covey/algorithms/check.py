@@ -71,12 +71,29 @@ def aggregate_problems(part: Aggregate) -> list[str]:
 def kl_problems(part: Estimator | KL) -> list[str]:
     """As a regularizer; and 0 where the policy is the reference."""
     kl = part if isinstance(part, KL) else KL(part, 1.0)
+    if kl.takes_distribution:
+        return list(_distribution_problems(kl.estimator))
     problems = list(_step_problems(Algorithm(objective=_nothing, kl=replace(kl, where="loss"))))
     logp = made_tokens().logp.detach()
     worst = kl.estimator(logp, logp).abs().max().item()
     if worst > TOLERANCE:
         problems.append(f"It is {worst:.3g} where policy and reference agree; a KL is 0 there.")
     return problems
+
+
+def _distribution_problems(estimator: Estimator) -> Iterator[str]:
+    """For an estimator of whole distributions: [M, V] log-probabilities of both in, [M] out."""
+    logits = torch.linspace(-3.0, 3.0, 24, dtype=torch.float64).view(4, 6)
+    own = torch.log_softmax(logits, -1).requires_grad_()
+    theirs = torch.log_softmax(logits.flip(0), -1)
+    value = estimator(own, theirs)
+    if tuple(value.shape) != (4,):
+        yield f"It returned shape {list(value.shape)} for 4 positions; it must return one value a position, [4]."
+        return
+    if not bool(value.isfinite().all()) or bool((value < -TOLERANCE).any()):
+        yield "Its value is negative or not finite; a distance of distributions is neither."
+    if estimator(theirs, theirs).abs().max().item() > TOLERANCE:
+        yield "It is not 0 where policy and reference agree; a KL is 0 there."
 
 
 def critic_problems(part: Critic | Callable[[TokenBatch], Tensor]) -> list[str]:
