@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -195,6 +195,7 @@ def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
         shuffle=shuffle,
         chat_template_kwargs=as_dict(args.chat_template_kwargs),
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
+        on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
     )
 
 

@@ -22,6 +22,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "rollout_backend": ("auto", "native", "transformers"),
     "on_reward_error": ("record", "raise"),
+    "on_long_prompt": ("error", "drop"),
     "eval_strategy": ("no", "steps", "epoch"),
     "logging_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch", "best"),

@@ -225,6 +225,8 @@ class GRPOConfig(TrainingArguments):
     """Most padded tokens of one forward pass, whatever the batch sizes; changes memory and speed, no gradient."""
     logits_chunk_tokens: int = 1024
     """Tokens whose logits exist at a time; changes memory and speed, no value."""
+    on_long_prompt: str = "error"
+    """A prompt that does not fit beside a completion in the model's context: error, or drop to leave it out and count it."""
     early_stopping_patience: int | None = None
     """Evaluations without a better `metric_for_best_model` before the run stops."""
     rollout_log_steps: int = 10

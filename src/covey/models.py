@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def load_model(
         kwargs["dtype"] = torch.float32
     _check_folder(source, needs=("config.json",), what="model")
     try:
-        return AutoModelForCausalLM.from_pretrained(source, **kwargs)
+        with quiet_bars():
+            return AutoModelForCausalLM.from_pretrained(source, **kwargs)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"The model {str(model)!r} could not be loaded: {_first_line(error)}") from error
 
@@ -59,6 +61,20 @@ def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
         raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {_first_line(error)}") from error
+
+
+@contextmanager
+def quiet_bars() -> Iterator[None]:
+    """transformers draws a bar for each file it reads or writes, which would tear the progress line."""
+    from transformers.utils import logging as hf_logging
+
+    was_on = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            hf_logging.enable_progress_bar()
 
 
 def resolve_source(source: str | Path) -> str:

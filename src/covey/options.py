@@ -14,7 +14,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout",
     ),
     "data": (
-        "shuffle_dataset", "remove_unused_columns", "chat_template_kwargs",
+        "shuffle_dataset", "remove_unused_columns", "chat_template_kwargs", "on_long_prompt",
     ),
     "steps and batches": (
         "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers.trainer_callback import ExportableState
-from transformers.utils import logging as hf_logging
 
 from covey.errors import CheckpointError
+from covey.models import quiet_bars
 from covey.parts import Parts
 from covey.runs import RunFolder, checkpoint, rng
 from covey.state import TrainState
@@ -24,18 +23,6 @@ def write_model(folder: Path, model: Any, tokenizer: Any) -> None:
     with quiet_bars():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def quiet_bars() -> Iterator[None]:
-    """transformers draws a bar for each file it reads or writes, which would tear the progress line."""
-    was_on = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            hf_logging.enable_progress_bar()
 
 
 def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:

@@ -339,6 +339,12 @@ def test_a_prompt_longer_than_the_context_names_the_row(tmp_path):
         trainer(tmp_path, rows=rows).train()
 
 
+def test_a_prompt_longer_than_the_context_can_be_left_out_visibly(tmp_path, caplog):
+    rows = [{"prompt": "apples " * 2000, "answer": "0"}, *ROWS[:2]]
+    assert trainer(tmp_path, rows=rows, on_long_prompt="drop", max_steps=3).train().global_step == 3
+    assert "such prompts are left out and counted" in caplog.text
+
+
 def test_a_tokenizer_without_eos_says_how_to_set_one(tmp_path):
     tokenizer, model = tiny_tokenizer(), tiny_model("qwen2")
     tokenizer.eos_token = None

@@ -129,7 +129,7 @@ class PromptStream:
         if self.on_too_long == "error":
             raise DataError(
                 f"{where} has a prompt of {length} tokens, but only {limit} fit beside the completion in the model's context; "
-                "shorten it, remove the row, or lower max_completion_length."
+                "shorten it, lower max_completion_length, or leave such rows out with on_long_prompt='drop'."
             )
         if not self.num_dropped:
             logger.warning(

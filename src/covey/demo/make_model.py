@@ -78,7 +78,7 @@ def make_tokenizer(rng: random.Random) -> Any:
         eos_token=special[2],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=256,
+        model_max_length=2048,
     )
 
 
@@ -93,7 +93,7 @@ def make_model(tokenizer: Any) -> Any:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=256,
+        max_position_embeddings=2048,  # rotary: longer prompts than those of training run, if not well
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
