@@ -27,5 +27,9 @@ check: $(STAMP)          ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: $(STAMP)          ## rollout speed side by side (small), and what a few presets learn
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/rollout.py --size 10m --repeats 3
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
