@@ -11,6 +11,7 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.attention import HIDDEN, Part, Places, by_flash, by_one_softmax, wide
 from covey.rollout.cache import KeyValues
+from covey.rollout.flight import Flight
 from kit import tiny_model, tiny_tokenizer
 
 SHAPE = {
@@ -157,6 +158,26 @@ def test_groups_come_out_as_they_finish(tokenizer):
     sampler = NativeSampler(model, tokenizer, dtype="float32")
     order = [group.prompt.uid for group in sampler.sample([[5] * 10, [5] * 35, [5] * 20], 2, SamplingParams())]
     assert order == ["1", "2", "0"]
+
+
+def test_rows_of_finished_completions_are_given_away_before_their_group_is_finished(tokenizer):
+    model = favour(tiny_model(max_position_embeddings=4096), [5, 2], bias=30.0)
+    model.lm_head.bias.data[5] += 2.0
+    sampler = NativeSampler(model, tokenizer, dtype="float32", max_rows=8)
+    under_way = []
+    step = Flight._step
+
+    def watched(self):
+        assert self.num_rows <= 8
+        under_way.append(sum(group is not None for group in self.open))
+        return step(self)
+
+    params = SamplingParams(max_tokens=100, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flight, "_step", watched)
+        groups = collect(sampler, [[5]] * 20, 4, params)
+    assert max(under_way) > 2
+    assert ids_of(groups) == ids_of(collect(NativeSampler(model, tokenizer, dtype="float32"), [[5]] * 20, 4, params))
 
 
 def test_a_call_given_up_early_leaves_no_trace(tokenizer):

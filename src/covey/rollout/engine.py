@@ -114,7 +114,7 @@ class NativeSampler:
             params,
             tokenizer=self.tokenizer,
             eos_ids=self.eos_ids,
-            max_groups=max(1, self.max_rows // n),
+            max_rows=self.max_rows,
             cache_bytes=self.budget(),
             context=context_of(unwrapped(self.model)),
             version=self.version,

@@ -21,6 +21,9 @@ from covey.types import Completion, Group, Prompt
 PREFILL_TOKENS = 8192
 """Prompts are computed together up to this many tokens, padding included, which bounds the memory of activations."""
 
+SEATS_PER_ROW = 4
+"""Completions whose tokens are kept, for each that can be decoded at once: finished ones wait here for their group."""
+
 TOKEN, POSITION, WRITTEN, LIMIT, SEAT, SLOT = range(6)
 """What is known of each row: the token to feed and its position, tokens written so far and at most, where they are
 written, and the prompt's place in the cache."""
@@ -64,7 +67,7 @@ class Flight:
         *,
         tokenizer: Any,
         eos_ids: Sequence[int],
-        max_groups: int,
+        max_rows: int,
         cache_bytes: int,
         context: int | None,
         version: int,
@@ -77,10 +80,11 @@ class Flight:
         self.cache = KeyValues(forward.layers, forward.device, forward.dtype, self.context)
         self.budget, self.held = cache_bytes, 0
         self.open: list[_Open | None] = []  # by slot; None where a group has finished
-        device, seats = forward.device, min(len(jobs), max_groups) * self.n
+        self.max_rows = min(max(max_rows, self.n), len(jobs) * self.n)
+        device, seats = forward.device, min(len(jobs), SEATS_PER_ROW * self.max_rows // self.n) * self.n
         longest = max(job.limit for job in jobs)
         self.free_seats = list(range(seats))[::-1]
-        self.rows = torch.zeros(6, padded_rows(seats), dtype=torch.int64, device=device)
+        self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
         self.num_rows = 0
         self.tokens = torch.zeros(seats, longest, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(seats, longest, device=device)
@@ -92,7 +96,7 @@ class Flight:
         self.enders = self.stop.enders.to(device)
         self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
-            self.seen = torch.zeros(seats, self.forward.vocab_size, dtype=torch.bool, device=device)
+            self.seen = torch.zeros(self.max_rows, self.forward.vocab_size, dtype=torch.bool, device=device)
 
     @property
     def is_busy(self) -> bool:
@@ -111,7 +115,8 @@ class Flight:
     def _admit(self) -> None:
         """Take groups from the queue while there is room, and compute their prompts."""
         taken: list[Job] = []
-        while self.jobs and len(self.free_seats) >= self.n * (len(taken) + 1):
+        room = min(self.max_rows - self.num_rows, len(self.free_seats))
+        while self.jobs and room >= self.n * (len(taken) + 1):
             need = self.jobs[0].cache_bytes(self.forward)
             if self.held + need > self.budget and (taken or self.num_rows):
                 break
