@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy
 import pytest
 import torch
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
