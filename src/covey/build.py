@@ -16,7 +16,8 @@ from covey.config import GRPOConfig, batch_arithmetic
 from covey.data import PromptStream, check_dataset
 from covey.errors import ConfigError, RewardError
 from covey.evaluation import Evaluator
-from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, no_critic
+from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
+from covey.learner.critic import Critic
 from covey.learner.reference import Reference
 from covey.models import context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
@@ -158,6 +159,15 @@ def build_reference(algorithm: Algorithm, policy: Policy) -> Reference:
     return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy)
 
 
+def build_critic(algorithm: Algorithm, policy: Policy) -> Critic:
+    """What estimates values: nothing, a head on the policy's hidden states, or a model of its own."""
+    if algorithm.critic is None:
+        return no_critic()
+    if getattr(algorithm.critic, "model", "head") == "separate":
+        return ValueModel.of(policy)
+    return ValueHead(policy.model.config.get_text_config().hidden_size, policy.device)
+
+
 def sampling_params(args: GRPOConfig) -> SamplingParams:
     """The sampling options by name; `generation_kwargs` win, and only names that are honoured are accepted."""
     options = {
@@ -202,10 +212,10 @@ def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
 def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
     args, algorithm = given.args, given.algorithm
     policy = build_policy(given)
-    critic = no_critic()
-    if algorithm.critic is not None:
-        critic = ValueHead(given.model.config.get_text_config().hidden_size, policy.device)
-    optimizer = optimizers[0] or make_optimizer(args, given.model, critic.parameters())
+    critic = build_critic(algorithm, policy)
+    optimizer = optimizers[0] or make_optimizer(
+        args, given.model, [critic] if isinstance(critic, torch.nn.Module) else []
+    )
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
     sampling = sampling_params(args)
     return Learner(

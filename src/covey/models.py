@@ -160,8 +160,8 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Parameter] = ()) -> torch.optim.Optimizer:
-    """The optimizer that `args.optim` names, over the trainable parameters of `model` and `extra` ones (a value head).
+def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
+    """The optimizer that `args.optim` names, over the trainable parameters of `model` and of `extra` modules (a critic).
 
     Weight decay leaves out biases and norms, as in transformers.
     """
@@ -170,13 +170,18 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Parameter] = ()) ->
 
     norms = [nn.LayerNorm]
     patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    decayed = set(get_parameter_names(model, norms, patterns))
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not trainable:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("The model has no trainable parameters; unfreeze some, or pass peft_config=.")
+    with_decay: list[nn.Parameter] = []
+    without: list[nn.Parameter] = []
+    for module in (model, *extra):
+        decayed = set(get_parameter_names(module, norms, patterns))
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                (with_decay if name in decayed else without).append(parameter)
     groups = [
-        {"params": [p for n, p in trainable if n in decayed], "weight_decay": args.weight_decay},
-        {"params": [p for n, p in trainable if n not in decayed] + list(extra), "weight_decay": 0.0},
+        {"params": with_decay, "weight_decay": args.weight_decay},
+        {"params": without, "weight_decay": 0.0},
     ]
     make, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     if "params" in kwargs or "model" in kwargs or "optimizer_dict" in kwargs:

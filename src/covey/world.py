@@ -77,10 +77,17 @@ class World:
         return merge_metrics(part[0] for part in self.gather([dict(metrics)]))
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add the gradients of all processes, in place. A parameter without gradient here counts as zero."""
+        """Add the gradients of all processes, in place. A parameter without gradient here counts as zero.
+
+        One without gradient on every process keeps none, as in a world of one: an optimizer would not leave a zero alone.
+        """
         if self.size == 1:
             return
-        for parameter in parameters:
+        parameters = list(parameters)
+        flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self.device)
+        for parameter, count in zip(parameters, self.sum(flags).tolist(), strict=True):
+            if not count:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)

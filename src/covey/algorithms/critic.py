@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from covey.algorithms.aggregation import token_mean
+from covey.errors import ConfigError, did_you_mean
 from covey.types import Aggregate, TokenBatch, Totals
 
 
@@ -50,12 +52,21 @@ def values_and_returns(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
 class Critic:
     """A critic: `coefficient x aggregate(error(tokens))` is added to the loss. Your own is another `error`: -> [N, T].
 
-    Having one makes the trainer keep a value head and hand `values`, `old_values` and `returns` to every part.
+    Having one makes the trainer keep a value model and hand `values`, `old_values` and `returns` to every part. `model="head"`
+    is a linear map of the policy's own hidden states, which costs next to nothing and never changes the policy;
+    `"separate"` a second model, trained whole, that starts as a copy of the policy's decoder.
     """
 
     error: Callable[[TokenBatch], Tensor] = field(default_factory=ClippedError)
     coefficient: float = 1.0
     aggregate: Aggregate = token_mean
+    model: Literal["head", "separate"] = "head"
+
+    def __post_init__(self) -> None:
+        known = ("head", "separate")
+        if self.model not in known:
+            hint = did_you_mean(str(self.model), known) or " It is one of head, separate."
+            raise ConfigError(f"The critic's model={self.model!r} is not known.{hint}")
 
     def loss(self, tokens: TokenBatch, totals: Totals) -> Tensor:
         """Scalar share of this micro-batch."""

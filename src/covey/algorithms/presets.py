@@ -282,16 +282,18 @@ def ppo(
     high: float | None = None,
     value_clip: float = 0.2,
     value_coefficient: float = 1.0,
+    critic_model: Literal["head", "separate"] = "head",
     kl: KLOption = 0.02,
     reference: ReferenceRule = keep,
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """A critic's generalised advantages, clipped ratio and values, KL in the reward. Schulman et al. 2017.
 
-    Settings of Ouyang et al. 2022, "InstructGPT": KL 0.02, no discount, lambda 0.95.
+    Settings of Ouyang et al. 2022, "InstructGPT": KL 0.02, no discount, lambda 0.95. `critic_model="separate"` trains a second
+    model for the values, as that paper does, where `"head"` reads the policy's own hidden states.
     """
     made = _made("ppo", GAE(gamma, lam), Clipped(low, high), token_mean, _in_reward(kl), reference, correction)
-    return replace(made, critic=Critic(ClippedError(value_clip), value_coefficient))
+    return replace(made, critic=Critic(ClippedError(value_clip), value_coefficient, model=critic_model))
 
 
 PRESETS: Mapping[str, Callable[..., Algorithm]] = {

@@ -1,6 +1,6 @@
 """Gradients out of rollouts."""
 
-from covey.learner.critic import Critic, ValueHead, no_critic
+from covey.learner.critic import Critic, ValueHead, ValueModel, no_critic
 from covey.learner.learner import Learner, refuse_many_bad_steps
 from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference
@@ -14,6 +14,7 @@ __all__ = [
     "Policy",
     "Reference",
     "ValueHead",
+    "ValueModel",
     "no_critic",
     "refuse_many_bad_steps",
 ]

@@ -1,15 +1,17 @@
-"""The value estimate of PPO: a head on the policy's own hidden states. GRPO and its kin have none."""
+"""The value estimate of PPO: a head on the policy's own hidden states, or a model of its own. GRPO and its kin have none."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from covey.learner.packing import Row
-from covey.learner.policy import Measured
+from covey.errors import ConfigError
+from covey.learner.packing import Row, pad_rows
+from covey.learner.policy import Measured, Policy
 
 
 class Critic(Protocol):
@@ -54,12 +56,67 @@ class ValueHead(nn.Module):
 
     def __init__(self, hidden_size: int, device: torch.device | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 1, device=device, dtype=torch.float32)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = _zero_linear(hidden_size, device)
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
-        return measured.rows.spread(self.linear(measured.hidden.detach().float()).squeeze(-1))
+        return measured.rows.spread(_read(self.linear, measured.hidden.detach()))
 
     def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]
         return list(super().parameters(recurse))
+
+
+class ValueModel(nn.Module):
+    """A decoder of its own, trained whole, under a linear map that is zero at the start (float32).
+
+    The decoder starts as a copy of the policy's; of a policy with adapters, as the base model without them. It shares no
+    weight with the policy, so it costs a second model's weights, gradients and optimizer state. Gradient checkpointing,
+    dropout and the type of matrix products are the policy's.
+    """
+
+    def __init__(self, decoder: nn.Module, hidden_size: int, policy: Policy) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.linear = _zero_linear(hidden_size, policy.device)
+        self.policy = policy
+
+    @staticmethod
+    def of(policy: Policy) -> ValueModel:
+        """A critic that starts from the policy as it is now. Raises ConfigError where it cannot be copied and trained."""
+        decoder = _decoder_copy(policy.model)
+        return ValueModel(decoder.requires_grad_(True), policy.model.config.get_text_config().hidden_size, policy)
+
+    def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
+        rows = pad_rows(batch, self.policy.pad_id, self.policy.device)
+        self.decoder.train(self.policy.model.training)  # dropout and checkpointing follow the policy's mode
+        with self.policy.autocast():
+            hidden = self.decoder(input_ids=rows.input_ids, use_cache=False).last_hidden_state  # [N, S, D]
+        return rows.spread(_read(self.linear, hidden.flatten(0, 1)[rows.source]))
+
+    def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]
+        return list(super().parameters(recurse))
+
+
+def _zero_linear(hidden_size: int, device: torch.device | None) -> nn.Linear:
+    linear = nn.Linear(hidden_size, 1, device=device, dtype=torch.float32)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _read(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    """[M] values of [M, D] hidden states, in the type of the map."""
+    return linear(hidden.to(linear.weight.dtype)).squeeze(-1)
+
+
+def _decoder_copy(model: Any) -> nn.Module:
+    """A copy of the decoder, without adapters, in floating point."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        adapted = copy.deepcopy(model)
+        model = adapted.unload() if hasattr(adapted.base_model, "unload") else adapted.get_base_model()
+    decoder = copy.deepcopy(model.get_decoder()) if hasattr(model, "get_decoder") else None
+    advice = "use critic model='head'."
+    if not isinstance(decoder, nn.Module):
+        raise ConfigError(f"{type(model).__name__} has no decoder that a separate critic could copy; {advice}")
+    if not all(parameter.is_floating_point() for parameter in decoder.parameters()):
+        raise ConfigError(f"A separate critic trains all its weights, which quantized ones do not allow; {advice}")
+    return decoder

@@ -108,12 +108,12 @@ class Learner:
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.train(not self.disable_dropout)
-        algorithm = self._prepared(algorithm, mine, totals)
-        silent = [row for row in mine if not teaches(row, algorithm)]
+        silent = self._microbatches([row for row in mine if not teaches(row, algorithm)])
+        loud = self._microbatches([row for row in mine if teaches(row, algorithm)])
+        algorithm = self._prepared(algorithm, silent + loud, totals)
         with torch.no_grad():  # dead groups: their numbers are shown, but a backward would only add zeros
-            parts = [self._evaluate(batch, algorithm, totals)[1] for batch in self._microbatches(silent)]
-        loud = [row for row in mine if teaches(row, algorithm)]
-        parts += [self._accumulate(batch, algorithm, totals) for batch in self._microbatches(loud)]
+            parts = [self._evaluate(batch, algorithm, totals)[1] for batch in silent]
+        parts += [self._accumulate(batch, algorithm, totals) for batch in loud]
         metrics = self.world.merge(merge_metrics(parts))
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         return self._update(metrics, step)
@@ -124,21 +124,24 @@ class Learner:
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
-        mine = self.world.share(rows)
-        algorithm = self._prepared(algorithm, mine, totals)
-        parts = [self._evaluate(batch, algorithm, totals)[1] for batch in self._microbatches(mine)]
+        batches = self._microbatches(self.world.share(rows))
+        algorithm = self._prepared(algorithm, batches, totals)
+        parts = [self._evaluate(batch, algorithm, totals)[1] for batch in batches]
         return self.world.merge(merge_metrics(parts))
 
     def _microbatches(self, rows: Sequence[Row]) -> list[list[Row]]:
         return microbatches(rows, max_rows=self.max_rows, max_tokens=self.max_tokens)
 
-    def _prepared(self, algorithm: Algorithm, rows: Sequence[Row], totals: Totals) -> Algorithm:
-        """The algorithm with whatever it must know of the whole step (quantiles, covariances) filled in."""
+    def _prepared(self, algorithm: Algorithm, batches: Sequence[Sequence[Row]], totals: Totals) -> Algorithm:
+        """The algorithm with whatever it must know of the whole step (quantiles, covariances) filled in.
+
+        Measured on the very micro-batches that are trained on, so that a bound equals the number it was taken from.
+        """
         if not algorithm.needs.whole_step:
             return algorithm
         with torch.no_grad():
-            batches = [self._tokens(batch, algorithm)[0].detached() for batch in self._microbatches(rows)]
-        everywhere = [batch for part in self.world.gather(batches) for batch in part]
+            seen = [self._tokens(batch, algorithm)[0].detached() for batch in batches]
+        everywhere = [batch for part in self.world.gather(seen) for batch in part]
         return algorithm.prepare(TokenBatch.concat(everywhere), totals)
 
     def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
@@ -196,18 +199,20 @@ class Learner:
         self.world.sum_gradients(parameters)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = _grad_norm(parameters)
+        trained = [self.policy.parameters(), self.critic.parameters()]
+        norms = [_grad_norm(part) for part in trained]  # apart, so that a critic's error never scales the policy's step
+        norm = norms[0]
+        if trained[1]:
+            metrics["value_grad_norm"] = Last(norms[1])
         metrics |= {"grad_norm": Last(norm), "learning_rate": Last(self.scheduler.get_last_lr()[0])}
-        if not math.isfinite(norm) or not math.isfinite(metrics["loss"].value):
+        if not all(map(math.isfinite, (*norms, metrics["loss"].value))):
             self.optimizer.zero_grad(set_to_none=True)
             if self.scaler is not None:
                 self.scaler.update()  # a scale that was too large is halved
-            said = f"step {step}: loss {metrics['loss'].value} and gradient norm {norm}; the update was left out."
+            said = f"step {step}: loss {metrics['loss'].value} and gradient norm {sum(norms)}; the update was left out."
             return StepReport(step=step, metrics=metrics, events=(Event(kind="non_finite_step", said=said),))
-        if self.max_grad_norm and norm > self.max_grad_norm:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.max_grad_norm / (norm + 1e-6))
+        for part, size in zip(trained, norms, strict=True):
+            _clip(part, size, self.max_grad_norm)
         self.before_update()
         self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
         self.after_update()
@@ -302,3 +307,12 @@ def _difference(tokens: TokenBatch) -> dict[str, Metric]:
 def _grad_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+
+
+def _clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) -> None:
+    """Scale gradients of this norm down to `limit`; 0 clips nothing."""
+    if not limit or norm <= limit:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(limit / (norm + 1e-6))
