@@ -17,7 +17,6 @@ import numpy
 import pytest
 import torch
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
