@@ -50,6 +50,10 @@ class Session:
     steps_per_epoch: float
     show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
     """At each log; shows nothing unless it was asked for."""
+    agree: Callable[[bool], bool] = lambda flag: flag
+    """True on every process once it is True on one: a signal reaches processes at different moments, or only some."""
+    is_asked_to_stop: bool = False
+    """Whether a signal had reached any process by the end of the last step."""
     window: dict[str, Metric] = field(default_factory=dict)
     """Metrics since the last log."""
     window_seconds: list[float] = field(default_factory=list)
@@ -61,7 +65,7 @@ class Session:
 
     @property
     def should_stop(self) -> bool:
-        return bool(self.stop.requested or self.control.should_training_stop)
+        return bool(self.is_asked_to_stop or self.control.should_training_stop)
 
     def begin(self, state: TrainState) -> None:
         """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""
@@ -72,6 +76,7 @@ class Session:
         self._call("on_epoch_begin")
         if self.args.eval_on_start and state.step == 0:
             self._evaluate()
+        self._hear_signals()
         self._call("on_step_begin")
 
     def record(self, state: TrainState, groups: Sequence[Group], report: StepReport) -> None:
@@ -94,12 +99,14 @@ class Session:
             if not is_last:
                 self._call("on_epoch_begin")
         self._follow(state, groups)
+        self._hear_signals()
         if not self.should_stop:
             self._call("on_step_begin")
 
     def end(self, state: TrainState) -> dict[str, float]:
         """After the last step: a checkpoint if the run was interrupted, `on_train_end`, and the run's summary."""
-        if self.stop.requested and state.step > self.last_saved and self.args.save_strategy != "no":
+        self._hear_signals()
+        if self.is_asked_to_stop and state.step > self.last_saved and self.args.save_strategy != "no":
             self._save(state)
         seconds = time.perf_counter() - self.started
         summary = {
@@ -111,7 +118,7 @@ class Session:
         }
         self.log(summary)
         self._call("on_train_end")
-        self.recorder.close("stopped" if self.stop.requested else "finished")
+        self.recorder.close("stopped" if self.is_asked_to_stop else "finished")
         self.display.close()
         return summary
 
@@ -135,6 +142,9 @@ class Session:
             entry["epoch"] = round(self.trainer_state.epoch, 6)
         self.trainer_state.log_history.append({**entry, "step": self.trainer_state.global_step})
         self.control = self.handler.on_log(self.args, self.trainer_state, self.control, entry)
+
+    def _hear_signals(self) -> None:
+        self.is_asked_to_stop = self.agree(self.stop.requested)
 
     # -- what the callbacks asked for -------------------------------------------------------------------------------
 

@@ -279,6 +279,7 @@ class GRPOTrainer:
             evaluate=self._evaluate_in_training,
             save=self._save_checkpoint,
             steps_per_epoch=steps_per_epoch,
+            agree=self.world.any,
             show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
         )
         if folder is not None:

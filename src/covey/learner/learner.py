@@ -140,9 +140,9 @@ class Learner:
         if not algorithm.needs.whole_step:
             return algorithm
         with torch.no_grad():
-            seen = [self._tokens(batch, algorithm)[0].detached() for batch in batches]
-        everywhere = [batch for part in self.world.gather(seen) for batch in part]
-        return algorithm.prepare(TokenBatch.concat(everywhere), totals)
+            seen = [_moved(self._tokens(batch, algorithm)[0].detached(), "cpu") for batch in batches]
+        everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
+        return algorithm.prepare(_moved(everywhere, self.policy.device), totals)
 
     def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
         loss, metrics = self._evaluate(batch, algorithm, totals)
@@ -289,6 +289,10 @@ def _advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) -
     if batch[0].advantage.ndim == 0:
         return torch.stack([row.advantage for row in batch]).unsqueeze(-1).to(device)
     return _spread([row.advantage for row in batch], shape, device, 0.0)
+
+
+def _moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
+    return TokenBatch(**{name: value.to(device) for name, value in tokens.tensors().items()})
 
 
 def _difference(tokens: TokenBatch) -> dict[str, Metric]:
