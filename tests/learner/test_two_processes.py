@@ -217,6 +217,7 @@ def work(folder):
 
 
 SCRIPT = """
+import signal
 import sys
 from pathlib import Path
 
@@ -225,6 +226,7 @@ sys.path.insert(0, str(Path(sys.argv[1]) / "learner"))
 import torch
 from test_two_processes import work
 
+signal.alarm(100)  # a launcher that is killed leaves its processes behind; this ends one that hangs
 torch.set_num_threads(1)
 work(Path(sys.argv[2]))
 """
