@@ -81,6 +81,7 @@ def line(name: str, runs: list[dict[str, float]]) -> str:
 def trainer_for(algorithm: Any, seed: int, given: argparse.Namespace, folder: str, **changed: Any) -> GRPOTrainer:
     options = {
         **demo.DEMO_SETTINGS,
+        "lr_scheduler_type": "constant_with_warmup",
         "learning_rate": given.learning_rate,
         "per_device_train_batch_size": 8 * given.prompts,
         "max_steps": given.steps,

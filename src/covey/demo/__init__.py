@@ -11,19 +11,19 @@ from covey.demo.task import HELD_OUT, problems, reward, rows
 __all__ = ["DEMO_SETTINGS", "HELD_OUT", "model_path", "problems", "reward", "rows"]
 
 DEMO_SETTINGS: Mapping[str, Any] = {
-    "learning_rate": 5e-4,
-    "lr_scheduler_type": "constant_with_warmup",
+    "learning_rate": 6e-4,
+    "lr_scheduler_type": "linear",
     "warmup_steps": 5,
     "per_device_train_batch_size": 128,
     "gradient_accumulation_steps": 1,
     "num_generations": 8,
-    "max_steps": 80,
+    "max_steps": 100,
     "max_completion_length": 32,
     "temperature": 1.0,
     "max_grad_norm": 1.0,
     "gradient_checkpointing": False,
     "logging_steps": 1,
-    "save_steps": 40,
+    "save_steps": 50,
     "save_total_limit": 2,
     "rollout_log_steps": 10,
 }
