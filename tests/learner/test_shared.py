@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from covey.learner import shared
 from covey.learner.packing import Row
 from covey.learner.policy import Policy
 from covey.learner.shared import SharedRows, share_rows
+from covey.learner.shared_attention import Layout, SharedAttention
 from covey.types import Completion, Prompt
 from kit import tiny_model
 
@@ -38,7 +40,10 @@ def gradients(policy, batches):
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_sharing_equals_one_row_at_a_time_in_value_and_gradient(architecture, checkpointing):
+@pytest.mark.parametrize("kernel", ["one function on a CPU", "SDPA by part, as on other devices"])
+def test_sharing_equals_one_row_at_a_time_in_value_and_gradient(architecture, checkpointing, kernel, monkeypatch):
+    if kernel.startswith("SDPA"):
+        monkeypatch.setattr(shared, "runs_here", lambda *given: False)
     model = tiny_model(architecture).eval()
     apart = gradients(Policy(model, pad_id=0), [[one] for one in ROWS])
     if checkpointing:
@@ -57,6 +62,42 @@ def test_sharing_equals_one_row_at_a_time_in_value_and_gradient(architecture, ch
     for name, want in apart[1].items():
         scale = want.abs().max().item()
         torch.testing.assert_close(together[1][name], want, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_attention_of_a_packed_row_is_that_of_each_completion_behind_its_prompt(dtype):
+    """Three prompts (one without answers, one answer empty), grouped queries, in value and in all three gradients."""
+    torch.manual_seed(0)
+    heads, shared_heads, width = 4, 2, 16
+    layouts = (Layout(0, 5, (3, 0, 7)), Layout(15, 2, ()), Layout(17, 1, (600, 1)))
+    size = 17 + 1 + 601
+    make = lambda h: torch.randn(h, size, width, dtype=torch.float64)
+    leaves = [make(heads), make(shared_heads), make(shared_heads)]
+    sign = make(heads)
+
+    def one_by_one(query, key, value):
+        out = torch.zeros_like(query)
+        wide = lambda x: x.repeat_interleave(heads // shared_heads, 0)
+        for layout in layouts:
+            prompt = torch.arange(size)[layout.prompt]
+            for place in [None, *layout.each_answer()]:
+                own = prompt if place is None else torch.arange(size)[place]
+                seen = prompt if place is None else torch.cat([prompt, own])
+                scores = query[:, own] @ wide(key)[:, seen].transpose(1, 2) * width**-0.5
+                late = torch.arange(len(seen)) > torch.arange(len(seen) - len(own), len(seen))[:, None]
+                out[:, own] = scores.masked_fill(late, -torch.inf).softmax(-1) @ wide(value)[:, seen]
+        return out
+
+    def run(function, kind):
+        given = [leaf.to(kind).requires_grad_() for leaf in leaves]
+        out = function(*given)
+        return [out.detach(), *torch.autograd.grad((out * sign.to(kind)).sum(), given)]
+
+    want = run(one_by_one, torch.float64)
+    got = run(lambda *given: SharedAttention.apply(*given, layouts, width**-0.5), dtype)
+    slack = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for one, other in zip(got, want, strict=True):
+        assert (one.double() - other).norm() / other.norm() < slack
 
 
 def test_an_adapter_gets_the_same_gradient():

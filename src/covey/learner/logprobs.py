@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,10 @@ class Head:
     """`final_logit_softcapping` (Gemma): `cap * tanh(logits / cap)`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, D] -> [M, V] float32."""
-        logits = self.project(hidden).float()  # bf16 log-softmax is off by 1e-2 at large vocabularies
+        """[M, D] -> [M, V] float32, or float64 of a model in float64."""
+        logits = self.project(hidden)
+        if logits.dtype != torch.float64:
+            logits = logits.float()  # bf16 log-softmax is off by 1e-2 at large vocabularies
         if self.multiply != 1.0:
             logits = logits * self.multiply
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -48,13 +52,25 @@ def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: b
 
 
 def score_tokens(
-    hidden: Tensor, targets: Tensor, head: Head, *, temperature: float = 1.0, entropy: bool = False, chunk: int = 1024
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [M] and entropy [M] of the `targets` [M] that follow `hidden` [M, D].
 
     Gradients flow to the hidden states and to the head. `entropy` is zeros when not asked for. `chunk` is the number
-    of tokens whose logits exist at a time: a memory knob that changes no value.
+    of tokens whose logits exist at a time, a memory knob that changes no value; None chooses it by the vocabulary.
     """
+    if not hidden.shape[0]:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return empty, empty
+    if is_plain(head.project):
+        return _fused(hidden, targets, head, temperature, entropy, chunk)
+    chunk = chunk or 1024
 
     def one(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
         return score_logits(head.logits(rows), row_targets, temperature, entropy)
@@ -63,11 +79,27 @@ def score_tokens(
         checkpoint(one, rows, row_targets, use_reentrant=False) if torch.is_grad_enabled() else one(rows, row_targets)
         for rows, row_targets in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
-    if not pieces:
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        return empty, empty
     logp, entropies = zip(*pieces, strict=True)
     return torch.cat(logp), torch.cat(entropies)
+
+
+def is_plain(project: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the product is that of a linear layer as torch has it: no adapter, no quantization, no hooks."""
+    return type(project) is nn.Linear and not project._forward_hooks and not project._forward_pre_hooks
+
+
+def _fused(
+    hidden: Tensor, targets: Tensor, head: Head, temperature: float, entropy: bool, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    linear = head.project
+    assert isinstance(linear, nn.Linear)
+    dtype = linear.weight.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    shape = Shape(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return LinearLogProbability.apply(hidden.to(dtype), linear.weight.to(dtype), bias, targets, shape, entropy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +113,15 @@ class Other:
     """(logp [m, V], other's logp [m, V]) -> [m]"""
 
 
-def distances(hidden: Tensor, head: Head, other: Other, *, temperature: float = 1.0, chunk: int = 1024) -> Tensor:
+def distances(
+    hidden: Tensor, head: Head, other: Other, *, temperature: float = 1.0, chunk: int | None = None
+) -> Tensor:
     """[M], how far the tempered distribution after each of `hidden` [M, D] is from the other model's, with gradient.
 
     As in `score_tokens`, the logits of both exist for one chunk at a time.
     """
+
+    chunk = chunk or 1024
 
     def one(rows: Tensor, other_rows: Tensor) -> Tensor:
         own = torch.log_softmax(head.logits(rows) / temperature, -1)

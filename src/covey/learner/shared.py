@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from covey.learner.packing import Row
+from covey.learner.shared_attention import Layout, SharedAttention, runs_here
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class Segment:
     """[G, T] bool"""
     mask: Tensor
     """[T, length + T] bool, what a completion token sees: the whole prompt, and its own completion up to itself."""
+    layout: Layout
+    """The same in numbers, for kernels that need no mask."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,8 @@ def _segment(start: int, length: int, first: int, lengths: Sequence[int], device
     index = torch.where(valid, begins[:, None] + steps, torch.tensor(start))
     own = steps[:, None] >= steps
     mask = torch.cat([torch.ones(longest, length, dtype=torch.bool), own], dim=1)
-    return Segment(start, length, index.to(device), valid.to(device), mask.to(device))
+    layout = Layout(start, length, tuple(lengths))
+    return Segment(start, length, index.to(device), valid.to(device), mask.to(device), layout)
 
 
 def attention(
@@ -133,6 +137,12 @@ def attention(
     for name in _NOT_UNDERSTOOD:
         if kwargs.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
+    if runs_here(query, value, dropout):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        layouts = tuple(segment.layout for segment in covey_segments)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+        out = SharedAttention.apply(query[0].to(dtype), key[0].to(dtype), value[0].to(dtype), layouts, scale)
+        return out.transpose(0, 1)[None], None
     repeats = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     parts = []
