@@ -24,6 +24,16 @@ def with_advantages(groups: Sequence[Group], algorithm: Algorithm, weights: Tens
     return out
 
 
+def with_greedy_rewards(groups: Sequence[Group], answers: Sequence[Group]) -> list[Group]:
+    """The groups with the rewards of their prompt's greedy answer, one of `answers` [P, 1], in any order."""
+    by_prompt = {answer.prompt.uid: answer for answer in answers}
+    found = [by_prompt[group.prompt.uid].rewards for group in groups]
+    return [
+        group if rewards is None else replace(group, greedy_rewards=rewards[0])
+        for group, rewards in zip(groups, found, strict=True)
+    ]
+
+
 def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:
     """[P, G, T], the penalty of an algorithm whose KL is in the reward; None for all others."""
     if algorithm.kl is None or algorithm.kl.where != "reward":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.algorithms import Algorithm
-from covey.credit import completion_metrics, with_advantages
+from covey.credit import completion_metrics, with_advantages, with_greedy_rewards
 from covey.data import PromptStream
 from covey.learner import Learner
 from covey.rewards import Scorer, reward_metrics
@@ -49,7 +49,9 @@ class Evaluator:
         while done < count:
             batch = prompts.take(min(per_turn, count - done))
             done += len(batch)
-            groups = self._scored(batch)
+            groups = self._scored(batch, self.num_generations, self.sampling)
+            if algorithm.needs.greedy:
+                groups = with_greedy_rewards(groups, self._scored(batch, 1, replace(self.sampling, temperature=0.0)))
             groups = self.learner.annotate(groups, algorithm)
             groups = with_advantages(groups, algorithm, self.scorer.weights)
             losses = self.learner.loss(groups, algorithm)
@@ -58,10 +60,9 @@ class Evaluator:
             parts.append({**losses, **rewards, **own, **completion_metrics(groups)})
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
 
-    def _scored(self, prompts: Sequence[Any]) -> list[Group]:
+    def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
         mine = self.world.share(prompts)
-        sampling = replace(self.sampling, seed=self.seed)
-        groups = list(self.sampler.sample(mine, self.num_generations, sampling))
+        groups = list(self.sampler.sample(mine, n, replace(sampling, seed=self.seed)))
         return self.world.interleave(self.scorer.score(groups))
 
     def _named(

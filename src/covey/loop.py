@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from covey.credit import completion_metrics, with_advantages
+from covey.credit import completion_metrics, with_advantages, with_greedy_rewards
 from covey.data import PromptStream
 from covey.errors import RewardError
 from covey.learner import refuse_many_bad_steps
@@ -78,11 +78,7 @@ def with_greedy(parts: Parts, groups: Sequence[Group]) -> list[Group]:
     """The groups with the rewards of each prompt's greedy answer, for estimators that use it as baseline (ReMax)."""
     greedy = replace(parts.sampling, temperature=0.0)
     answers = draw(parts, [group.prompt for group in groups], 1, greedy)
-    answers = parts.world.interleave(score(parts, answers))
-    return [
-        replace(group, greedy_rewards=answer.rewards[0]) if answer.rewards is not None else group
-        for group, answer in zip(groups, answers, strict=True)
-    ]
+    return with_greedy_rewards(groups, parts.world.interleave(score(parts, answers)))
 
 
 def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:

@@ -248,7 +248,7 @@ class GRPOTrainer:
     def _parts_without_training(self) -> Parts:
         """Parts to evaluate a model that has not been trained in this process."""
         given = replace(self._given, train_dataset=None)
-        return build_parts(given, self._idle_session, self.optimizers, None)
+        return build_parts(given, self._idle_session, self.optimizers, num_prompts=2**20)  # no step is ever taken
 
     def _idle_session(self, learner: Learner, total_steps: int, steps_per_epoch: float) -> Session:
         return self._build_session(learner, total_steps, steps_per_epoch, stop=StopRequest(), folder=None)

@@ -257,6 +257,8 @@ class TokenBatch:
     """[N, T], the critic at the time of the rollout."""
     returns: Tensor | None = None
     """[N, T], targets of the critic."""
+    row: Tensor | None = None
+    """[N] int64, which completion of the optimizer step it is, whatever micro-batch it is in: what a random draw hangs on."""
 
     @cached_property
     def log_ratio(self) -> Tensor:

@@ -1,6 +1,7 @@
 """Objectives by hand, one token a row: what is clipped, what keeps its gradient, what is drawn."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,17 @@ def test_a_covariance_clip_drops_the_number_of_tokens_it_says():
     dropped = clip.metrics(tokens)["clip_ratio/cov_mean"]
     assert int(dropped[tokens.mask].sum()) == int(0.1 * int(tokens.mask.sum()))
     assert not clip(tokens)[dropped].any()
+
+
+def test_the_draw_of_a_covariance_clip_hangs_on_the_place_of_a_token_and_not_on_the_last_bit_of_its_number():
+    tokens = made_tokens()
+    tokens = replace(tokens, row=torch.arange(tokens.mask.shape[0]))
+    other = replace(tokens, old_logp=tokens.old_logp + 1e-7, logp=tokens.logp + 1e-7)
+    totals = Totals.of(tokens.mask, tokens.group, 16)
+    clip = alg.ClipCov(share=0.1, lower=-100.0, upper=100.0)
+    dropped = [clip.prepare(one, totals).metrics(one)["clip_ratio/cov_mean"] for one in (tokens, other)]
+    assert dropped[0].any()
+    assert torch.equal(*dropped)
 
 
 def test_a_covariance_penalty_holds_the_tokens_of_largest_covariance():

@@ -72,3 +72,20 @@ def test_two_steps_on_one_rollout_move_the_model(name, tmp_path):
 def test_a_coefficient_with_memory_moves_during_training(tmp_path):
     _, second = trained(COMPOSED["adaptive entropy of top tokens"], tmp_path)
     assert second["entropy_coef"] == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize("name", ["remax", "ppo", "reinforce_pp"])
+def test_what_an_algorithm_needs_of_a_rollout_is_there_in_evaluation_too(name, tmp_path):
+    held_out = Dataset.from_dict({"prompt": ["3 + 4 =", "Ada has", "7 + 1", "Who is"]})
+    trainer = GRPOTrainer(
+        model=tiny_model(hidden=16),
+        processing_class=tiny_tokenizer(),
+        reward_funcs=reward,
+        train_dataset=held_out,
+        eval_dataset=held_out,
+        algorithm=name,
+        args=GRPOConfig(
+            output_dir=str(tmp_path), num_generations=4, max_completion_length=6, use_cpu=True, report_to="none"
+        ),
+    )
+    assert math.isfinite(trainer.evaluate()["eval_loss"])

@@ -43,7 +43,7 @@ class ClipCov:
     """The clipped surrogate without a few tokens of high covariance, drawn at random: `-min(r A, clip(r) A) keep`.
 
     Candidates count, are not on the clipped branch, and have `lower < cov < upper`; of them up to
-    `max(int(share * tokens), 1)` get `keep = 0`. The draw is a hash of a token's own numbers, so no split and no process
+    `max(int(share * tokens), 1)` get `keep = 0`. The draw is a hash of a token's place in the step, so no split and no process
     changes it.
     """
 
@@ -123,6 +123,15 @@ _NO_TOTALS = Totals(tokens=0, sequences=0, nonempty_sequences=0, prompts=0, max_
 
 
 def _priority(tokens: TokenBatch) -> Tensor:
-    """[N, T] in [0, 1), as good as random, the same for the same numbers."""
-    mixed = torch.sin(tokens.old_logp.double() * 12.9898 + tokens.advantages.double() * 78.233) * 43758.5453
+    """[N, T] in [0, 1), as good as random, the same for the same token of the same completion of a step.
+
+    By place where the rows are numbered, so that the last bit of a log-probability, which may change with the
+    micro-batch, decides nothing; by the token's own numbers otherwise.
+    """
+    if tokens.row is None:
+        key = tokens.old_logp.double() * 12.9898 + tokens.advantages.double() * 78.233
+    else:
+        steps = torch.arange(tokens.mask.shape[1], device=tokens.mask.device, dtype=torch.float64)
+        key = tokens.row.double()[:, None] * 12.9898 + steps * 78.233
+    mixed = torch.sin(key) * 43758.5453
     return mixed - mixed.floor()

@@ -194,6 +194,7 @@ class Learner:
             advantages=_advantages(batch, shape, device),
             mask=spread([row.counts for row in batch], False),
             group=torch.tensor([row.group for row in batch], device=device),
+            row=torch.tensor([row.index for row in batch], device=device),
             sampler_logp=spread(drawn) if self.uses_sampler_logp and all(x is not None for x in drawn) else None,
             ref_logp=None if any(x is None for x in ref) else spread(ref),
             entropy=measured.entropy,

@@ -24,6 +24,8 @@ class Row:
     counts: Tensor
     """[T_i] bool, tokens that enter the loss: written by the model, and not masked as truncated."""
     returns: Tensor | None = None
+    index: int = 0
+    """Which completion of the step it is."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +38,7 @@ def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Ro
     `mask_truncated` takes completions that hit the length limit out of the loss (their rewards still count in the
     group's baseline, and the rows in the sequence count).
     """
-    rows = []
+    rows: list[Row] = []
     for index, group in enumerate(groups):
         if group.advantages is None:
             raise ValueError("rows_of needs groups with advantages; call the algorithm's advantage first.")
@@ -54,6 +56,7 @@ def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Ro
                     advantage=advantage if advantage.ndim == 0 else advantage[: completion.num_tokens],
                     counts=counts,
                     returns=returns,
+                    index=len(rows),
                 )
             )
     return rows
