@@ -18,6 +18,7 @@ from covey.errors import ConfigError, RewardError
 from covey.evaluation import Evaluator
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
+from covey.learner.memory import Shape, starting_tokens
 from covey.learner.reference import Reference
 from covey.models import context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
@@ -226,7 +227,13 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
         world=given.world,
         max_completion_length=args.max_completion_length,
         max_rows=args.per_device_train_batch_size,
-        max_tokens=args.max_tokens_per_microbatch,
+        max_tokens=starting_tokens(
+            args.max_tokens_per_microbatch,
+            Shape.of_model(given.model),
+            on_cpu=given.world.device.type == "cpu",
+            compute_bytes=2 if compute_dtype(args) else 4,
+            is_checkpointed=bool(args.gradient_checkpointing),
+        ),
         max_grad_norm=args.max_grad_norm,
         mask_truncated=args.mask_truncated_completions,
         is_off_policy=is_off_policy,

@@ -84,7 +84,7 @@ _WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {"
 _OPTIONAL = frozenset(
     {
         "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
-        "max_tokens_per_microbatch", "early_stopping_patience", "epsilon_high", "router_aux_loss_coef", "max_grad_norm",
+        "max_tokens_per_microbatch", "logits_chunk_tokens", "early_stopping_patience", "epsilon_high", "router_aux_loss_coef", "max_grad_norm",
         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "delta", "off_policy_mask_threshold",
         "reward_timeout_seconds", "min_p",
     }
@@ -159,10 +159,10 @@ def refuse_bad_numbers(config: Any) -> None:
     """Raise for a number out of its range, or something that is no number."""
     for name in (*_AT_LEAST, *_ABOVE_ZERO, *_BETWEEN):
         value = getattr(config, name)
-        if value is None and name in _OPTIONAL:
+        if (value is None and name in _OPTIONAL) or (name == "max_tokens_per_microbatch" and value == "auto"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise ConfigError(f"{name}={value!r} must be a number.")
+            raise ConfigError(f"{name}={value!r} must be a number{_OR.get(name, '')}.")
         if name in _WHOLE and value != int(value):
             raise ConfigError(f"{name}={value!r} must be a whole number.")
         if name in _AT_LEAST and value < _AT_LEAST[name]:
@@ -177,6 +177,7 @@ def refuse_bad_numbers(config: Any) -> None:
         raise ConfigError(f"num_train_epochs={config.num_train_epochs!r} must be above 0, or set max_steps.")
 
 
+_OR = {"max_tokens_per_microbatch": ", auto, or null"}
 _WHY = {
     "temperature": " GRPO compares different completions of a prompt; greedy ones are all the same.",
     "reward_timeout_seconds": " None sets no limit.",

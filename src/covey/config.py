@@ -221,10 +221,10 @@ class GRPOConfig(TrainingArguments):
     """Failures of rewards in a row before the run stops with a checkpoint."""
     on_reward_error: str = "record"
     """A reward that fails: record it and leave the completion out, or raise."""
-    max_tokens_per_microbatch: int | None = None
-    """Most padded tokens of one forward pass, whatever the batch sizes; changes memory and speed, no gradient."""
-    logits_chunk_tokens: int = 1024
-    """Tokens whose logits exist at a time; changes memory and speed, no value."""
+    max_tokens_per_microbatch: int | str | None = "auto"
+    """Most tokens of one forward pass, shared prompts counted once: a number, null, or auto; changes memory, no gradient."""
+    logits_chunk_tokens: int | None = None
+    """Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value."""
     on_long_prompt: str = "error"
     """A prompt that does not fit beside a completion in the model's context: error, or drop to leave it out and count it."""
     early_stopping_patience: int | None = None

@@ -54,6 +54,12 @@ class NumericsError(CoveyError):
     exit_code = 70
 
 
+class MemoryLimitError(CoveyError):
+    """The smallest piece of work does not fit in memory."""
+
+    exit_code = 71
+
+
 class StorageError(CoveyError):
     """The disk refused: full, read-only or failing."""
 

@@ -16,7 +16,7 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 LEVELS = [
     {"metrics", "errors"},
     {"types", "names"},
-    {"world", "state", "options", "arithmetic"},
+    {"world", "state", "options", "arithmetic", "memory"},
     {"checks"},
     {"config", "algorithms"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},

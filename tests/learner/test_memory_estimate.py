@@ -1,10 +1,14 @@
 """The memory estimate against what a real small model holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from covey.learner.memory import Shape, estimate, in_gib
-from kit import tiny_model
+from covey.learner.packing import rows_of
+from covey.learner.policy import Policy
+from kit import group, tiny_model
 
 SMALL = {"layers": 3, "hidden": 64}
 
@@ -47,8 +51,13 @@ def test_weights_gradients_and_optimizer_are_those_of_a_real_step():
     assert memory.optimizer == size(states)
 
 
-def test_activations_are_what_a_forward_pass_keeps_within_a_fifth():
+@pytest.mark.parametrize("dtype, compute_bytes", [(None, 4), (torch.bfloat16, 2)])
+def test_activations_are_what_a_forward_pass_of_packed_rows_keeps(dtype, compute_bytes):
     model = tiny_model(**SMALL)
+    policy = Policy(model, pad_id=0, compute_dtype=dtype)
+    judged = replace(group(["x" * 85] * 8, question="y" * 60), advantages=torch.ones(8))
+    rows = rows_of([judged])
+    policy.shares_prompts()
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 
@@ -59,9 +68,12 @@ def test_activations_are_what_a_forward_pass_keeps_within_a_fifth():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model.model(torch.randint(0, 200, (2, 80))).last_hidden_state
-    assert hidden.requires_grad
-    assert guess(Shape.of(model.config)).activations == pytest.approx(sum(kept.values()), rel=0.2)
+        measured = policy.measure(rows, entropy=True)
+    assert measured.logp.requires_grad
+    memory = guess(
+        Shape.of(model.config), rows=8, group=8, prompt_tokens=60, completion_tokens=85, compute_bytes=compute_bytes
+    )
+    assert memory.activations == pytest.approx(sum(kept.values()), rel=0.1)
 
 
 def test_the_cache_stores_a_prompt_once_a_group():
@@ -89,7 +101,8 @@ def test_an_adapter_is_counted_as_peft_makes_it():
 def test_options_that_save_memory_do():
     shape = Shape.of(tiny_model(**SMALL).config)
     assert guess(shape, is_checkpointed=True).activations < guess(shape).activations
-    assert guess(shape, max_tokens=40).activations == guess(shape).activations // 4
+    long = guess(shape, rows=4, max_tokens=80).activations
+    assert long == 80 * shape.activation_bytes(4, False) < guess(shape, rows=4).activations
     assert guess(shape, optimizer="adamw_8bit").optimizer == guess(shape).optimizer // 4
     assert guess(shape, optimizer="sgd").optimizer == 0
     assert guess(shape, logits_chunk=16).logits < guess(shape).logits

@@ -13,7 +13,8 @@ from torch import Tensor
 from covey.algorithms import Algorithm
 from covey.errors import NumericsError
 from covey.learner.critic import Critic, no_critic
-from covey.learner.packing import Row, microbatches, rows_of
+from covey.learner.fitting import Room
+from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.types import (
@@ -46,7 +47,7 @@ class Learner:
     max_rows: int = 8
     """Rows of one forward pass: memory only."""
     max_tokens: int | None = None
-    """Padded tokens of one forward pass: memory only."""
+    """Tokens of one forward pass, a shared prompt counted once: memory only."""
     max_grad_norm: float = 1.0
     """0 clips nothing."""
     mask_truncated: bool = False
@@ -62,6 +63,10 @@ class Learner:
     """Steps with non-finite gradients in a row before the run stops."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
+    room: Room = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.room = Room(self.max_rows, self.max_tokens, self.policy.shares_prompts)
 
     # -- before the advantages ------------------------------------------------------------------------------------
 
@@ -76,25 +81,29 @@ class Learner:
         rows = [
             _unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
         ]
-        notes: dict[int, Completion] = {}
         mine = self.world.share(list(range(len(rows))))
-        position = {id(rows[i]): i for i in mine}
         self.policy.model.eval()
-        for batch in microbatches([rows[i] for i in mine], max_rows=2 * self.max_rows, max_tokens=self.max_tokens):
+        notes = self.room.attempt(lambda: self._notes([rows[i] for i in mine], algorithm, wants_old))
+        done = self.world.interleave(notes)
+        assert len(done) == len(flat)
+        return _regroup(groups, done)
+
+    def _notes(self, rows: Sequence[Row], algorithm: Algorithm, wants_old: bool) -> list[Completion]:
+        """The completions of `rows` with what `annotate` measures."""
+        needs, notes = algorithm.needs, dict[int, Completion]()
+        for batch in self.room.batches(rows, factor=2):
             old = self.policy.measure(batch) if wants_old or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
             for r, row in enumerate(batch):
                 cut = lambda x, r=r, row=row: x[r, : row.completion.num_tokens].float().cpu()
-                notes[position[id(row)]] = replace(
+                notes[id(row)] = replace(
                     row.completion,
                     old_logp=cut(old.logp) if old is not None and wants_old else None,
                     ref_logp=cut(ref.logp) if ref is not None else None,
                     values=cut(values) if values is not None else None,
                 )
-        done = self.world.interleave([notes[i] for i in mine])
-        assert len(done) == len(flat)
-        return _regroup(groups, done)
+        return [notes[id(row)] for row in rows]
 
     # -- the update -------------------------------------------------------------------------------------------------
 
@@ -111,16 +120,16 @@ class Learner:
         is_loud = [self.policy.auxiliary_coefficient != 0 or teaches(row, algorithm) for row in mine]
         known = [self._is_known(row, algorithm) and not loud for row, loud in zip(mine, is_loud, strict=True)]
         pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
-        silent = self._microbatches(pick([not loud and not k for loud, k in zip(is_loud, known, strict=True)]))
-        loud = self._microbatches(pick(is_loud))
-        algorithm = self._prepared(algorithm, silent + loud, totals)
+        silent, loud = pick([not loud and not k for loud, k in zip(is_loud, known, strict=True)]), pick(is_loud)
+        algorithm = self._prepared(algorithm, (silent, loud), totals)
         parts = [{**algorithm.metrics(_as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
         with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
-            parts += [self._evaluate(batch, algorithm, totals)[1] for batch in silent]
-        parts += [self._accumulate(batch, algorithm, totals) for batch in loud]
+            parts += self.room.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
+        parts += self.room.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self._forget_gradients)
         metrics = self.world.merge(merge_metrics(parts))
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
-        return self._update(metrics, step)
+        report = self._update(metrics, step)
+        return replace(report, events=(*self.room.take_events(), *report.events))
 
     def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
         """Whether what is shown of a completion that teaches nothing follows from how it was drawn, without a forward."""
@@ -134,25 +143,32 @@ class Learner:
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
-        batches = self._microbatches(self.world.share(rows))
-        algorithm = self._prepared(algorithm, batches, totals)
-        parts = [self._evaluate(batch, algorithm, totals)[1] for batch in batches]
+        mine = self.world.share(rows)
+        algorithm = self._prepared(algorithm, (mine,), totals)
+        parts = self.room.attempt(lambda: self._evaluate_all(mine, algorithm, totals))
         return self.world.merge(merge_metrics(parts))
 
-    def _microbatches(self, rows: Sequence[Row]) -> list[list[Row]]:
-        return microbatches(rows, max_rows=self.max_rows, max_tokens=self.max_tokens)
-
-    def _prepared(self, algorithm: Algorithm, batches: Sequence[Sequence[Row]], totals: Totals) -> Algorithm:
+    def _prepared(self, algorithm: Algorithm, parts: Sequence[Sequence[Row]], totals: Totals) -> Algorithm:
         """The algorithm with whatever it must know of the whole step (quantiles, covariances) filled in.
 
         Measured on the very micro-batches that are trained on, so that a bound equals the number it was taken from.
         """
         if not algorithm.needs.whole_step:
             return algorithm
+        look = lambda batch: _moved(self._tokens(batch, algorithm)[0].detached(), "cpu")
         with torch.no_grad():
-            seen = [_moved(self._tokens(batch, algorithm)[0].detached(), "cpu") for batch in batches]
+            seen = self.room.attempt(lambda: [look(batch) for rows in parts for batch in self.room.batches(rows)])
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(_moved(everywhere, self.policy.device), totals)
+
+    def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
+        return [self._evaluate(batch, algorithm, totals)[1] for batch in self.room.batches(rows)]
+
+    def _accumulate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
+        return [self._accumulate(batch, algorithm, totals) for batch in self.room.batches(rows)]
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
         loss, metrics = self._evaluate(batch, algorithm, totals)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
+
+from covey.learner.fused_head import chunk_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,12 @@ class Shape:
 
         auto: Any = AutoModelForCausalLM  # its methods carry no types
         with torch.device("meta"):
-            model = auto.from_config(config)
-        text = config.get_text_config()
+            return Shape.of_model(auto.from_config(config))
+
+    @staticmethod
+    def of_model(model: Any) -> Shape:
+        """From a model, loaded or without storage."""
+        text = model.config.get_text_config()
         heads = text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // heads
         head = model.get_output_embeddings()
@@ -50,6 +57,18 @@ class Shape:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
         return sum(rank * (inside + outside) for inside, outside in self.linears)
 
+    def activation_bytes(self, compute_bytes: int, is_checkpointed: bool) -> int:
+        """What one token leaves behind for the backward.
+
+        A gated layer in float32 keeps 8 hidden, 2 key-value and 4 intermediate values; with products in 16 bits the norms
+        still keep float32, which comes to 28 bytes a hidden value (counted by torch's saved-tensor hooks on Qwen2). With
+        checkpointing each layer keeps its input, and one layer at a time the rest.
+        """
+        width, keys, inner = self.hidden, self.key_value_width, self.intermediate
+        layer = 4 * (8 * width + 2 * keys + 4 * inner) if compute_bytes == 4 else 28 * width + 4 * keys + 8 * inner
+        ends = 4 * 4 * width  # embedding and last norm
+        return ends + (self.num_layers * width * 4 + layer if is_checkpointed else self.num_layers * layer)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -57,23 +76,29 @@ class Memory:
 
     weights: int
     reference: int
+    critic: int
+    """The weights of a critic with a model of its own."""
     gradients: int
     optimizer: int
     activations: int
     logits: int
+    sampler: int
+    """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
     cache: int
     """Keys and values while completions are drawn; activations and logits are gone then."""
 
     @property
     def peak(self) -> int:
         """The larger of learning and sampling, on top of what stays."""
-        stays = self.weights + self.reference + self.optimizer
+        stays = self.weights + self.reference + self.critic + self.optimizer + self.sampler
         return stays + max(self.gradients + self.activations + self.logits, self.cache)
 
     def in_words(self) -> str:
         """A few lines for a person."""
         lines = [f"{item.name:<12}{in_gib(getattr(self, item.name)):>12}" for item in fields(self)]
-        return "\n".join([*lines, f"{'peak':<12}{in_gib(self.peak):>12}  (estimate; expect a third more or less)"])
+        return "\n".join(
+            [*lines, f"{'peak':<12}{in_gib(self.peak):>12}  (beside what Python and torch take themselves)"]
+        )
 
 
 def estimate(
@@ -86,36 +111,65 @@ def estimate(
     prompt_tokens: int,
     completion_tokens: int,
     max_tokens: int | None,
-    logits_chunk: int,
+    logits_chunk: int | None,
     is_checkpointed: bool,
     has_reference: bool,
     adapter_rank: int | None,
     prompts: int,
     group: int,
+    has_critic_model: bool = False,
+    samples_in_copy: bool = False,
 ) -> Memory:
     """Bytes of a run on one device.
 
-    `rows` completions of `completion_tokens` are a micro-batch, bounded by `max_tokens`; `prompts` times `group` are
-    drawn at a time, the prompt stored once a group. A layer keeps about 10 hidden and 4 intermediate values of a token
-    for its backward (Korthikanti et al. 2022, table 2, without dropout and attention matrices); under checkpointing
-    each layer keeps its input, and one layer at a time keeps the rest.
+    `rows` completions of `completion_tokens` are a micro-batch, the prompt of a group counted once, bounded by
+    `max_tokens`; `prompts` times `group` are drawn at a time, the prompt stored once a group. `samples_in_copy`: a
+    CPU that samples in bfloat16 keeps a copy of the weights for it.
     """
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     adapter = 0 if adapter_rank is None else trained
-    tokens = rows * (prompt_tokens + completion_tokens)
-    tokens = tokens if max_tokens is None else min(tokens, max_tokens)
-    layer = (10 * shape.hidden + 2 * shape.key_value_width + 4 * shape.intermediate) * compute_bytes
-    kept = shape.num_layers * shape.hidden * compute_bytes + layer if is_checkpointed else shape.num_layers * layer
+    of_critic = shape.num_parameters if has_critic_model else 0
+    groups = -(-rows // group)
+    tokens = rows * completion_tokens + groups * prompt_tokens
+    tokens = tokens if max_tokens is None else min(tokens, max(max_tokens, prompt_tokens + completion_tokens))
+    own_bytes = 4 if adapter else weight_bytes
+    chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
+    head = shape.vocabulary * shape.hidden * 4 if adapter_rank is None else 0  # the head's gradient, summed in float32
+    casts = 2 * sum(inside * outside for inside, outside in shape.linears) if compute_bytes < weight_bytes else 0
     cached = prompts * (prompt_tokens + group * completion_tokens)
     return Memory(
         weights=shape.num_parameters * weight_bytes + adapter * 4,
         reference=shape.num_parameters * weight_bytes if has_reference and adapter_rank is None else 0,
-        gradients=trained * (4 if adapter else weight_bytes),
-        optimizer=int(trained * _state_bytes(optimizer, 4 if adapter else weight_bytes)),
-        activations=tokens * kept,
-        logits=3 * min(logits_chunk, tokens) * shape.vocabulary * 4,  # logits, probabilities and their gradient
-        cache=cached * shape.num_layers * 2 * shape.key_value_width * compute_bytes,
+        critic=of_critic * weight_bytes,
+        gradients=trained * own_bytes + of_critic * weight_bytes,
+        optimizer=int(
+            (trained * own_bytes + of_critic * weight_bytes) * _state_bytes(optimizer, own_bytes) / own_bytes
+        ),
+        activations=tokens * shape.activation_bytes(compute_bytes, is_checkpointed),
+        logits=3 * chunk * shape.vocabulary * 4 + head,  # logits, probabilities and their gradient
+        sampler=casts + (2 * shape.num_parameters if samples_in_copy else 0),
+        cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
+
+
+CPU_TOKENS = 4096
+"""Tokens of one forward pass beyond which a CPU gets no faster (8 to 64 thousand tokens a step took the same time)."""
+
+
+def starting_tokens(
+    asked: int | str | None, shape: Shape, *, on_cpu: bool, compute_bytes: int, is_checkpointed: bool
+) -> int | None:
+    """Tokens of one forward pass at the start; running out of memory halves them.
+
+    "auto" sets no bound on an accelerator, which says when memory is short. A CPU does not (the system kills), so there
+    it is as much as half of the free memory holds, and no more than `CPU_TOKENS`, beyond which nothing gets faster.
+    """
+    if asked != "auto":
+        return None if asked is None else int(asked)
+    if not on_cpu:
+        return None
+    free = psutil.virtual_memory().available
+    return max(256, min(CPU_TOKENS, int(0.5 * free / shape.activation_bytes(compute_bytes, is_checkpointed))))
 
 
 def _state_bytes(optimizer: str, weight_bytes: int) -> float:

@@ -62,8 +62,10 @@ def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Ro
     return rows
 
 
-def microbatches(rows: Sequence[Row], *, max_rows: int, max_tokens: int | None = None) -> list[list[Row]]:
-    """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` padded tokens (one row always fits).
+def microbatches(
+    rows: Sequence[Row], *, max_rows: int, max_tokens: int | None = None, shares_prompts: bool = False
+) -> list[list[Row]]:
+    """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` tokens as `tokens_in` counts (one row always fits).
 
     Longest first, group by group: rows of one prompt share a batch, little is padded, and the largest batch comes
     first, so that a step that cannot fit in memory fails at once.
@@ -74,13 +76,22 @@ def microbatches(rows: Sequence[Row], *, max_rows: int, max_tokens: int | None =
     batches: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens)):
         current = batches[-1] if batches else []
-        width = max(row.num_tokens, *(other.num_tokens for other in current)) if current else 0
-        is_full = len(current) >= max_rows or (max_tokens is not None and width * (len(current) + 1) > max_tokens)
+        is_full = len(current) >= max_rows
+        if current and max_tokens is not None:
+            is_full = is_full or tokens_in([*current, row], shares_prompts) > max_tokens
         if current and not is_full:
             current.append(row)
         else:
             batches.append([row])
     return batches
+
+
+def tokens_in(rows: Sequence[Row], shares_prompts: bool) -> int:
+    """Tokens of a forward pass over `rows`: each prompt once where it is shared, else padded to the longest row."""
+    if not shares_prompts:
+        return len(rows) * max(row.num_tokens for row in rows)
+    prompts = {row.group: len(row.prompt.token_ids) for row in rows}
+    return sum(prompts.values()) + sum(row.completion.num_tokens for row in rows)
 
 
 @dataclass(frozen=True, eq=False)

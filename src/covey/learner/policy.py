@@ -142,6 +142,10 @@ class Policy:
             return _decoder(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
         return self.model(input_ids=rows.input_ids, **extra).logits, None
 
+    def shares_prompts(self) -> bool:
+        """Whether the completions of a group share the computation of their prompt."""
+        return self._shares()
+
     def _shares(self) -> bool:
         """Whether prompts can be shared: told by the configuration, then tried once on two short completions."""
         if self._is_shared is None:

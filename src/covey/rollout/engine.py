@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, MemoryLimitError
+from covey.memory import is_out_of_memory, release
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.flight import Flight, Job
@@ -22,6 +24,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group
 
+logger = logging.getLogger(__name__)
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -106,9 +109,38 @@ class NativeSampler:
         return self._groups(jobs, n, params)
 
     def _groups(self, jobs: deque[Job], n: int, params: SamplingParams) -> Iterator[Group]:
-        if not jobs:
-            return
-        flight = Flight(
+        while jobs:
+            flight = self._flight(jobs, params)
+            failed = None
+            while flight.is_busy and failed is None:
+                try:
+                    with evaluating(self.model):
+                        groups = flight.run()
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failed = str(error)
+                else:
+                    yield from groups
+            if failed is None:
+                return
+            jobs, rows, held = deque(flight.unfinished), flight.max_rows, flight.budget
+            del flight
+            release()
+            self._halve(n, rows, held, failed)
+
+    def _halve(self, n: int, rows: int, held: int, said: str) -> None:
+        """Half as much in flight from now on. Every completion hangs on its own seed, so none of them changes."""
+        if rows <= n:
+            raise MemoryLimitError(
+                f"One group of {n} completions does not fit in memory while it is drawn ({said.splitlines()[0]}); lower "
+                "max_completion_length or num_generations."
+            )
+        self.max_rows, self.cache_bytes = max(n, rows // 2), held // 2
+        logger.warning("Memory ran out with %d completions in flight; from now on at most %d.", rows, self.max_rows)
+
+    def _flight(self, jobs: deque[Job], params: SamplingParams) -> Flight:
+        return Flight(
             self.forward,
             jobs,
             params,
@@ -120,10 +152,6 @@ class NativeSampler:
             version=self.version,
             environment=self.environment,
         )
-        while flight.is_busy:
-            with evaluating(self.model):
-                groups = flight.run()
-            yield from groups
 
     def budget(self) -> int:
         """Bytes of keys and values that may be held."""

@@ -74,6 +74,7 @@ class Flight:
         environment: Environment | None,
     ) -> None:
         self.forward, self.jobs, self.params, self.tokenizer = forward, jobs, params, tokenizer
+        self.unfinished = list(jobs)
         self.version, self.environment = version, environment
         self.n = len(jobs[0].keys)
         self.context = context or UNLIMITED
@@ -270,10 +271,11 @@ class Flight:
         return finished
 
     def _close(self, group: _Open) -> Group:
+        completions = tuple(self._completion(seat, *group.written[seat]) for seat in group.seats)
+        self.unfinished = [job for job in self.unfinished if job is not group.job]
         self.open[group.slot] = None
         self.held -= group.job.cache_bytes(self.forward)
         self.free_seats += group.seats[::-1]
-        completions = tuple(self._completion(seat, *group.written[seat]) for seat in group.seats)
         if self.outside is not None:
             self.outside[group.seats] = -1
         return Group(prompt=group.job.prompt, completions=completions)

@@ -1,0 +1,83 @@
+"""How much goes into one forward pass: bounded by options, halved when memory runs out, and remembered for the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from covey.errors import MemoryLimitError
+from covey.learner.packing import Row, microbatches, tokens_in
+from covey.memory import until_it_fits
+from covey.types import Event
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Room:
+    """The size of a micro-batch: memory and speed only, never a gradient."""
+
+    max_rows: int
+    max_tokens: int | None = None
+    """Tokens of one forward pass, a shared prompt counted once, padding included."""
+    shares_prompts: Callable[[], bool] = lambda: False
+    """Whether the rows of a group share their prompt."""
+    largest: tuple[int, int] = (0, 0)
+    """Rows and tokens of the largest micro-batch of the attempt that runs."""
+    events: list[Event] = field(default_factory=list)
+
+    def batches(self, rows: Sequence[Row], factor: int = 1) -> list[list[Row]]:
+        """Rows in micro-batches; `factor` times the rows where nothing is kept for a backward."""
+        is_shared = self.shares_prompts()
+        found = microbatches(
+            rows, max_rows=factor * self.max_rows, max_tokens=self.max_tokens, shares_prompts=is_shared
+        )
+        for batch in found:
+            self.largest = max(self.largest, (len(batch), tokens_in(batch, is_shared)))
+        return found
+
+    def attempt(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """`work()`; where memory runs out, `undo()` and again with half the micro-batch, which is then kept.
+
+        Raises MemoryLimitError when a single completion does not fit.
+        """
+
+        def shrink(said: str) -> None:
+            undo()
+            self._halve(said)
+
+        self.largest = (0, 0)
+        return until_it_fits(work, shrink)
+
+    def _halve(self, said: str) -> None:
+        rows, tokens = self.largest
+        if rows <= 1:
+            raise MemoryLimitError(
+                f"One completion of {tokens} tokens with its prompt does not fit in memory ({said}); lower max_completion_length, "
+                "set gradient_checkpointing=True, train an adapter (peft_config), or choose a smaller model."
+            )
+        self.max_rows, self.max_tokens = max(1, rows // 2), max(1, tokens // 2)
+        self.largest = (0, 0)
+        told = (
+            f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens); from now on at most {self.max_rows} and "
+            f"{self.max_tokens} tokens, with the same gradient."
+        )
+        logger.warning("%s", told)
+        self.events.append(Event(kind="out_of_memory", said=told, details={"error": said}))
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What happened since the last call."""
+        taken, self.events = tuple(self.events), []
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"max_rows": self.max_rows, "max_tokens": self.max_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sizes that were found to fit; those of the options win where they are smaller."""
+        self.max_rows = min(self.max_rows, state["max_rows"])
+        known = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
+        self.max_tokens = min(known, default=None)

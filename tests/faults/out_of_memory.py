@@ -1,0 +1,91 @@
+"""Run apart, under a limit of its address space: a learner's step and a sampler that do not fit at once.
+
+`python out_of_memory.py WHAT SPARE_MIB` prints one JSON object; a limit of 0 is none.
+"""
+
+import json
+import logging
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from covey import algorithms as alg
+from covey.errors import MemoryLimitError
+from covey.learner import Learner, NoReference, Policy
+from covey.rollout import NativeSampler, SamplingParams
+from covey.world import World
+from kit import completion, group, tiny_model, tiny_tokenizer
+
+torch.set_num_threads(1)
+
+
+def limit(spare_mib):
+    """No more than `spare_mib` beyond what the process has now."""
+    if spare_mib:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + spare_mib * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def learner_of(rows):
+    policy = Policy(tiny_model(layers=6, hidden=128, max_position_embeddings=1024), pad_id=0)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    return Learner(
+        policy=policy,
+        reference=NoReference(),
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        world=World(),
+        max_completion_length=900,
+        max_rows=rows,
+        max_grad_norm=0.0,
+    )
+
+
+def learn(spare_mib, is_warm=True):
+    """The norm of the gradient of one step over 16 completions of 300 tokens, and what was said on the way."""
+    groups = []
+    for uid in ("a", "b"):
+        drawn = group(["?"] * 8, uid=uid)
+        draw = torch.Generator().manual_seed(ord(uid))
+        answers = tuple(
+            completion(ids=torch.randint(3, 250, (300,), generator=draw).tolist()) for _ in drawn.completions
+        )
+        groups.append(replace(drawn, completions=answers, advantages=torch.linspace(-1, 1, 8)))
+    learner = learner_of(16)
+    if is_warm:
+        first = [replace(one, completions=one.completions[:1], advantages=torch.ones(1)) for one in groups]
+        learner.step(first, alg.dapo(), 1)
+    limit(spare_mib)
+    report = learner.step(groups, alg.dapo(), 2)
+    again = learner.step(groups, alg.dapo(), 3)
+    return {
+        "norms": [report["grad_norm"], again["grad_norm"]],
+        "events": [event.kind for event in report.events],
+        "later_events": [event.kind for event in again.events],
+        "rows": learner.room.max_rows,
+    }
+
+
+def sample(spare_mib):
+    """The tokens of 8 groups of 8, and how many completions were in flight in the end."""
+    model = tiny_model(layers=4, hidden=256, max_position_embeddings=2048)
+    sampler = NativeSampler(model, tiny_tokenizer(), eos_ids=[2], max_rows=64, cache_bytes=2**31)
+    params = SamplingParams(max_tokens=150, seed=3)
+    list(sampler.sample(["warm"], 8, replace(params, max_tokens=4)))
+    limit(spare_mib)
+    groups = sampler.sample([f"question {i}" for i in range(8)], 8, params)
+    answers = {one.prompt.text: [c.token_ids.tolist() for c in one.completions] for one in groups}
+    return {"answers": dict(sorted(answers.items())), "rows": sampler.max_rows}
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    work = {"learn": learn, "learn-cold": lambda spare: learn(spare, is_warm=False), "sample": sample}
+    try:
+        sys.stdout.write(json.dumps(work[sys.argv[1]](int(sys.argv[2]))))
+    except MemoryLimitError as error:
+        sys.stdout.write(json.dumps({"raised": type(error).__name__, "said": str(error)}))

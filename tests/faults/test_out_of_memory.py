@@ -1,0 +1,44 @@
+"""Memory runs out for real, under a limit of the address space: the same work in smaller pieces, the same numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is enforced on Linux")
+
+
+def run(what, spare_mib):
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, str(HERE / "out_of_memory.py"), what, str(spare_mib)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_same_gradient():
+    free, short = run("learn", 0), run("learn", 80)
+    assert free["events"] == []
+    assert free["rows"] == 16
+    assert set(short["events"]) == {"out_of_memory"}
+    assert short["rows"] < 16
+    assert short["later_events"] == [], "what fits is remembered"
+    assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
+
+
+def test_a_completion_that_does_not_fit_alone_ends_with_a_sentence():
+    short = run("learn-cold", 12)
+    assert short["raised"] == "MemoryLimitError"
+    assert "does not fit in memory" in short["said"]
+    assert "gradient_checkpointing" in short["said"]
+
+
+def test_a_sampler_that_runs_out_goes_on_with_fewer_in_flight_and_draws_the_same_tokens():
+    free, short = run("sample", 0), run("sample", 25)
+    assert free["rows"] == 64
+    assert short["rows"] < 64
+    assert short["answers"] == free["answers"]
