@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -20,7 +21,7 @@ from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy,
 from covey.learner.critic import Critic
 from covey.learner.memory import Shape, starting_tokens
 from covey.learner.reference import Reference
-from covey.models import context_limit, make_optimizer, make_scheduler
+from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
 from covey.rewards import Scorer, resolve
@@ -129,6 +130,7 @@ def build_policy(given: Given) -> Policy:
         compute_dtype=compute_dtype(args),
         logits_chunk=args.logits_chunk_tokens,
         auxiliary_coefficient=auxiliary_coefficient(args, given.model),
+        offloads=args.activation_offloading and given.world.device.type != "cpu",
     )
 
 
@@ -210,6 +212,15 @@ def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
     )
 
 
+def checkpoint_once(policy: Policy) -> bool:
+    """Compute activations again from now on; False when that is done already."""
+    if policy.is_checkpointing:
+        return False
+    checkpoint_activations(policy.model)
+    policy.model.train()  # blocks in evaluation mode would not do it
+    return True
+
+
 def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
     args, algorithm = given.args, given.algorithm
     policy = build_policy(given)
@@ -232,12 +243,13 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
             Shape.of_model(given.model),
             on_cpu=given.world.device.type == "cpu",
             compute_bytes=2 if compute_dtype(args) else 4,
-            is_checkpointed=bool(args.gradient_checkpointing),
+            is_checkpointed=args.checkpoints_activations,
         ),
         max_grad_norm=args.max_grad_norm,
         mask_truncated=args.mask_truncated_completions,
         is_off_policy=is_off_policy,
         disable_dropout=args.disable_dropout,
+        last_resort=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
         uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,

@@ -30,6 +30,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 """Options that take one of a few words."""
 
 _UNUSABLE_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo")  # they update inside the backward pass or need targets
+_UNSAVED_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 
 _AT_LEAST: Mapping[str, float] = {
     "per_device_train_batch_size": 1,
@@ -116,7 +117,7 @@ def normalize(config: Any) -> None:
         config.max_grad_norm = 0.0
     # the former name is TRL's default (True) and would warn; the new one wins when it was set
     if getattr(config, "activation_checkpointing", False) is None:
-        config.activation_checkpointing = bool(config.gradient_checkpointing)
+        config.activation_checkpointing = config.checkpoints_activations
     if getattr(config, "activation_checkpointing_kwargs", False) is None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
 
@@ -153,6 +154,10 @@ def _refuse_bad_factories(config: Any) -> None:
         )
     if str(getattr(config.optim, "value", config.optim)).startswith(_UNUSABLE_OPTIMIZERS):
         raise ConfigError(f"optim={config.optim!r} cannot be honoured: {REFUSED['optim_target_modules']}.")
+    if str(getattr(config.optim, "value", config.optim)) in _UNSAVED_OPTIMIZERS:
+        raise ConfigError(
+            f"optim={config.optim!r} cannot be honoured: torchao's state cannot be copied into a checkpoint; adamw_bnb_8bit can."
+        )
 
 
 def refuse_bad_numbers(config: Any) -> None:
@@ -255,6 +260,10 @@ def settle_precision(config: Any) -> None:
 
     on_accelerator = torch.accelerator.is_available() and not config.use_cpu
     has_bfloat16 = is_torch_bf16_gpu_available() if on_accelerator else processor_has_bfloat16()
+    if config.activation_offloading and not on_accelerator:
+        raise ConfigError(
+            "activation_offloading=True keeps activations in the host's memory, where this run computes already; leave it out."
+        )
     if config.bf16 is None:
         config.bf16 = on_accelerator and has_bfloat16 and not config.fp16
     if config.fp16 and config.bf16:

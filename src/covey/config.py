@@ -223,6 +223,10 @@ class GRPOConfig(TrainingArguments):
     """A reward that fails: record it and leave the completion out, or raise."""
     max_tokens_per_microbatch: int | str | None = "auto"
     """Most tokens of one forward pass, shared prompts counted once: a number, null, or auto; changes memory, no gradient."""
+    checkpoint_when_needed: bool = False
+    """Begin without gradient checkpointing, and switch it on once a single completion does not fit in memory."""
+    activation_offloading: bool = False
+    """Keep activations in the host's memory between forward and backward; for accelerators."""
     logits_chunk_tokens: int | None = None
     """Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value."""
     on_long_prompt: str = "error"
@@ -256,6 +260,11 @@ class GRPOConfig(TrainingArguments):
             raise ConfigError(str(error)) from error
         checks.settle_batches(self)
         checks.warn_inert(given)
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """Whether activations are computed again from the start."""
+        return bool(self.gradient_checkpointing) and not self.checkpoint_when_needed
 
     def _changed(self) -> dict[str, Any]:
         """Options that differ from their defaults, by name."""

@@ -143,21 +143,31 @@ def prepare_for_training(model: Any, args: Any) -> Any:
     """Gradient checkpointing on or off as asked for; the model in training mode."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
-    if args.gradient_checkpointing:
-        kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
-        getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": kwargs})
-        if inner is not model:
-            inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
+    if args.checkpoints_activations:
+        checkpoint_activations(model, args.gradient_checkpointing_kwargs)
     elif getattr(inner, f"is_{word}_checkpointing", False):
         getattr(inner, f"{word}_checkpointing_disable")()
     return model.train()
 
 
+def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+    """From now on each block keeps its input only and computes the rest again in the backward pass."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
+    given = {"use_reentrant": False, **(kwargs or {})}
+    getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
+    if inner is not model:
+        inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
+
+
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability of the model to 0."""
+    """Set every dropout probability of the model to 0, those that attention reads as a number included."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:

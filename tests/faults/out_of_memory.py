@@ -8,11 +8,13 @@ import logging
 import resource
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from covey import algorithms as alg
+from covey.build import checkpoint_once
 from covey.errors import MemoryLimitError
 from covey.learner import Learner, NoReference, Policy
 from covey.rollout import NativeSampler, SamplingParams
@@ -30,7 +32,7 @@ def limit(spare_mib):
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def learner_of(rows):
+def learner_of(rows, checkpoints):
     policy = Policy(tiny_model(layers=6, hidden=128, max_position_embeddings=1024), pad_id=0)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     return Learner(
@@ -42,20 +44,21 @@ def learner_of(rows):
         max_completion_length=900,
         max_rows=rows,
         max_grad_norm=0.0,
+        last_resort=partial(checkpoint_once, policy) if checkpoints else lambda: False,
     )
 
 
-def learn(spare_mib, is_warm=True):
-    """The norm of the gradient of one step over 16 completions of 300 tokens, and what was said on the way."""
+def learn(spare_mib, is_warm=True, checkpoints=False, size=300):
+    """The norm of the gradient of one step over 16 completions of `size` tokens, and what was said on the way."""
     groups = []
     for uid in ("a", "b"):
         drawn = group(["?"] * 8, uid=uid)
         draw = torch.Generator().manual_seed(ord(uid))
         answers = tuple(
-            completion(ids=torch.randint(3, 250, (300,), generator=draw).tolist()) for _ in drawn.completions
+            completion(ids=torch.randint(3, 250, (size,), generator=draw).tolist()) for _ in drawn.completions
         )
         groups.append(replace(drawn, completions=answers, advantages=torch.linspace(-1, 1, 8)))
-    learner = learner_of(16)
+    learner = learner_of(16, checkpoints)
     if is_warm:
         first = [replace(one, completions=one.completions[:1], advantages=torch.ones(1)) for one in groups]
         learner.step(first, alg.dapo(), 1)
@@ -67,6 +70,7 @@ def learn(spare_mib, is_warm=True):
         "events": [event.kind for event in report.events],
         "later_events": [event.kind for event in again.events],
         "rows": learner.room.max_rows,
+        "checkpoints": learner.policy.is_checkpointing,
     }
 
 
@@ -84,7 +88,8 @@ def sample(spare_mib):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    work = {"learn": learn, "learn-cold": lambda spare: learn(spare, is_warm=False), "sample": sample}
+    work = {"learn": learn, "learn-cold": lambda spare: learn(spare, is_warm=False, size=800), "sample": sample}
+    work["learn-cold-checkpointing"] = lambda spare: learn(spare, is_warm=False, checkpoints=True, size=800)
     try:
         sys.stdout.write(json.dumps(work[sys.argv[1]](int(sys.argv[2]))))
     except MemoryLimitError as error:

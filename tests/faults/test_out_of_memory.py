@@ -30,11 +30,20 @@ def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_sam
     assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_completion_that_does_not_fit_alone_ends_with_a_sentence():
-    short = run("learn-cold", 12)
+    short = run("learn-cold", 55)
     assert short["raised"] == "MemoryLimitError"
     assert "does not fit in memory" in short["said"]
     assert "gradient_checkpointing" in short["said"]
+
+
+@pytest.mark.slow
+def test_activations_are_computed_again_once_a_single_completion_does_not_fit():
+    short = run("learn-cold-checkpointing", 55)
+    assert short["checkpoints"]
+    assert short["rows"] == 1
+    assert short["later_events"] == []
 
 
 def test_a_sampler_that_runs_out_goes_on_with_fewer_in_flight_and_draws_the_same_tokens():

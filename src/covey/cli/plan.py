@@ -73,7 +73,7 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
     )
     compute_bytes = 2 if config.bf16 or config.fp16 else weight_bytes
     on_cpu = config.use_cpu or not torch.accelerator.is_available()
-    is_checkpointed = bool(config.gradient_checkpointing)
+    is_checkpointed = config.checkpoints_activations
     return estimate(
         shape,
         weight_bytes=weight_bytes,

@@ -25,6 +25,8 @@ class Room:
     """Tokens of one forward pass, a shared prompt counted once, padding included."""
     shares_prompts: Callable[[], bool] = lambda: False
     """Whether the rows of a group share their prompt."""
+    last_resort: Callable[[], bool] = lambda: False
+    """Makes a single completion need less; False when there is nothing left to do."""
     largest: tuple[int, int] = (0, 0)
     """Rows and tokens of the largest micro-batch of the attempt that runs."""
     events: list[Event] = field(default_factory=list)
@@ -54,6 +56,11 @@ class Room:
 
     def _halve(self, said: str) -> None:
         rows, tokens = self.largest
+        if rows <= 1 and self.last_resort():
+            self._tell(
+                f"Memory ran out on one completion ({tokens} tokens); activations are computed again from now on.", said
+            )
+            return
         if rows <= 1:
             raise MemoryLimitError(
                 f"One completion of {tokens} tokens with its prompt does not fit in memory ({said}); lower max_completion_length, "
@@ -65,8 +72,11 @@ class Room:
             f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens); from now on at most {self.max_rows} and "
             f"{self.max_tokens} tokens, with the same gradient."
         )
+        self._tell(told, said)
+
+    def _tell(self, told: str, error: str) -> None:
         logger.warning("%s", told)
-        self.events.append(Event(kind="out_of_memory", said=told, details={"error": said}))
+        self.events.append(Event(kind="out_of_memory", said=told, details={"error": error}))
 
     def take_events(self) -> tuple[Event, ...]:
         """What happened since the last call."""

@@ -63,10 +63,12 @@ class Learner:
     """Steps with non-finite gradients in a row before the run stops."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
+    last_resort: Callable[[], bool] = lambda: False
+    """Makes a single completion need less memory, once; False when it cannot."""
     room: Room = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = Room(self.max_rows, self.max_tokens, self.policy.shares_prompts)
+        self.room = Room(self.max_rows, self.max_tokens, self.policy.shares_prompts, self.last_resort)
 
     # -- before the advantages ------------------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ class Learner:
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
-        self.policy.model.train(not self.disable_dropout)
+        self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         is_loud = [self.policy.auxiliary_coefficient != 0 or teaches(row, algorithm) for row in mine]
         known = [self._is_known(row, algorithm) and not loud for row, loud in zip(mine, is_loud, strict=True)]
         pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]

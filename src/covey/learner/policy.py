@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from covey.learner import shared
 from covey.learner.logprobs import Head, Other, distances, score_tokens
@@ -64,6 +65,8 @@ class Policy:
     logits_chunk: int | None = None
     """Tokens whose logits exist at a time; None chooses by the vocabulary."""
     auxiliary_coefficient: float = 0.0
+    offloads: bool = False
+    """Keep activations in the host's memory between forward and backward."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -71,6 +74,13 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        inner = _inner(self.model)
+        name = "is_activation_checkpointing"  # "gradient" before transformers 5.23
+        return bool(getattr(inner, name if hasattr(type(inner), name) else "is_gradient_checkpointing", False))
 
     def output_layer(self) -> nn.Module:
         """The layer that turns hidden states into logits."""
@@ -106,7 +116,8 @@ class Policy:
         distance = None
         other = None if against is None else against.at(rows)
         with self.autocast():
-            hidden, auxiliary = self._hidden(rows)
+            with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
+                hidden, auxiliary = self._hidden(rows)
             picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] of a model that cannot be split
             head = self._head_of() if self._splits() else Head(project=lambda logits: logits)
             logp, entropies = score_tokens(
