@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from covey.data import PromptStream
 from covey.errors import RewardError
 from covey.learner import refuse_many_bad_steps
 from covey.parts import Parts
-from covey.rewards import reward_metrics
+from covey.rewards import Scoring, reward_metrics
 from covey.rollout import SamplingParams
 from covey.state import TrainState
 from covey.types import Group, Prompt
@@ -49,10 +49,11 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     algorithm = parts.algorithm.resolve(state.controllers)
     with rewound_on_failure(parts.prompts):
         prompts = parts.prompts.take(parts.prompts_per_rollout)
+        scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
         with timed(seconds, "rollout"):
-            groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts))
+            groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), scoring.add)
         with timed(seconds, "reward"):
-            groups = parts.world.interleave(score(parts, groups))
+            groups = parts.world.interleave(score(parts, groups, scoring))
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(groups, algorithm)
         if algorithm.needs.greedy:
@@ -67,26 +68,36 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     return state.queued(batches * parts.num_iterations, metrics, seconds)
 
 
-def draw(parts: Parts, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> list[Group]:
-    """This process's share of the prompts, answered, in their order however the sampler finished them."""
+def draw(
+    parts: Parts, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, each: Callable[[Group], None]
+) -> list[Group]:
+    """This process's share of the prompts, answered, in their order however the sampler finished them.
+
+    `each` is told of every group as soon as it is finished.
+    """
     mine = parts.world.share(prompts)
     place = {prompt.uid: i for i, prompt in enumerate(mine)}
-    return sorted(parts.sampler.sample(mine, n, sampling), key=lambda group: place[group.prompt.uid])
+    groups = []
+    for group in parts.sampler.sample(mine, n, sampling):
+        each(group)
+        groups.append(group)
+    return sorted(groups, key=lambda group: place[group.prompt.uid])
 
 
 def with_greedy(parts: Parts, groups: Sequence[Group]) -> list[Group]:
     """The groups with the rewards of each prompt's greedy answer, for estimators that use it as baseline (ReMax)."""
     greedy = replace(parts.sampling, temperature=0.0)
-    answers = draw(parts, [group.prompt for group in groups], 1, greedy)
-    return with_greedy_rewards(groups, parts.world.interleave(score(parts, answers)))
+    scoring = parts.scorer.begin()
+    answers = draw(parts, [group.prompt for group in groups], 1, greedy, scoring.add)
+    return with_greedy_rewards(groups, parts.world.interleave(score(parts, answers, scoring)))
 
 
-def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
+def score(parts: Parts, groups: Sequence[Group], scoring: Scoring) -> list[Group]:
     """Scored groups; a reward that ends the run on one process ends it on all, so that none waits for another."""
     failed: RewardError | None = None
     scored: list[Group] = []
     try:
-        scored = parts.scorer.score(groups)
+        scored = scoring.finish(groups)
     except RewardError as error:
         failed = error
     if parts.world.any(failed is not None):

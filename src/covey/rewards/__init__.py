@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from covey.rewards.builtin import BUILTIN, resolve
     from covey.rewards.contract import RewardSpec, check
+    from covey.rewards.manner import per_completion, reward
     from covey.rewards.math import accuracy_reward
     from covey.rewards.metrics import reward_metrics
     from covey.rewards.model import ModelReward
-    from covey.rewards.scoring import Scorer
+    from covey.rewards.scoring import Scorer, Scoring
     from covey.rewards.text import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
 
 _WHERE = {
@@ -19,11 +20,14 @@ _WHERE = {
     "ModelReward": "model:ModelReward",
     "RewardSpec": "contract:RewardSpec",
     "Scorer": "scoring:Scorer",
+    "Scoring": "scoring:Scoring",
     "accuracy_reward": "math:accuracy_reward",
     "check": "contract:check",
     "get_repetition_penalty_reward": "text:get_repetition_penalty_reward",
     "get_soft_overlong_punishment": "text:get_soft_overlong_punishment",
+    "per_completion": "manner:per_completion",
     "resolve": "builtin:resolve",
+    "reward": "manner:reward",
     "reward_metrics": "metrics:reward_metrics",
     "think_format_reward": "text:think_format_reward",
 }
@@ -34,11 +38,14 @@ __all__ = [
     "ModelReward",
     "RewardSpec",
     "Scorer",
+    "Scoring",
     "accuracy_reward",
     "check",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "per_completion",
     "resolve",
+    "reward",
     "reward_metrics",
     "think_format_reward",
 ]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import DataError, RewardError, did_you_mean
+from covey.rewards.manner import Manner, manner_of
 from covey.types import Group, Reward
 
 T = TypeVar("T")
@@ -41,6 +42,12 @@ class RewardSpec:
     weight: float = 1.0
     timeout_seconds: float | None = None
     """Its own limit for one call; `None`: the scorer's; `math.inf`: none."""
+    manner: Manner | None = None
+    """How to call it; `None`: as its decorator says."""
+
+    @property
+    def how(self) -> Manner:
+        return manner_of(self.call) if self.manner is None else self.manner
 
 
 def name_of(reward: Any) -> str:
@@ -102,6 +109,12 @@ class Batch:
         cut = slice(start, stop)
         return Batch(self.prompts[cut], self.completions[cut], self.completion_ids[cut], columns)
 
+    def take(self, indices: Sequence[int]) -> Batch:
+        """Only these completions, in this order."""
+        columns = {name: [values[i] for i in indices] for name, values in self.columns.items()}
+        pick = lambda values: [values[i] for i in indices]
+        return Batch(pick(self.prompts), pick(self.completions), pick(self.completion_ids), columns)
+
     def __len__(self) -> int:
         return len(self.completions)
 
@@ -140,8 +153,18 @@ def arguments(reward: Reward, batch: Batch, logged: Logged, trainer_state: Any) 
         "log_extra": logged.extra,
         "log_metric": logged.metric,
     }
+    if manner_of(reward).is_singular:
+        offered = _singular(offered, batch)
     named, takes_all = _parameters(reward)
     return offered if takes_all else {name: value for name, value in offered.items() if name in named}
+
+
+def _singular(offered: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+    """The keywords of a single completion: `prompt`, `completion`, its ids and the values of its columns."""
+    alone = {name: values[0] for name, values in batch.columns.items()}
+    own = {"prompt": batch.prompts[0], "completion": batch.completions[0], "completion_ids": batch.completion_ids[0]}
+    kept = {name: offered[name] for name in ("trainer_state", "log_extra", "log_metric")}
+    return {**alone, **own, **kept}
 
 
 def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
@@ -157,13 +180,14 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     named, _ = _parameters(spec.call)
     if columns is None:
         return
-    given = [*ALWAYS, *(column for column in columns if column not in NOT_PASSED)]
+    always = [*ALWAYS, "prompt", "completion"] if manner_of(spec.call).is_singular else [*ALWAYS]
+    given = [*always, *(column for column in columns if column not in NOT_PASSED)]
     missing = [name for name, parameter in named.items() if name not in given and parameter.default is parameter.empty]
     any_of = getattr(spec.call, "needs_one_of", ())
     if any_of and not set(any_of) & set(given):
         missing.append(" or ".join(any_of))
     if missing:
-        have = ", ".join(name for name in given if name not in ALWAYS) or "no other columns"
+        have = ", ".join(name for name in given if name not in always) or "no other columns"
         near = did_you_mean(missing[0].partition(" ")[0], given)
         raise DataError(
             f"reward {spec.name!r} needs a column {missing[0]}, but the data set has {have}.{near} Rename yours to it "

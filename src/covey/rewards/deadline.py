@@ -2,22 +2,28 @@
 
 Limits: on Linux a call on the main thread is interrupted by a signal, which ends Python loops, sleeps, waits and regular
 expressions, but not C code that never looks at signals (a sum of huge integers). Elsewhere (Windows, macOS, a caller that is
-not the main thread) the call runs in a daemon thread that is abandoned at the deadline, because a thread cannot be killed.
+not the main thread) the call runs in a daemon thread that is abandoned at the deadline: a thread cannot be killed, but is
+asked to end where Python code runs next. What holds up the whole process past ten times its limit ends the process, with the
+stack on standard error; only a worker process (`covey.rewards.workers`) can be killed alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ctypes
 import math
 import queue
 import signal
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from covey.rewards import alarm
+from covey.rewards.watchdog import Watched
 
 T = TypeVar("T")
 
@@ -36,9 +42,10 @@ def call_within(seconds: float | None, function: Callable[[], T]) -> T:
     """What `function()` returns. Raises DeadlineError once `seconds` have passed (`None` or infinity: never)."""
     if seconds is None or math.isinf(seconds):
         return function()
-    if threading.current_thread() is threading.main_thread() and alarm.is_available():
-        return _interrupting(seconds, function)
-    return _abandoning(seconds, function)
+    with Watched(seconds):
+        if threading.current_thread() is threading.main_thread() and alarm.is_available():
+            return _interrupting(seconds, function)
+        return _abandoning(seconds, function)
 
 
 def _interrupting(seconds: float, function: Callable[[], T]) -> T:
@@ -77,12 +84,20 @@ def _abandoning(seconds: float, function: Callable[[], T]) -> T:
             outcome.set_exception(error)
         box.put(outcome)
 
-    threading.Thread(target=work, name="covey-reward", daemon=True).start()
+    thread = threading.Thread(target=work, name="covey-reward", daemon=True)
+    thread.start()
     try:
         outcome = box.get(timeout=seconds)
     except queue.Empty:
-        raise DeadlineError(_said(seconds)) from None
+        where = _stack_of(thread)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted))
+        raise DeadlineError(_said(seconds)) from Exception(f"in a thread, at the limit:\n{where}")
     return outcome.result()
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "it ended meanwhile"
 
 
 class EventLoop:
@@ -91,6 +106,7 @@ class EventLoop:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
     def start(self, make: Callable[[], Awaitable[T]], seconds: float | None) -> concurrent.futures.Future[T]:
         """Start `make()` on the loop; the future raises DeadlineError past `seconds`."""
@@ -128,12 +144,15 @@ class EventLoop:
             thread.join(timeout=5.0)
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="covey-reward-async", daemon=True)
-            self._thread.start()
-            self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
-        return self._loop
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name="covey-reward-async", daemon=True
+                )
+                self._thread.start()
+                self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+            return self._loop
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

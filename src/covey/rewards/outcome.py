@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,10 @@ Attempt = Callable[[Batch], tuple[Any, Logged]]
 
 _EVENTS_IN_FULL = 5
 _TEXT_IN_EVENT = 2000
+
+
+class CircuitOpen(Exception):  # noqa: N818 - a state, told as the reason of an unscored completion
+    """Not called, because the calls before it in this batch were all lost."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Outcome:
     """Columns from `log_extra`, [N] each, None where nothing was logged."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
     seconds: float = 0.0
+    """Spent inside calls, which may overlap."""
+    num_calls: int = 0
+    num_cached: int = 0
+    """Completions whose score was known from an earlier call."""
 
     @property
     def num_failed(self) -> int:
@@ -65,6 +73,29 @@ class Outcome:
         for column, extra in logged.extras.items():
             self.extras.setdefault(column, [None] * len(self.scores))[start : start + len(extra)] = extra
         self.metrics += logged.metrics
+
+    @staticmethod
+    def joined(name: str, parts: Sequence[tuple[Sequence[int], Outcome]], size: int) -> Outcome:
+        """The outcome of `size` completions from those of parts, each with the places its completions have in the whole."""
+        whole = Outcome(name, torch.full((size,), math.nan))
+        for places, part in parts:
+            whole.scores[torch.as_tensor(places, dtype=torch.long)] = part.scores
+            for failure in part.failures:  # a part's completions need not be neighbours in the whole
+                own = places[failure.start : failure.stop]
+                whole.failures += (
+                    [Failure(own[0], own[-1] + 1, failure.error)]
+                    if _is_run(own)
+                    else [Failure(place, place + 1, failure.error) for place in own]
+                )
+            for column, values in part.extras.items():
+                target = whole.extras.setdefault(column, [None] * size)
+                for place, value in zip(places, values, strict=True):
+                    target[place] = value
+            whole.metrics += part.metrics
+            whole.seconds += part.seconds
+            whole.num_calls += part.num_calls
+            whole.num_cached += part.num_cached
+        return whole
 
     def events(self, batch: Batch) -> list[tuple[int, Event]]:
         """An event for each failure with the index of the completion it concerns; the first few carry everything."""
@@ -91,7 +122,7 @@ def evaluate(name: str, attempt: Attempt, batch: Batch, *, seconds: float | None
             values = to_scores(returned, stop - start, name)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the border to user code: told, counted, limited
             can_help = not isinstance(
-                error, DeadlineError | RewardError
+                error, DeadlineError | RewardError | CircuitOpen
             )  # halves of a wrong length would be misaligned
             if isolate and can_help and stop - start > 1 and time.monotonic() < until:
                 middle = (start + stop) // 2
@@ -101,6 +132,10 @@ def evaluate(name: str, attempt: Attempt, batch: Batch, *, seconds: float | None
             continue
         outcome.keep(start, values, logged)
     return outcome
+
+
+def _is_run(places: Sequence[int]) -> bool:
+    return list(places) == list(range(places[0], places[0] + len(places)))
 
 
 def _event(name: str, failure: Failure, batch: Batch) -> Event:
@@ -113,7 +148,7 @@ def _event(name: str, failure: Failure, batch: Batch) -> Event:
         details={
             "reward": name,
             "completions": count,
-            "error": type(error).__name__,
+            "error": getattr(error, "kind", type(error).__name__),
             "traceback": "".join(traceback.format_exception(error)),
             "prompt": _text(batch.prompts[failure.start]),
             "completion": _text(batch.completions[failure.start]),
@@ -124,7 +159,8 @@ def _event(name: str, failure: Failure, batch: Batch) -> Event:
 def describe(error: BaseException) -> str:
     """An exception in one line: `ValueError: no number in it`."""
     text = " ".join(str(error).split()).rstrip(".")
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    kind = str(getattr(error, "kind", type(error).__name__))  # what it was in a worker process
+    return f"{kind}: {text[:300]}" if text else kind
 
 
 def _text(value: Any) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import time
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin import resolve
-from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, check_signature, is_async, name_of
-from covey.rewards.deadline import EventLoop, call_within
-from covey.rewards.outcome import Outcome, describe, evaluate
+from covey.rewards.calling import Caller
+from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of
+from covey.rewards.deadline import EventLoop
+from covey.rewards.outcome import Outcome, describe
+from covey.rewards.workers import INSIDE, packed
 from covey.types import Group, Mean, Metric, Reward, Sum, merge_metrics
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,10 @@ class Scorer:
     nothing came, RewardError. What no retry can mend (a wrong number of values, no numbers at all) raises RewardError
     on the first call already. `on_error="raise"` raises RewardError at the first error of any kind.
 
-    Functions run one after the other on the caller's thread, `async def` ones meanwhile on an event loop.
+    Plain functions run one after the other on the caller's thread, where they can be interrupted; beside them, at the same
+    time, `async def` ones on an event loop, those marked `in_thread` or `streams` in threads, `isolated` ones in worker
+    processes (see `covey.rewards.reward`). With `workers`, functions of the user's own that a process can import are isolated
+    without being marked, in so many processes each.
     `timeout_seconds` limits each call (see `covey.rewards.deadline` for what can be interrupted; `None`: no limit).
     With `isolate`, a call that raises is repeated on halves of the batch, so that only the completions that make it
     raise are lost.
@@ -47,12 +51,18 @@ class Scorer:
         error_limit: int = 10,
         on_error: str = "record",
         isolate: bool = True,
+        workers: int = 0,
         trainer_state: Callable[[], Any] | None = None,
     ) -> None:
         if on_error not in ("record", "raise"):
             raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
         if error_limit < 1:
             raise ConfigError(f"reward_error_limit is {error_limit}; use at least 1.")
+        if INSIDE in os.environ:
+            raise RewardError(
+                "a worker process was about to train: it imports the script that holds the reward. Put what trains under "
+                "`if __name__ == '__main__':`, or the reward into a file of its own."
+            )
         self.rewards = _specs(rewards, weights)
         self.timeout_seconds = timeout_seconds
         self.error_limit = error_limit
@@ -61,10 +71,16 @@ class Scorer:
         self.trainer_state = trainer_state or (lambda: None)
         self.check(None)
         self._loop = EventLoop()
+        self._callers = self._make_callers(workers)
         self._metrics: dict[str, Metric] = {}
         self._in_a_row = {spec.name: 0 for spec in self.rewards}
         self._proven: set[str] = set()
         self._has_warned = False
+
+    def _make_callers(self, workers: int) -> list[Caller]:
+        specs = [isolated(spec) for spec in self.rewards] if workers else self.rewards
+        options: dict[str, Any] = {"isolate": self.isolate and self.on_error == "record", "workers": max(workers, 1)}
+        return [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
 
     @staticmethod
     def of(rewards: Any, weights: Sequence[float] | None = None, **options: Any) -> Scorer:
@@ -88,15 +104,26 @@ class Scorer:
         for spec in self.rewards:
             check_signature(spec, known)
 
+    def begin(self) -> Scoring:
+        """Start a batch whose groups come one by one."""
+        return Scoring(self, self._callers, self.trainer_state())
+
     def score(self, groups: Iterable[Group]) -> list[Group]:
         """The same groups with `rewards` [G, R], `events`, and `extras` from `log_extra`. No groups: no call, no groups."""
-        groups = list(groups)
-        if not any(group.size for group in groups):
-            return [replace(group, rewards=torch.zeros(0, len(self.rewards))) for group in groups]
-        batch = Batch.of(groups)
+        scoring, added = self.begin(), []
+        for group in groups:
+            scoring.add(group)
+            added.append(group)
+        return scoring.finish(added)
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch, once it is known to hold what the rewards need."""
         if not self._proven:
             self.check(batch.columns)
-        outcomes = self._run_all(batch)
+        return batch
+
+    def settle(self, groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
+        """Count what happened, raise where the run must stop, and give each group its scores."""
         for outcome in outcomes:
             self._account(outcome)
         self._warn_of_unscored(outcomes, batch)
@@ -108,7 +135,9 @@ class Scorer:
         return taken
 
     def close(self) -> None:
-        """Stop the event loop, if an `async def` reward started it."""
+        """End the threads, the event loop and the worker processes that rewards started."""
+        for caller in self._callers:
+            caller.close()
         self._loop.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,22 +160,9 @@ class Scorer:
             str(batch.prompts[unscored[0]])[:200],
         )
 
-    def _run_all(self, batch: Batch) -> list[Outcome]:
-        state = self.trainer_state()
-        calls = [_Call(spec, state, self._limit(spec), self._loop) for spec in self.rewards]
-        for call in calls:
-            call.start(batch)  # coroutines run while the functions below do
-        outcomes: dict[int, Outcome] = {}
-        for index in sorted(range(len(calls)), key=lambda i: calls[i].is_async):
-            call = calls[index]
-            isolate = self.isolate and self.on_error == "record"
-            outcome = evaluate(call.spec.name, call, batch, seconds=call.limit, isolate=isolate)
-            outcome.seconds = call.seconds
-            outcomes[index] = outcome
-        return [outcomes[index] for index in range(len(calls))]
-
     def _limit(self, spec: RewardSpec) -> float | None:
-        return self.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
+        own = spec.how.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
+        return self.timeout_seconds if own is None else own
 
     def _account(self, outcome: Outcome) -> None:
         """Count what happened; raise where the run must stop."""
@@ -156,10 +172,16 @@ class Scorer:
             raise broken[0]
         if failures and self.on_error == "raise":
             error = failures[0].error
-            raise RewardError(f"reward {name!r} raised {describe(error)} (on_reward_error is 'raise').") from error
+            raise RewardError(
+                f"reward {name!r} raised {describe(error)} while completions were scored (on_reward_error is 'raise')."
+            ) from error
         metrics: dict[str, Metric] = {f"rewards/{name}/seconds": Mean(outcome.seconds, 1)}
         if failures:
             metrics[f"rewards/{name}/errors"] = Sum(outcome.num_failed)
+            late = sum(f.stop - f.start for f in failures if isinstance(f.error, TimeoutError))
+            metrics |= {f"rewards/{name}/timeouts": Sum(late)} if late else {}
+        if outcome.num_cached:
+            metrics[f"rewards/{name}/cached"] = Mean(outcome.num_cached, len(outcome.scores))
         said = [{key: Mean(value, 1)} for key, value in outcome.metrics]
         self._metrics = merge_metrics([self._metrics, metrics, *said])
         self._in_a_row[name] = self._in_a_row[name] + 1 if outcome.is_lost else 0
@@ -173,52 +195,74 @@ class Scorer:
             ) from error
 
 
-class _Call:
-    """One reward during one call of `score`: how to call it on any part of the batch, and the time that took."""
+class Scoring:
+    """One batch being scored: `add` groups as they finish, then `finish` with all of them in their order.
 
-    def __init__(self, spec: RewardSpec, trainer_state: Any, limit: float | None, loop: EventLoop) -> None:
-        self.spec, self.trainer_state, self.limit, self.loop = spec, trainer_state, limit, loop
-        self.is_async = is_async(spec.call)
-        self.seconds = 0.0
-        self._started: tuple[Future[Any], Logged] | None = None
+    Rewards that stream are called by `add`, beside whatever the caller does meanwhile; the others once, by `finish`. What
+    comes out does not depend on the order in which groups were added.
+    """
 
-    def start(self, batch: Batch) -> None:
-        """Start a coroutine function on the whole batch; the first call of this object then waits for it."""
-        if self.is_async:
-            logged = Logged(len(batch))
-            self._started = (self._on_loop(arguments(self.spec.call, batch, logged, self.trainer_state)), logged)
+    def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:
+        self._scorer, self._callers, self._trainer_state = scorer, callers, trainer_state
+        self._started: dict[tuple[int, int], list[tuple[list[int], Future[Outcome]]]] = {}
+        for caller in callers:
+            caller.breaker.begin()
 
-    def __call__(self, part: Batch) -> tuple[Any, Logged]:
-        if self._started is not None:
-            (future, logged), self._started = self._started, None
-            return self.loop.wait(future, self.limit), logged
-        logged = Logged(len(part))
-        keywords = arguments(self.spec.call, part, logged, self.trainer_state)
-        if self.is_async:
-            return self.loop.wait(self._on_loop(keywords), self.limit), logged
-        started = time.perf_counter()
-        try:
-            returned = call_within(self.limit, lambda: _run(self.spec.call, keywords))
-        finally:
-            self.seconds += time.perf_counter() - started
-        if inspect.isawaitable(returned):  # a lambda around a coroutine function
-            returned = self.loop.wait(self.loop.start(lambda: returned, self.limit), self.limit)
-        return returned, logged
+    def add(self, group: Group) -> None:
+        """Start the rewards that stream on this group."""
+        batch: Batch | None = None
+        for index, caller in enumerate(self._callers):
+            if caller.manner.streams and group.size:
+                batch = batch or self._scorer.checked(Batch.of([group]))
+                self._started[index, id(group)] = caller.submit(batch, self._trainer_state)
 
-    def _on_loop(self, keywords: dict[str, Any]) -> Future[Any]:
-        async def timed() -> Any:
-            started = time.perf_counter()
-            try:
-                return await self.spec.call(**keywords)
-            finally:
-                self.seconds += time.perf_counter() - started
+    def finish(self, groups: Sequence[Group]) -> list[Group]:
+        """The same groups with `rewards` [G, R], `events` and `extras`; every one of them was added before."""
+        if not any(group.size for group in groups):
+            return [replace(group, rewards=torch.zeros(0, len(self._callers))) for group in groups]
+        batch = self._scorer.checked(Batch.of(groups))
+        waiting = [self._pieces(index, groups, batch) for index in range(len(self._callers))]
+        outcomes = [
+            self._callers[index].score(batch, self._trainer_state) if pieces is None else None
+            for index, pieces in enumerate(waiting)
+        ]  # on this thread, while the others go on beside it
+        whole = [
+            outcome
+            or Outcome.joined(caller.spec.name, [(at, future.result()) for at, future in pieces or ()], len(batch))
+            for caller, outcome, pieces in zip(self._callers, outcomes, waiting, strict=True)
+        ]
+        return self._scorer.settle(groups, whole, batch)
 
-        return self.loop.start(timed, self.limit)
+    def _pieces(
+        self, index: int, groups: Sequence[Group], batch: Batch
+    ) -> list[tuple[Sequence[int], Future[Outcome]]] | None:
+        """What runs beside this thread: places in the batch and the outcome to come; None: it runs on this thread."""
+        caller = self._callers[index]
+        if not caller.is_beside:
+            return None
+        if not caller.manner.streams:
+            return list(caller.submit(batch, self._trainer_state))
+        pieces: list[tuple[Sequence[int], Future[Outcome]]] = []
+        start = 0
+        for group in groups:
+            for places, future in self._started.get((index, id(group)), ()):
+                pieces.append(([start + place for place in places], future))
+            start += group.size
+        return pieces
 
 
-def _run(reward: Reward, keywords: dict[str, Any]) -> Any:
-    returned = reward(**keywords)
-    return list(returned) if inspect.isgenerator(returned) else returned  # its work counts against the limit too
+def isolated(spec: RewardSpec) -> RewardSpec:
+    """The reward in worker processes, if it is a function of the user's own that they can import; else as it is."""
+    target = spec.call if hasattr(spec.call, "__module__") else type(spec.call)
+    is_own = not str(getattr(target, "__module__", "")).startswith("covey.")
+    if is_async(spec.call) or not is_own or spec.how.isolated or hasattr(spec.call, "parameters"):
+        return spec
+    try:
+        packed(spec.name, spec.call)
+    except RewardError as reason:
+        logger.warning("reward_workers: %s It runs in the process of training.", reason)
+        return spec
+    return replace(spec, manner=replace(spec.how, isolated=True))
 
 
 def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[float] | None) -> list[RewardSpec]:

@@ -1,0 +1,100 @@
+"""How a reward wants to be called: `@reward(streams=True, pure=True, isolated=True)` and `@per_completion`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from covey.errors import RewardError
+
+T = TypeVar("T")
+
+_MARK = "__covey_reward__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How one reward is called. The default is TRL's contract: one call with the whole batch, in this process."""
+
+    unit: Literal["batch", "group", "completion"] = "batch"
+    """What one call gets: all completions of the batch, those of one prompt, or a single one."""
+    is_singular: bool = False
+    """It takes `completion`, `prompt` and a column's value instead of lists, and returns one number."""
+    pure: bool = False
+    """The score of a completion depends on its own inputs alone, so equal inputs need no second call."""
+    isolated: bool = False
+    """Run it in worker processes that are killed past the limit."""
+    in_thread: bool = False
+    """Run it in a thread beside the others: for functions that wait for something."""
+    concurrency: int | None = None
+    """Most calls at a time; unset: 16 for `async def`, the number of workers, or 1."""
+    timeout_seconds: float | None = None
+    """Its own limit for one call; `None`: the scorer's."""
+
+    @property
+    def streams(self) -> bool:
+        return self.unit != "batch"
+
+
+def reward(
+    *,
+    streams: bool = False,
+    pure: bool = False,
+    isolated: bool = False,
+    in_thread: bool = False,
+    concurrency: int | None = None,
+    timeout: float | None = None,
+) -> Callable[[T], T]:
+    """Say how a reward function is to be called; the function itself is unchanged and stays TRL's.
+
+    `streams`: one call for each prompt's completions, while others are still being written. `pure`: cached by content.
+    `isolated`: in worker processes that are killed past the limit. `in_thread`: beside the other functions, for one that
+    waits. `concurrency`: most calls at a time. `timeout`: seconds of one call.
+
+    Example: `@reward(streams=True, pure=True, concurrency=8, timeout=5)` above `async def judge(completions, **columns)`.
+    """
+    if concurrency is not None and concurrency < 1:
+        raise RewardError(f"reward(concurrency={concurrency}) lets nothing run; use at least 1.")
+    if timeout is not None and not timeout > 0:
+        raise RewardError(f"reward(timeout={timeout}) leaves no time; give seconds above 0.")
+    return _marker(
+        Manner(
+            unit="group" if streams else "batch",
+            pure=pure,
+            isolated=isolated,
+            in_thread=in_thread,
+            concurrency=concurrency,
+            timeout_seconds=timeout,
+        )
+    )
+
+
+def per_completion(function: T | None = None, *, pure: bool = True, **options: Any) -> Any:
+    """Mark a function of one completion: `def short(completion, **columns): return -len(completion)`.
+
+    It receives `prompt`, `completion`, `completion_ids` and the columns' values of one completion, returns one number or
+    None, and is called while other completions are still being written. `options` are those of `reward`.
+    """
+
+    def mark(target: T) -> T:
+        reward(pure=pure, **options)(target)
+        return _marker(replace(manner_of(target), unit="completion", is_singular=True))(target)
+
+    return mark if function is None else mark(function)
+
+
+def manner_of(target: Any) -> Manner:
+    """How a reward wants to be called, through `functools.partial`."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    return getattr(target, _MARK, None) or Manner()
+
+
+def _marker(manner: Manner) -> Callable[[T], T]:
+    def mark(target: T) -> T:
+        setattr(target, _MARK, manner)
+        return target
+
+    return mark

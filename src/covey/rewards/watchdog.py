@@ -1,0 +1,58 @@
+"""Ends a process that a reward holds up altogether: C code that neither returns, nor looks at signals, nor lets others run.
+
+Nothing in Python can run then, no checkpoint can be written and no exception raised; a timer inside the interpreter's own
+`faulthandler` can still say where every thread stands and end the process, so that whoever started the run may resume it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import itertools
+import sys
+import threading
+import time
+from types import TracebackType
+
+TIMES = 10.0
+"""Of its own limit after which a call that stops everything ends the process."""
+_AT_LEAST_SECONDS = 5.0
+
+_lock = threading.RLock()
+_until: dict[int, float] = {}
+_numbers = itertools.count()
+
+
+class Watched:
+    """`with Watched(seconds):` the process ends with exit code 1 when this block lasts ten times `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = max(TIMES * seconds, _AT_LEAST_SECONDS)
+        self._number = next(_numbers)
+
+    def __enter__(self) -> Watched:
+        with _lock:
+            _until[self._number] = time.monotonic() + self.seconds
+            _arm()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        with _lock:
+            del _until[self._number]
+            _arm()
+
+
+def _arm() -> None:
+    """One timer for the whole process, at the earliest of all limits."""
+    if not _until:
+        faulthandler.cancel_dump_traceback_later()
+        return
+    if sys.__stderr__ is None:
+        return
+    try:
+        left = max(0.1, min(_until.values()) - time.monotonic())
+        faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
+    except (io.UnsupportedOperation, ValueError):
+        return  # standard error is no file here, and there is nowhere to tell it
