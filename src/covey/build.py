@@ -24,7 +24,7 @@ from covey.learner.reference import Reference
 from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
-from covey.rewards import Scorer, resolve
+from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import Backend, SamplingParams, choose_sampler
 from covey.session import Session
 from covey.world import World
@@ -94,6 +94,8 @@ def build_scorer(
     return Scorer(
         rewards,
         args.reward_weights,
+        combiner=Combiner(cast(Any, args.reward_normalization), cast(Any, args.reward_clip)),
+        workers=args.reward_workers,
         timeout_seconds=args.reward_timeout_seconds,
         error_limit=args.reward_error_limit,
         on_error=args.on_reward_error,
@@ -264,6 +266,11 @@ def build_parts(
 ) -> Parts:
     """Everything the loop calls. `session` makes the session once the learner, the steps and the epoch length are known."""
     args = given.args
+    if given.algorithm.needs.greedy and given.scorer.combiner.changes:
+        raise ConfigError(
+            "this algorithm compares with the reward of a greedy answer, which reward_normalization and reward_clip leave as it "
+            "is; leave both out."
+        )
     counts = batch_arithmetic(args, given.world.size, num_prompts)
     is_off_policy = counts.optimizer_steps_per_generation > 1
     learner = build_learner(given, counts.total_steps, optimizers, is_off_policy)

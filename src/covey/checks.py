@@ -22,6 +22,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "rollout_backend": ("auto", "native", "transformers"),
     "on_reward_error": ("record", "raise"),
+    "reward_normalization": ("none", "group", "batch", "running"),
     "on_long_prompt": ("error", "drop"),
     "eval_strategy": ("no", "steps", "epoch"),
     "logging_strategy": ("no", "steps", "epoch"),
@@ -49,6 +50,7 @@ _AT_LEAST: Mapping[str, float] = {
     "early_stopping_patience": 1,
     "ref_model_sync_steps": 1,
     "rollout_log_steps": 0,
+    "reward_workers": 0,
     "top_k": 0,
     "learning_rate": 0,
     "weight_decay": 0,
@@ -81,7 +83,12 @@ _BETWEEN: Mapping[str, tuple[float, float]] = {
     "adam_beta1": (0, 1),
     "adam_beta2": (0, 1),
 }
-_WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {"rollout_log_steps", "top_k", "seed"}
+_WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {
+    "rollout_log_steps",
+    "reward_workers",
+    "top_k",
+    "seed",
+}
 _OPTIONAL = frozenset(
     {
         "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
@@ -205,6 +212,9 @@ def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError("sync_ref_model=True has no reference model to move: beta is 0. Set beta, such as 0.04.")
     if config.use_adaptive_entropy and config.entropy_coef_min > config.entropy_coef_max:
         raise ConfigError("entropy_coef_min must not be above entropy_coef_max.")
+    clip = config.reward_clip
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise ConfigError(f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5].")
     _refuse_bad_correction(config)
     _refuse_bad_evaluation(config)
     _warn_of_levels(config)

@@ -174,7 +174,7 @@ class GRPOConfig(TrainingArguments):
 
     # Rewards
     reward_weights: list[float] | None = None
-    """Weight of each reward function, in their order; unset: 1 each."""
+    """Weight of each reward function, in their order: a number or a schedule such as linear:1:0:200; unset: 1 each."""
     multi_objective_aggregation: str = "sum_then_normalize"
     """Sum rewards, then normalize in the group; or normalize each first (normalize_then_sum, GDPO)."""
     scale_rewards: str = "group"
@@ -219,6 +219,12 @@ class GRPOConfig(TrainingArguments):
     """Most seconds of one call of a reward function; unset by `null`: no limit."""
     reward_error_limit: int = 20
     """Failures of rewards in a row before the run stops with a checkpoint."""
+    reward_workers: int = 0
+    """Run each reward function of your own in so many worker processes, killed past the time limit; 0: in this process."""
+    reward_normalization: str = "none"
+    """Put each reward on a common scale first: by its group, its batch, running statistics, or not at all (none)."""
+    reward_clip: list[float] | None = None
+    """Lowest and highest value of each reward, after its normalization."""
     on_reward_error: str = "record"
     """A reward that fails: record it and leave the completion out, or raise."""
     max_tokens_per_microbatch: int | str | None = "auto"

@@ -13,9 +13,14 @@ from covey.algorithms import Algorithm
 from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
 
 
-def with_advantages(groups: Sequence[Group], algorithm: Algorithm, weights: Tensor) -> list[Group]:
-    """The groups with `advantages` [G] or [G, T] (and the critic's `returns`), judged over the whole rollout."""
-    scores = Scores.of(groups, weights, kl=reward_kl(groups, algorithm))
+def with_advantages(
+    groups: Sequence[Group], algorithm: Algorithm, weights: Tensor, scaled: Sequence[Group] | None = None
+) -> list[Group]:
+    """The groups with `advantages` [G] or [G, T] (and the critic's `returns`), judged over the whole rollout.
+
+    `scaled`: the same groups with the rewards that advantages are made of, where those are not the ones that are kept.
+    """
+    scores = Scores.of(scaled or groups, weights, kl=reward_kl(groups, algorithm))
     judged, returns = algorithm.judge(scores)  # [P, G] or [P, G, T], and [P, G, T] or None
     out = []
     for p, group in enumerate(groups):

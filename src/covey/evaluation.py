@@ -53,7 +53,8 @@ class Evaluator:
             if algorithm.needs.greedy:
                 groups = with_greedy_rewards(groups, self._scored(batch, 1, replace(self.sampling, temperature=0.0)))
             groups = self.learner.annotate(groups, algorithm)
-            groups = with_advantages(groups, algorithm, self.scorer.weights)
+            scaled = self.scorer.combiner(groups, learn=False)
+            groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
             losses = self.learner.loss(groups, algorithm)
             rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights)
             own = self.world.merge(self.scorer.take_metrics())

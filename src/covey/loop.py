@@ -13,7 +13,7 @@ from covey.data import PromptStream
 from covey.errors import RewardError
 from covey.learner import refuse_many_bad_steps
 from covey.parts import Parts
-from covey.rewards import Scoring, reward_metrics
+from covey.rewards import Scoring, advantage_shares, reward_metrics
 from covey.rollout import SamplingParams
 from covey.state import TrainState
 from covey.types import Group, Prompt
@@ -58,9 +58,11 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
             groups = parts.learner.annotate(groups, algorithm)
         if algorithm.needs.greedy:
             groups = with_greedy(parts, groups)
-        groups = with_advantages(groups, algorithm, parts.scorer.weights)
+        scaled = parts.scorer.combiner(groups)
+        groups = with_advantages(groups, algorithm, parts.scorer.weights, scaled)
     metrics = {
         **reward_metrics(groups, parts.scorer.names, parts.scorer.weights),
+        **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
         **parts.world.merge(parts.scorer.take_metrics()),
         **completion_metrics(groups),
     }

@@ -36,7 +36,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "rewards": (
         "reward_weights", "scale_rewards", "multi_objective_aggregation", "reward_timeout_seconds", "on_reward_error",
-        "reward_error_limit",
+        "reward_error_limit", "reward_workers", "reward_normalization", "reward_clip",
     ),
     "sampler and learner": (
         "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -132,14 +133,13 @@ class GRPOTrainer:
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(found)
-        with StopRequest() as stop:
+        with StopRequest() as stop, closing(self.scorer):
             parts = self._build_parts(stop, start)
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
             state = self._run(parts, state)
             summary = parts.session.end(state)
-        self.scorer.close()
         self._load_best()
         self.stopped_by, self.exit_code = stop.name, stop.exit_code
         return TrainOutput(state.step, summary["train_loss"], summary)

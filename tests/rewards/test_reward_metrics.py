@@ -17,7 +17,7 @@ def batch():
     return [
         group(["a", "b"], rewards=[[1.0, 2.0], [0.0, NAN]]),  # totals 2, 0
         group(["c", "d"], rewards=[[1.0, 2.0], [1.0, 2.0]]),  # 2, 2: full marks
-        group(["e", "f"], rewards=[[0.0, 0.0], [NAN, NAN]]),  # 0, nobody scored it
+        group(["e", "f"], rewards=[[0.0, 0.0], [NAN, NAN]]),  # 0, nobody scored it: alone, so not tied
     ]
 
 
@@ -33,7 +33,7 @@ def test_means_and_deviations_are_over_what_was_scored():
 
 def test_tied_passed_and_failed_groups_are_counted():
     metrics = reward_metrics(batch(), ["x", "y"], [1.0, 0.5])
-    assert metrics["frac_reward_zero_std"] == Mean(2, 3)
+    assert metrics["frac_reward_zero_std"] == Mean(1, 3)
     assert metrics["groups/all_pass"] == Mean(1, 3)
     assert metrics["groups/all_fail"] == Mean(1, 3)
 

@@ -74,7 +74,7 @@ def config_types() -> Mapping[str, Any]:
     """Types of the flags that are GRPOConfig's."""
     from covey.config import GRPOConfig
 
-    return get_type_hints(GRPOConfig)
+    return {**get_type_hints(GRPOConfig), "reward_weights": list[float | str] | None}  # numbers or schedules
 
 
 def run(given: Given) -> int:

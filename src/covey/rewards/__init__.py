@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from covey.rewards.builtin import BUILTIN, resolve
+    from covey.rewards.combining import Combiner, advantage_shares
     from covey.rewards.contract import RewardSpec, check
     from covey.rewards.manner import per_completion, reward
     from covey.rewards.math import accuracy_reward
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "BUILTIN": "builtin:BUILTIN",
+    "Combiner": "combining:Combiner",
     "ModelReward": "model:ModelReward",
     "RewardSpec": "contract:RewardSpec",
     "Scorer": "scoring:Scorer",
     "Scoring": "scoring:Scoring",
+    "advantage_shares": "combining:advantage_shares",
     "accuracy_reward": "math:accuracy_reward",
     "check": "contract:check",
     "get_repetition_penalty_reward": "text:get_repetition_penalty_reward",
@@ -35,11 +38,13 @@ _WHERE = {
 
 __all__ = [
     "BUILTIN",
+    "Combiner",
     "ModelReward",
     "RewardSpec",
     "Scorer",
     "Scoring",
     "accuracy_reward",
+    "advantage_shares",
     "check",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",

@@ -184,9 +184,7 @@ class Lanes:
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        weakref.finalize(self, _end, self._queue, self._threads)
+        self._open()
 
     def run(self, work: Callable[[], Any]) -> Future[Any]:
         """What `work()` returns or raises, later."""
@@ -199,7 +197,14 @@ class Lanes:
         return future
 
     def close(self) -> None:
-        _end(self._queue, self._threads)
+        """Let the threads end; work that comes later gets new ones."""
+        self._finish()
+        self._open()
+
+    def _open(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._finish = weakref.finalize(self, _end, self._queue, self._threads)
 
 
 def _end(work: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:

@@ -20,7 +20,7 @@ def reward_metrics(
 
     `rewards/<name>/mean` and `/std`: over the completions that this reward scored. `reward`, `reward_std`: of the weighted
     sum, over completions that any reward scored. `frac_reward_zero_std`: groups whose weighted sums are all equal; they teach
-    nothing. `groups/all_pass`, `groups/all_fail`: groups of which every scored completion reached the sum of the positive
+    nothing (a lone scored completion has no deviation and is not counted, as in TRL). `groups/all_pass`, `groups/all_fail`: groups of which every scored completion reached the sum of the positive
     weights (full marks), or stayed at 0 or below. `rewards/unscored`: completions that no reward scored. Standard deviations
     have Bessel's correction, as TRL's.
     """
@@ -51,7 +51,7 @@ def _group_metrics(totals: Sequence[Tensor], weights: Tensor) -> dict[str, Metri
         known = total[~total.isnan()]  # [<= G]
         if not known.numel():
             continue
-        tied += bool(known.max() - known.min() <= _TIED)
+        tied += bool(known.numel() > 1 and known.max() - known.min() <= _TIED)
         passed += bool(full_marks > 0 and (known >= full_marks - 1e-6).all())
         failed += bool((known <= 1e-6).all())
     return {

@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin import resolve
 from covey.rewards.calling import Caller
+from covey.rewards.combining import Combiner, Running, Schedule, weight_of
 from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of
 from covey.rewards.deadline import EventLoop
 from covey.rewards.outcome import Outcome, describe
@@ -45,8 +46,9 @@ class Scorer:
     def __init__(
         self,
         rewards: Sequence[RewardSpec | Reward],
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float | str | Callable[[int], float]] | None = None,
         *,
+        combiner: Combiner | None = None,
         timeout_seconds: float | None = 120.0,
         error_limit: int = 10,
         on_error: str = "record",
@@ -64,6 +66,9 @@ class Scorer:
                 "`if __name__ == '__main__':`, or the reward into a file of its own."
             )
         self.rewards = _specs(rewards, weights)
+        self.combiner = combiner or Combiner()
+        self.combiner.running = [Running()] * len(self.rewards)
+        self._weights = [weight_of(weight) for weight in weights or [spec.weight for spec in self.rewards]]
         self.timeout_seconds = timeout_seconds
         self.error_limit = error_limit
         self.on_error = on_error
@@ -83,7 +88,7 @@ class Scorer:
         return [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
 
     @staticmethod
-    def of(rewards: Any, weights: Sequence[float] | None = None, **options: Any) -> Scorer:
+    def of(rewards: Any, weights: Sequence[Any] | None = None, **options: Any) -> Scorer:
         """A scorer of names, import paths, callables and reward models, one or several; `options` as the constructor's."""
         several = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
         return Scorer([resolve(reward) for reward in several], weights, **options)
@@ -95,8 +100,9 @@ class Scorer:
 
     @property
     def weights(self) -> Tensor:
-        """[R] float32."""
-        return torch.tensor([spec.weight for spec in self.rewards], dtype=torch.float32)
+        """[R] float32, at the optimizer step that training has reached."""
+        step = getattr(self.trainer_state(), "global_step", 0)
+        return torch.tensor([weight(step) for weight in self._weights], dtype=torch.float32)
 
     def check(self, columns: Iterable[str] | None) -> None:
         """Raise one sentence when a reward is not callable or needs something that the data set's `columns` do not have."""
@@ -132,7 +138,11 @@ class Scorer:
     def take_metrics(self) -> dict[str, Metric]:
         """Seconds, errors and the functions' own `log_metric` values since the last call of this."""
         taken, self._metrics = self._metrics, {}
-        return taken
+        now = zip(self.names, self.weights.tolist(), self._weights, strict=True)
+        moving = {
+            f"rewards/{name}/weight": Mean(value, 1) for name, value, weight in now if isinstance(weight, Schedule)
+        }
+        return taken | moving if taken else taken
 
     def close(self) -> None:
         """End the threads, the event loop and the worker processes that rewards started."""
@@ -141,10 +151,12 @@ class Scorer:
         self._loop.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"in_a_row": dict(self._in_a_row)}
+        return {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row |= {name: count for name, count in state["in_a_row"].items() if name in self._in_a_row}
+        if "running" in state:
+            self.combiner.load_state_dict(state)
 
     def _warn_of_unscored(self, outcomes: Sequence[Outcome], batch: Batch) -> None:
         """Say once that there are completions that every reward abstained from or failed on."""
@@ -265,7 +277,7 @@ def isolated(spec: RewardSpec) -> RewardSpec:
     return replace(spec, manner=replace(spec.how, isolated=True))
 
 
-def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[float] | None) -> list[RewardSpec]:
+def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | None) -> list[RewardSpec]:
     """Specs with names that differ (`name`, `name_2`, ...) and the given weights."""
     if not rewards:
         raise RewardError("there is no reward; give at least one function, reward model or name of a built-in reward.")
@@ -276,7 +288,7 @@ def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[float] | No
     if weights is not None and len(weights) != len(specs):
         raise ConfigError(f"reward_weights has {len(weights)} values for {len(specs)} rewards; give one for each.")
     if weights is not None:
-        specs = [replace(spec, weight=float(weight)) for spec, weight in zip(specs, weights, strict=True)]
+        specs = [replace(spec, weight=weight_of(weight)(0)) for spec, weight in zip(specs, weights, strict=True)]
     seen: dict[str, int] = {}
     for i, spec in enumerate(specs):
         seen[spec.name] = seen.get(spec.name, 0) + 1

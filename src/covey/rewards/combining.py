@@ -1,0 +1,202 @@
+"""From several rewards to one: what each weighs at a step, on what scale it counts, how far it may go, what share it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError
+from covey.types import Group, Mean, Metric
+
+Normalization = Literal["none", "group", "batch", "running"]
+
+_EPSILON = 1e-4
+_SHAPES = ("linear", "cosine", "step")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A weight that moves from `first` to `last` over `steps` optimizer steps and stays there. `Schedule("linear", 1, 0, 200)`.
+
+    `linear` and `cosine` move gradually; `step` jumps at `steps`.
+    """
+
+    shape: str
+    first: float
+    last: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        done = min(max(step / self.steps, 0.0), 1.0)
+        if self.shape == "step":
+            done = math.floor(done)
+        if self.shape == "cosine":
+            done = (1 - math.cos(math.pi * done)) / 2
+        return self.first + (self.last - self.first) * done
+
+
+Weight = Callable[[int], float]
+"""The weight at an optimizer step."""
+
+
+def weight_of(given: Any) -> Weight:
+    """A number, `"linear:1:0:200"` (from 1 to 0 over 200 steps; also cosine and step), or a function of the step."""
+    if callable(given):
+        return lambda step: _finite(given(step), f"reward_weights: {given!r} at step {step}")
+    try:
+        if not isinstance(given, str) or ":" not in given:
+            value = _finite(given, f"reward_weights: {given!r}")
+            return lambda step: value
+        shape, first, last, steps = given.split(":")
+        if shape not in _SHAPES or int(steps) < 1:
+            raise ValueError
+        return Schedule(shape, _finite(first, given), _finite(last, given), int(steps))
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"reward_weights has {given!r}; give a number, or a schedule as 'linear:1:0:200' (from 1 to 0 over 200 steps; "
+            f"{', '.join(_SHAPES)})."
+        ) from error
+
+
+def _finite(value: Any, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{what} is {number}; a weight is a finite number.")
+    return number
+
+
+@dataclass(frozen=True)
+class Running:
+    """Count, mean and sum of squared deviations of one reward over all rollouts so far (Welford 1962, merged by Chan 1979)."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def seen(self, scores: Tensor) -> Running:
+        """With the scores [N] that are not NaN added."""
+        known = scores[~scores.isnan()].double()
+        if not known.numel():
+            return self
+        count, mean = float(known.numel()), float(known.mean())
+        squares = float((known - mean).square().sum())
+        total, apart = self.count + count, mean - self.mean
+        return Running(
+            total,
+            self.mean + apart * count / total,
+            self.squares + squares + apart**2 * self.count * count / total,
+        )
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation with Bessel's correction; 0 of fewer than two scores."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+
+class Combiner:
+    """Puts the rewards of a rollout on a common scale, each by itself, before weights and advantages see them.
+
+    `normalization`: `(r - mean) / (deviation + 1e-4)` over the group, over the rollout's batch, or over all rollouts so far
+    (`running`, which a checkpoint keeps); a reward that is the same everywhere becomes 0. `clip`: the bounds of each reward
+    after that. What a function did not score stays NaN. The rewards that are logged and stored stay as the functions gave them.
+    """
+
+    def __init__(
+        self, normalization: Normalization = "none", clip: Sequence[float] | None = None, num_rewards: int = 1
+    ) -> None:
+        if normalization not in ("none", "group", "batch", "running"):
+            raise ConfigError(
+                f"reward_normalization={normalization!r} is not known; use none, group, batch or running."
+            )
+        if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
+            raise ConfigError(
+                f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5]."
+            )
+        self.normalization, self.clip = normalization, clip
+        self.running = [Running()] * num_rewards
+
+    @property
+    def changes(self) -> bool:
+        """Whether rewards leave other than they came."""
+        return self.normalization != "none" or self.clip is not None
+
+    def __call__(self, groups: Sequence[Group], *, learn: bool = True) -> list[Group]:
+        """The groups with rewards on the common scale, for advantages. `learn=False` leaves running statistics as they are."""
+        if not self.changes or not groups:
+            return list(groups)
+        scores = torch.cat([group.rewards for group in groups if group.rewards is not None])  # [N, R]
+        if self.normalization == "running" and (learn or not self.running[0].count):
+            seen = [running.seen(scores[:, r]) for r, running in enumerate(self.running)]
+            used, self.running = seen, seen if learn else self.running
+        else:
+            used = self.running
+        out, start = [], 0
+        for group in groups:
+            rows = scores[start : start + group.size]
+            out.append(replace(group, rewards=self._scaled(rows, scores, used)))
+            start += group.size
+        return out
+
+    def _scaled(self, rows: Tensor, batch: Tensor, used: Sequence[Running]) -> Tensor:
+        if self.normalization == "running":
+            means = rows.new_tensor([running.mean for running in used])
+            rows = _divided(rows - means, rows.new_tensor([running.deviation for running in used]))
+        elif self.normalization != "none":
+            mean, deviation = _moments(rows if self.normalization == "group" else batch)
+            rows = _divided(rows - mean, deviation)
+        return rows if self.clip is None else rows.clamp(*self.clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"running": [[one.count, one.mean, one.squares] for one in self.running]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = [Running(*numbers) for numbers in state["running"]]
+        if len(saved) == len(self.running):
+            self.running = saved
+
+
+def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """[R] means and standard deviations (Bessel) of scores [N, R] over what is not NaN; a tied reward has deviation 0."""
+    count = (~scores.isnan()).sum(0)
+    mean = scores.nanmean(0)
+    spread = ((scores - mean).square().nansum(0) / (count - 1).clamp(min=1)).sqrt()
+    low = scores.nan_to_num(math.inf).min(0).values
+    high = scores.nan_to_num(-math.inf).max(0).values
+    return mean, torch.where(high - low <= 1e-8, torch.zeros_like(spread), spread)
+
+
+def _divided(apart: Tensor, deviation: Tensor) -> Tensor:
+    scaled = apart / (deviation + _EPSILON)
+    return torch.where((deviation == 0) & ~apart.isnan(), torch.zeros_like(scaled), scaled)
+
+
+def advantage_shares(groups: Sequence[Group], names: Sequence[str], weights: Tensor) -> dict[str, Metric]:
+    """`rewards/<name>/advantage_share`: how much of what sets completions of a group apart is this reward's; they add to 1.
+
+    The covariance of `w_r r` with the weighted sum over the variance of that sum, within groups (an unscored reward counting 0,
+    as in the sum). Below 0: it pulls against the others. Takes the rewards as advantages see them; NaN where all groups tie.
+    """
+    own = torch.zeros(len(names), dtype=torch.float64)
+    whole = 0.0
+    for group in groups:
+        if group.rewards is None:
+            continue
+        known = group.rewards[~group.rewards.isnan().all(-1)].nan_to_num(0.0).double() * weights.double()  # [<= G, R]
+        if len(known) < 2:
+            continue
+        apart = known - known.mean(0)
+        total = apart.sum(-1)
+        if float(total.max() - total.min()) <= 1e-8:
+            continue
+        own += (apart * total.unsqueeze(-1)).sum(0)
+        whole += float(total.square().sum())
+    return {
+        f"rewards/{name}/advantage_share": Mean(float(share), whole) for name, share in zip(names, own, strict=True)
+    }
