@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 from covey.rewards.cache import ScoreCache, keys_of
@@ -135,12 +136,24 @@ def _listed(reward: Reward, keywords: dict[str, Any]) -> Any:
 
 def _in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
     plain = {name: value for name, value in keywords.items() if name not in _LOGS}
+    if "trainer_state" in plain:
+        plain["trainer_state"] = _light(plain["trainer_state"])
     reply = pool.call(plain, tuple(name for name in _LOGS if name in keywords), limit)
     for column, values in reply["extras"].items():
         logged.extra(column, values)
     for name, value in reply["metrics"]:
         logged.metric(name, value)
     return reply["values"]
+
+
+def _light(trainer_state: Any) -> SimpleNamespace:
+    """The plain numbers and texts of the state, and its log: a worker need not import transformers to read them."""
+    kept = {name: value for name, value in vars(trainer_state or SimpleNamespace()).items() if _is_plain(name, value)}
+    return SimpleNamespace(**kept)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str) or name == "log_history"
 
 
 class Breaker:
