@@ -63,7 +63,7 @@ class Evaluator:
 
     def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
         mine = self.world.share(prompts)
-        groups = list(self.sampler.sample(mine, n, replace(sampling, seed=self.seed)))
+        groups = self.sampler.sample(mine, n, replace(sampling, seed=self.seed))  # scored while others are written
         return self.world.interleave(self.scorer.score(groups))
 
     def _named(
