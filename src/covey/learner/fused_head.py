@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**23
@@ -28,21 +27,48 @@ class Shape:
     chunk: int
     """Tokens at a time."""
 
-    def logits(self, raw: Tensor) -> Tensor:
-        """Of the tempered distribution, [m, V] float32 or wider, from the product [m, V]."""
-        logits = raw if raw.dtype == torch.float64 else raw.float()  # bf16 log-softmax is off by 1e-2 at large V
+    def logits_(self, logits: Tensor) -> Tensor:
+        """Of the tempered distribution, in place of the products [m, V]."""
         if self.softcap is None:
             scale = self.multiply / self.temperature
-            return logits if scale == 1.0 else logits * scale
-        capped = torch.tanh(logits * (self.multiply / self.softcap))
-        return capped.mul_(self.softcap / self.temperature)
+            return logits if scale == 1.0 else logits.mul_(scale)
+        return logits.mul_(self.multiply / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """The gradient of the product from that of the logits, in place."""
+        """The gradient of the products from that of the logits, in place of both."""
         if self.softcap is None:
-            return gradient.mul_(self.multiply / self.temperature)
-        capped = logits * (self.temperature / self.softcap)
-        return gradient.mul_(1 - capped.square_()).mul_(self.multiply / self.temperature)
+            scale = self.multiply / self.temperature
+            return gradient if scale == 1.0 else gradient.mul_(scale)
+        slope = logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
+        return gradient.mul_(slope).mul_(self.multiply / self.temperature)
+
+
+class Workspace:
+    """The tensors as wide as the vocabulary, made once and used for every chunk.
+
+    Made anew for each chunk they would leave holes between the results that stay, and the heap would grow with the length.
+    """
+
+    def __init__(self, rows: int, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.logits = weight.new_empty(rows, weight.shape[0], dtype=wide)
+        self.other = torch.empty_like(self.logits)
+        """[m, V] for whatever is computed from the logits."""
+        self.narrow = None if weight.dtype == wide else weight.new_empty(rows, weight.shape[0])
+
+    def product(self, rows: Tensor) -> Tensor:
+        """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
+        logits = self.logits[: rows.shape[0]]
+        target = logits if self.narrow is None else self.narrow[: rows.shape[0]]
+        torch.mm(rows, self.weight.t(), out=target)
+        if self.bias is not None:
+            target += self.bias
+        return logits if self.narrow is None else logits.copy_(target)
+
+    def narrowed(self, gradient: Tensor) -> Tensor:
+        """`gradient` in the type of the weight."""
+        return gradient if self.narrow is None else self.narrow[: gradient.shape[0]].copy_(gradient)
 
 
 def chunk_for(vocabulary: int, chunk: int | None) -> int:
@@ -61,23 +87,23 @@ class LinearLogProbability(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: Shape, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        logp, normalizers, entropies = [], [], []
-        for rows, row_targets in zip(hidden.split(shape.chunk), targets.split(shape.chunk), strict=True):
-            logits = shape.logits(F.linear(rows, weight, bias))
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
+        space = Workspace(min(shape.chunk, hidden.shape[0]), weight, bias)
+        for start in range(0, hidden.shape[0], shape.chunk):
+            part = slice(start, start + shape.chunk)
+            rows = hidden[part]
+            logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
             top = logits.amax(-1, keepdim=True)
-            weights = (logits - top).exp_()
-            total = weights.sum(-1)
-            normalizer = total.log() + top.squeeze(-1)
-            normalizers.append(normalizer)
-            logp.append(logits.gather(-1, row_targets[:, None]).squeeze(-1) - normalizer)
+            total = torch.sub(logits, top, out=weights).exp_().sum(-1)
+            normalizer[part] = total.log() + top.squeeze(-1)
+            logp[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
             if with_entropy:  # 0 * -inf, a token that cannot happen, counts as 0
-                entropies.append(normalizer - weights.mul_(logits).nansum(-1) / total)
-        normalizer = torch.cat(normalizers)
-        entropy = torch.cat(entropies) if with_entropy else torch.zeros_like(normalizer)
+                entropy[part] = normalizer[part] - weights.mul_(logits).nansum(-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.shape, ctx.with_entropy = shape, with_entropy
         ctx.set_materialize_grads(False)
-        return torch.cat(logp), entropy
+        return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Any:
@@ -88,11 +114,12 @@ class LinearLogProbability(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        space = Workspace(min(shape.chunk, hidden.shape[0]), weight, bias)
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
-            logits = shape.logits(F.linear(rows, weight, bias))
-            gradient = (logits - normalizer[part, None]).exp_()  # the probabilities
+            logits, gradient = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
+            torch.sub(logits, normalizer[part, None], out=gradient).exp_()  # the probabilities
             if entropy_gradient is not None and ctx.with_entropy:
                 expected = normalizer[part] - entropy[part]
                 slope = (logits - expected[:, None]).mul_(entropy_gradient[part, None])
@@ -107,7 +134,7 @@ class LinearLogProbability(torch.autograd.Function):
             gradient = shape.backward_(gradient, logits)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0)
-            gradient = gradient.to(weight.dtype)
+            gradient = space.narrowed(gradient)
             if hidden_gradient is not None:
                 torch.mm(gradient, weight, out=hidden_gradient[part])
             if weight_gradient is not None:

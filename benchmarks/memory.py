@@ -1,0 +1,188 @@
+"""Peak memory: a learner's step over vocabulary and length, and what `--dry-run` predicts beside what a run takes.
+
+    python benchmarks/memory.py                    # both tables
+    python benchmarks/memory.py --only prediction
+
+Every cell is a fresh process on the CPU; the peak is that of resident memory (VmHWM) above what the process held before the
+model was loaded, so the C library's fragmentation counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import torch
+from resident import peak_since, resident
+
+from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
+from covey.learner import Learner, NoReference, Policy
+from covey.learner.memory import Memory, Shape, estimate, starting_tokens
+from covey.types import Completion, Group, Prompt
+from covey.world import World
+
+VOCABULARIES = (4_096, 32_000, 152_000)
+LENGTHS = (128, 512, 1024, 2048, 4096)
+RUNS = {
+    "10M, float32": {},
+    "10M, bfloat16 products": {"bf16": True},
+    "10M, float32, checkpointing": {"gradient_checkpointing": True},
+    "10M, float32, beta 0.04": {"beta": 0.04},
+    "10M, float32, 8 rows": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+    "60M, float32": {"size": "60m"},
+    "60M, bfloat16 products": {"size": "60m", "bf16": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("learner", "prediction"))
+    parser.add_argument("--cell", help="run one cell and print it as JSON; used by this script itself")
+    given = parser.parse_args()
+    if given.cell:
+        sys.stdout.write(json.dumps(cell(json.loads(given.cell))) + "\n")
+        return
+    if given.only != "prediction":
+        learner_table()
+    if given.only != "learner":
+        prediction_table()
+
+
+def in_a_process(what: dict[str, Any]) -> dict[str, float]:
+    command = [sys.executable, __file__, "--cell", json.dumps(what)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def cell(what: dict[str, Any]) -> dict[str, float]:
+    torch.set_num_threads(1)
+    torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch loads on first use is not the model's
+    return learner_cell(**what["learner"]) if "learner" in what else run_cell(what["run"])
+
+
+def learner_table() -> None:
+    """MiB above weights, gradients and optimizer, for one group of 4 completions."""
+    print("| vocabulary | " + " | ".join(f"{length} tokens" for length in LENGTHS) + " | 4 x 4096 logits alone |")
+    print("|--:|" + "--:|" * (len(LENGTHS) + 1))
+    for vocabulary in VOCABULARIES:
+        found = [in_a_process({"learner": {"vocabulary": vocabulary, "length": length}})["above"] for length in LENGTHS]
+        logits = 4 * LENGTHS[-1] * vocabulary * 4 / 2**20
+        print(f"| {vocabulary} | " + " | ".join(f"{mib:.0f}" for mib in found) + f" | {logits:.0f} |", flush=True)
+
+
+def learner_cell(vocabulary: int, length: int) -> dict[str, float]:
+    """Peak of one step of four completions of `length` tokens on a small model with this vocabulary."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(
+        **shape, num_key_value_heads=2, vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=8192
+    )
+    policy = Policy(Qwen2ForCausalLM(config), pad_id=0)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
+    learner = Learner(
+        policy=policy,
+        reference=NoReference(),
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        world=World(),
+        max_completion_length=length,
+    )
+    learner.step(groups_of(8, vocabulary), alg.dapo(), 1)  # the optimizer's state exists from here on
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    before = resident("VmRSS")
+    with peak_since() as peak:
+        learner.step(groups_of(length, vocabulary), alg.dapo(), 2)
+    return {"above": peak() - before - 4 * parameters / 2**20}  # the gradients are as large as the weights
+
+
+def groups_of(length: int, vocabulary: int) -> list[Group]:
+    draw = torch.Generator().manual_seed(0)
+    answers = [
+        Completion(token_ids=torch.randint(vocabulary, (length,), generator=draw), text="", finish="stop")
+        for _ in range(4)
+    ]
+    prompt = Prompt(uid="0", token_ids=tuple(range(64)))
+    return [replace(Group(prompt=prompt, completions=tuple(answers)), advantages=torch.linspace(-1, 1, 4))]
+
+
+def prediction_table() -> None:
+    print("\n| run | predicted, MiB | measured, MiB | predicted / measured |\n|---|--:|--:|--:|")
+    for name, options in RUNS.items():
+        found = in_a_process({"run": options})
+        ratio = found["predicted"] / found["measured"]
+        print(f"| {name} | {found['predicted']:.0f} | {found['measured']:.0f} | {ratio:.2f} |", flush=True)
+
+
+def run_cell(options: dict[str, Any]) -> dict[str, float]:
+    """Two steps of 4 prompts x 8 completions that all reach their 200 tokens, and the prediction for the same options."""
+    from datasets import Dataset
+
+    import rollout
+
+    options = dict(options)
+    size = options.pop("size", "10m")
+    steps = 120 if size == "10m" else 60
+    rows = [{"prompt": text} for text in rollout.questions(16, 0)]
+    with tempfile.TemporaryDirectory() as output, peak_since() as peak:
+        before = resident("VmRSS")
+        model, tokenizer = rollout.trained(size, steps)
+        model.generation_config.eos_token_id = None
+        tokenizer.eos_token = "<|never|>"
+        tokenizer.pad_token_id = 0
+        given = {
+            "per_device_train_batch_size": 32,
+            "num_generations": 8,
+            "max_completion_length": 200,
+            "max_steps": 2,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            **options,
+        }
+        args = GRPOConfig(
+            output_dir=output, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, **given
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 97) for ids in completion_ids],
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+        )
+        trainer.train()
+        measured = peak() - before
+    longest = max(len(tokenizer(row["prompt"])["input_ids"]) for row in rows)
+    return {"predicted": predicted(model, args, longest).peak / 2**20, "measured": measured}
+
+
+def predicted(model: Any, args: GRPOConfig, prompt_tokens: int) -> Memory:
+    shape, compute_bytes = Shape.of_model(model), 2 if args.bf16 else 4
+    checkpoints = args.checkpoints_activations
+    limit = starting_tokens("auto", shape, on_cpu=True, compute_bytes=compute_bytes, is_checkpointed=checkpoints)
+    return estimate(
+        shape,
+        weight_bytes=4,
+        compute_bytes=compute_bytes,
+        optimizer="adamw_torch",
+        rows=args.per_device_train_batch_size,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=args.max_completion_length,
+        max_tokens=limit,
+        logits_chunk=None,
+        is_checkpointed=checkpoints,
+        has_reference=args.beta > 0,
+        adapter_rank=None,
+        prompts=4,
+        group=args.num_generations,
+        samples_in_copy=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""8-bit optimizers by transformers' names, saved and resumed exactly."""
+
+import warnings
+
+import pytest
+import torch
+from datasets import Dataset
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.errors import ConfigError
+from kit import tiny_model, tiny_tokenizer
+
+
+def reward(completion_ids, **columns):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def trainer(folder, **changed):
+    options = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_steps": 2,
+    }
+    return GRPOTrainer(
+        model=tiny_model(hidden=128),
+        processing_class=tiny_tokenizer(),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_dict({"prompt": ["2 + 2 =", "Tom has"]}),
+        args=GRPOConfig(output_dir=str(folder), **{**options, **changed}),
+    )
+
+
+def test_the_8_bit_optimizer_keeps_a_quarter_of_the_state_and_resumes_bit_for_bit(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the package says of itself while it loads
+        pytest.importorskip("bitsandbytes")
+        whole = trainer(tmp_path, optim="adamw_bnb_8bit")
+        whole.train()
+        again = trainer(tmp_path, optim="adamw_bnb_8bit")
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    state = [value for one in whole.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
+    parameters = sum(parameter.numel() for parameter in whole.model.parameters())
+    assert sum(value.nbytes for value in state) < 2.5 * parameters  # 8 bytes a parameter in float32
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_with_one_that_it_can(optim, tmp_path):
+    with pytest.raises(ConfigError, match="adamw_bnb_8bit"):
+        GRPOConfig(output_dir=str(tmp_path), optim=optim)
