@@ -168,3 +168,13 @@ def test_large_batches_cross_the_socket(score):
     texts = ["z" * 20_000] * 100
     scored, _ = score(apart(theirs.length), groups=[group(texts)])
     assert torch.equal(scored.rewards[:, 0], torch.full((100,), 20_000.0))
+
+
+def test_many_hangs_in_a_row_leave_the_pool_whole_and_no_file_open(score):
+    _, scorer = score(apart(theirs.hang_in_c_with_the_lock, timeout_seconds=0.2))
+    for count in range(4):
+        assert scorer.score([group(["a"])])[0].events[0].kind == "reward_timeout"
+        if count == 0:
+            opened = len(os.listdir("/proc/self/fd"))
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert pids(scorer) == []
