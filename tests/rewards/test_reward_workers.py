@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -178,3 +180,34 @@ def test_many_hangs_in_a_row_leave_the_pool_whole_and_no_file_open(score):
             opened = len(os.listdir("/proc/self/fd"))
     assert len(os.listdir("/proc/self/fd")) == opened
     assert pids(scorer) == []
+
+
+SCRIPT = """
+from covey.rewards import Scorer, reward
+from covey.types import Completion, Group, Prompt
+import torch
+
+@reward(isolated=True)
+def mine(completions, **columns):
+    return [float(len(c)) for c in completions]
+
+def train():
+    answers = tuple(Completion(token_ids=torch.tensor([1]), text=text, finish="stop") for text in ("a", "bb"))
+    scorer = Scorer([mine])
+    print(scorer.score([Group(prompt=Prompt(uid="0", text="q", token_ids=(1,)), completions=answers)])[0].rewards.tolist())
+    scorer.close()
+"""
+
+
+def run_script(folder, ending):
+    (folder / "script.py").write_text(SCRIPT + ending)
+    return subprocess.run([sys.executable, folder / "script.py"], capture_output=True, text=True, timeout=120)
+
+
+def test_a_reward_of_a_script_is_imported_from_its_file_and_a_script_without_a_guard_does_not_train_twice(tmp_path):
+    good = run_script(tmp_path, "\nif __name__ == '__main__':\n    train()\n")
+    assert good.stdout == "[[1.0], [2.0]]\n", good.stderr
+    bad = run_script(tmp_path, "\ntrain()\n")
+    assert bad.returncode == 1
+    assert bad.stdout == ""
+    assert "a worker process was about to train" in bad.stderr
