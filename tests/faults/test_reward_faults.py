@@ -126,6 +126,21 @@ def test_past_the_limit_the_run_ends_with_a_checkpoint_and_exit_code_3(tmp_path,
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--algorithm", "remax", "--reward-normalization", "batch"], "compares with the reward of a greedy answer"),
+        (["--reward-normalization", "bach"], "Did you mean batch?"),
+        (["--reward-clip", "2", "1"], "reward_clip=[2.0, 1.0] is no range"),
+        (["--reward-weights", "sloped:1:0:5"], "give a number, or a schedule as 'linear:1:0:200'"),
+        (["--reward-workers", "-1"], "reward_workers=-1 must be at least 0"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_before_any_step(tmp_path, capsys, options, said):
+    assert main(words(tmp_path, "run", ["steady"], 1, *options)) == 2
+    assert said in capsys.readouterr().err
+
+
 def start(given):
     return subprocess.Popen(
         [sys.executable, "-m", "covey", *given], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ}

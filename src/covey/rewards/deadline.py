@@ -90,7 +90,10 @@ def _abandoning(seconds: float, function: Callable[[], T]) -> T:
         outcome = box.get(timeout=seconds)
     except queue.Empty:
         where = _stack_of(thread)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted))
+        if thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted)
+            )
         raise DeadlineError(_said(seconds)) from Exception(f"in a thread, at the limit:\n{where}")
     return outcome.result()
 
