@@ -163,7 +163,7 @@ def test_no_worker_outlives_a_run_that_is_ended_while_its_reward_hangs_in_c(tmp_
         time.sleep(1.0)
         for _ in range(2):
             process.send_signal(how)
-            time.sleep(0.5)
+            time.sleep(1.2)  # within half a second it would count as the same signal
         assert process.wait(timeout=20) != 0
         assert eventually(lambda: not workers(), 5)
     finally:
