@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -44,3 +46,20 @@ def until_it_fits(work: Callable[[], T], shrink: Callable[[str], None]) -> T:
             said = (str(error).splitlines() or [type(error).__name__])[0]
         release()  # only now: the error's traceback kept the tensors of the attempt alive
         shrink(said)
+
+
+def give_back_large_blocks() -> None:
+    """Let the C library return blocks of 1 MiB and more to the system at once, where it is glibc.
+
+    It would keep them in its heap, where small blocks in between pin them: with recomputed activations the heap grew to
+    twice what was in use (725 against 398 MiB at 10 million parameters). It costs about 5% of a step's time.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(_MMAP_THRESHOLD, 2**20)
+
+
+_MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of <malloc.h>."""

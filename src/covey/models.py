@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from covey.errors import ConfigError, ModelError, did_you_mean
+from covey.memory import give_back_large_blocks
 
 
 def load_model(
@@ -155,6 +156,8 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
     given = {"use_reentrant": False, **(kwargs or {})}
+    if next(inner.parameters()).device.type == "cpu":
+        give_back_large_blocks()
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
     if inner is not model:
         inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
