@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PEER   := .venv-trl
 
 .PHONY: install demo test test-all check bench clean
 
@@ -27,9 +28,16 @@ check: $(STAMP)          ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)          ## rollout speed side by side (small), and what a few presets learn
+bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside (under 15 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/rollout.py --size 10m --repeats 3
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision bf16-autocast --peer $(PEER)/bin/python
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
 
+$(PEER)/.installed:      ## TRL in an environment of its own, to compare with
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "trl==1.16.0"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) .pytest_cache .mypy_cache .ruff_cache
