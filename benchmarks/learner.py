@@ -1,0 +1,115 @@
+"""The learner alone: floating-point operations a second of a step, beside matrix products of the same run and type.
+
+    python benchmarks/learner.py --size 60m --bf16
+
+4 prompts x 8 completions of GSM8K-like lengths, every completion with an advantage. Operations are those that the mathematics needs
+(6 a parameter and token, prompts once a group, attention apart), so whatever is computed twice counts against the learner. The
+peak is the faster of a square product and one of the model's own shape. `--cpu-time` as in `rollout.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import rollout
+from covey import algorithms as alg
+from covey.learner import Learner, NoReference, Policy
+from covey.types import Completion, Group, Prompt
+from covey.world import World
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=rollout.SHAPES, default="60m")
+    parser.add_argument("--bf16", action="store_true", help="products in bfloat16, as bf16=True trains")
+    parser.add_argument("--prompt", type=int, default=66)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true")
+    given = parser.parse_args()
+    now = time.process_time if given.cpu_time else time.perf_counter
+    model, _ = rollout.trained(given.size, 120 if given.size == "10m" else 60)
+    policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16 if given.bf16 else None)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-7, fused=True)
+    learner = Learner(
+        policy=policy,
+        reference=NoReference(),
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        world=World(),
+        max_completion_length=200,
+        max_rows=32,
+        max_tokens=4096,
+    )
+    groups = drawn(given.prompt, model.config.vocab_size)
+    seconds = [timed(lambda: learner.step(groups, alg.dapo(), 1), now) for _ in range(given.repeats + 1)][1:]
+    needed, step = operations(model, groups), statistics.median(seconds)
+    rate = needed / step
+    peak = max(
+        product(2048, 2048, 2048, given.bf16, now),
+        product(3072, model.config.hidden_size, model.config.intermediate_size, given.bf16, now),
+    )
+    print(
+        f"{given.size}, {'bfloat16' if given.bf16 else 'float32'} products, {torch.get_num_threads()} thread(s): {step:.2f} s a step, "
+        f"{rate / 1e9:.0f} GFLOP/s of {peak / 1e9:.0f} ({rate / peak:.0%})"
+    )
+    print(json.dumps({"seconds": seconds, "operations": needed, "peak": peak, "options": vars(given)}))
+
+
+def drawn(prompt: int, vocabulary: int) -> list[Group]:
+    """Four groups of eight, 20 to 200 tokens each, 85 in the middle."""
+    draw = random.Random(0)
+    torch.manual_seed(0)
+    groups = []
+    for uid in range(4):
+        lengths = [min(200, max(20, round(draw.lognormvariate(4.45, 0.5)))) for _ in range(8)]
+        answers = tuple(
+            Completion(token_ids=torch.randint(1, vocabulary, (length,)), text="", finish="stop") for length in lengths
+        )
+        ids = tuple(torch.randint(1, vocabulary, (prompt,)).tolist())
+        judged = torch.linspace(-1, 1, 8)
+        groups.append(Group(prompt=Prompt(uid=str(uid), token_ids=ids), completions=answers, advantages=judged))
+    return groups
+
+
+def operations(model: torch.nn.Module, groups: list[Group]) -> float:
+    """Forward and backward: 6 a weight and token in the blocks, 6 a weight of the head and completion token, 12 D c a layer
+    for attention over c tokens of context."""
+    config = model.config
+    blocks = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    head = config.vocab_size * config.hidden_size
+    total = 0.0
+    for group in groups:
+        prompt = len(group.prompt.token_ids)
+        contexts = prompt * (prompt + 1) / 2
+        for completion in group.completions:
+            count = completion.num_tokens
+            total += 6 * count * (blocks + head)
+            contexts += count * prompt + count * (count + 1) / 2
+        total += 6 * prompt * blocks + 12 * config.num_hidden_layers * config.hidden_size * contexts
+    return total
+
+
+def product(rows: int, inside: int, outside: int, is_half: bool, now: Callable[[], float]) -> float:
+    """Operations a second of the best of nine products."""
+    dtype = torch.bfloat16 if is_half else torch.float32
+    x, weight = torch.randn(rows, inside, dtype=dtype), torch.randn(outside, inside, dtype=dtype)
+    return (
+        2 * rows * inside * outside / min(timed(lambda: torch.nn.functional.linear(x, weight), now) for _ in range(9))
+    )
+
+
+def timed(work: Callable[[], object], now: Callable[[], float]) -> float:
+    started = now()
+    work()
+    return now() - started
+
+
+if __name__ == "__main__":
+    main()
