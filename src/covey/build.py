@@ -200,6 +200,13 @@ def sampling_params(args: GRPOConfig) -> SamplingParams:
     return SamplingParams(**{**options, **extra})
 
 
+def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
+    """What the sampler computes in, where anything but its own choice is wanted."""
+    trains_in_half = args.bf16 and given.world.device.type == "cpu" and args.rollout_backend != "transformers"
+    wanted = "bfloat16" if args.rollout_dtype == "auto" and trains_in_half else args.rollout_dtype
+    return {} if wanted == "auto" else {"dtype": wanted}
+
+
 def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
     args = given.args
     limit = context_limit(given.model)
@@ -282,6 +289,7 @@ def build_parts(
             given.tokenizer,
             eos_ids=given.eos_ids,
             backend=cast(Backend, args.rollout_backend),
+            **sampler_options(args, given),
         ),
         scorer=given.scorer,
         learner=learner,

@@ -21,6 +21,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "rollout_backend": ("auto", "native", "transformers"),
+    "rollout_dtype": ("auto", "float32", "bfloat16"),
     "on_reward_error": ("record", "raise"),
     "reward_normalization": ("none", "group", "batch", "running"),
     "on_long_prompt": ("error", "drop"),
@@ -203,6 +204,10 @@ def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"algorithm={config.algorithm!r} and {both[0]}={given[both[0]]!r} both say what the loss is: leave one out, "
             "or change the algorithm with .replace(...)."
+        )
+    if config.rollout_backend == "transformers" and config.rollout_dtype != "auto":
+        raise ConfigError(
+            f"rollout_dtype={config.rollout_dtype!r} is the native engine's; rollout_backend='transformers' draws in the model's own."
         )
     if config.num_generations < 2 and config.algorithm is None:
         raise ConfigError(

@@ -213,6 +213,8 @@ class GRPOConfig(TrainingArguments):
     # Covey's own
     algorithm: Any = None
     """A preset ("gspo"), your own by import path ("my_ideas.py:mine") or an Algorithm; unset: built from the loss options."""
+    rollout_dtype: str = "auto"
+    """What a CPU samples a float32 model in: auto (bfloat16 with bf16=True, and where it pays), float32, bfloat16."""
     rollout_backend: str = "auto"
     """What draws completions: native (the trainer's own weights), transformers (`generate`), or auto."""
     reward_timeout_seconds: float | None = 60.0

@@ -22,7 +22,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "sampling": (
         "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
-        "rollout_backend",
+        "rollout_backend", "rollout_dtype",
     ),
     "loss": (
         "algorithm", "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level",

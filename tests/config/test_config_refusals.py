@@ -29,6 +29,8 @@ def make(**given):
         ({"lr_scheduler_type": "cosin"}, "Did you mean cosine?"),
         ({"lr_scheduler_type": "greedy"}, "it follows an evaluation loss"),
         ({"rollout_backend": "vllm"}, "There is no vLLM backend yet"),
+        ({"rollout_dtype": "bflaot16"}, "Did you mean bfloat16"),
+        ({"rollout_dtype": "float32", "rollout_backend": "transformers"}, "the native engine's"),
         ({"temperature": 0}, "temperature=0 must be above 0. GRPO compares different completions"),
         ({"temperature": float("nan")}, "temperature=nan must be a number"),
         ({"num_generations": "8"}, "num_generations='8' must be a number"),

@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.checks import processor_has_bfloat16
 from covey.errors import ConfigError, CoveyError, DataError, ModelError, RewardError
 from kit import tiny_model, tiny_reward_model, tiny_tokenizer
 
@@ -389,3 +390,14 @@ def test_a_run_leaves_metrics_that_anyone_can_read(tmp_path):
     found = lines(tmp_path / "out")
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     assert all("reward" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    "options, dtype", [({}, "float32"), ({"rollout_dtype": "bfloat16"}, "bfloat16"), ({"bf16": True}, "bfloat16")]
+)
+def test_completions_are_drawn_in_the_type_that_was_asked_for(options, dtype, tmp_path):
+    if dtype == "bfloat16" and not processor_has_bfloat16():
+        pytest.skip("this processor does not multiply bfloat16")
+    one = trainer(tmp_path, **options)
+    one.train()
+    assert one._parts.sampler.forward.dtype == getattr(torch, dtype)
