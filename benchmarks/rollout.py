@@ -18,6 +18,7 @@ import os
 import random
 import resource
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--growth", action="store_true", help="time decode steps by batch, prompt length and group size"
     )
+    parser.add_argument("--vllm", metavar="PYTHON", help="python of an environment that has vLLM, to compare with")
     options = parser.parse_args()
     now = time.process_time if options.cpu_time else time.perf_counter
     model, tokenizer = trained(options.size, options.steps)
@@ -190,7 +192,28 @@ def main() -> None:
         growth(model, now)
         return
     runs = sides(options, model, tokenizer)
-    report(options, measure({name: runs[name] for name in options.only or runs}, options.repeats, now))
+    found = measure({name: runs[name] for name in options.only or runs}, options.repeats, now)
+    if options.vllm:
+        found["vLLM bf16"] = by_vllm(options)
+    report(options, found)
+
+
+def by_vllm(options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds and tokens of vLLM on the same model folder, prompts and sampling, in a process of its own."""
+    task = {
+        "model": str(CACHE / f"qwen2-{options.size}-{options.steps}"),
+        "prompts": questions(options.prompts, options.shots),
+        "group": options.group,
+        "max_tokens": options.max_tokens,
+        "repeats": options.repeats,
+        "cpu_time": options.cpu_time,
+    }
+    command = [options.vllm, str(Path(__file__).with_name("rollout_vllm.py"))]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"vLLM failed: {done.stderr.strip()[-2000:]}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def step_seconds(
