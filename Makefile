@@ -29,10 +29,10 @@ check: $(STAMP)          ## style and types
 	$(BIN)/mypy
 
 bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside (under 15 minutes)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/rollout.py --size 10m --repeats 3
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision bf16-autocast --peer $(PEER)/bin/python
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
+	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3
+	$(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision bf16-autocast --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)

@@ -5,7 +5,7 @@
 
 Held-out accuracy is greedy, before and after. KL is the full-vocabulary distance of the trained policy from the shipped model, on
 answers that the trained policy draws: measured, not penalized. `--num-iterations 4` takes four updates on each rollout, where
-clipping acts. Set OMP_WAIT_POLICY=PASSIVE where anything else runs on the machine. All numbers go to `--out` as JSON.
+clipping acts. All numbers go to `--out` as JSON.
 """
 
 from __future__ import annotations

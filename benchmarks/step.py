@@ -115,7 +115,6 @@ def run(given: argparse.Namespace, task: Found, library: str, precision: str) ->
         environment = {
             **os.environ,
             "STEP_TASK": str(file),
-            "OMP_WAIT_POLICY": "PASSIVE",
             "TRL_EXPERIMENTAL_SILENCE": "1",
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
