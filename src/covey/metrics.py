@@ -104,7 +104,29 @@ class Spread:
         return Spread(float(x.numel()), float(x.mean()), float((x - x.mean()).square().sum()))
 
 
-Metric = Mean | Spread | Sum | Max | Min | Last
+@dataclass(frozen=True)
+class EffectiveSize:
+    """Share of samples that importance weights `w` leave, in (0, 1]: `(sum w)^2 / (n sum w^2)`. Kong 1992."""
+
+    sum: float
+    squares: float
+    count: float
+
+    def __add__(self, other: EffectiveSize) -> EffectiveSize:
+        return EffectiveSize(self.sum + other.sum, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.sum * self.sum / (self.count * self.squares) if self.count and self.squares else math.nan
+
+    @staticmethod
+    def of(weights: Tensor) -> EffectiveSize:
+        """Of weights in any shape."""
+        w = weights.detach().double()
+        return EffectiveSize(float(w.sum()), float(w.square().sum()), float(w.numel()))
+
+
+Metric = Mean | Spread | Sum | Max | Min | Last | EffectiveSize
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from covey.metrics import EffectiveSize as EffectiveSize
 from covey.metrics import Last as Last
 from covey.metrics import Max as Max
 from covey.metrics import Mean as Mean
