@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,12 +34,18 @@ class Evaluator:
     seed: int
 
     def __call__(
-        self, prompts: PromptStream, count: int, controllers: Mapping[str, float], prefix: str
+        self,
+        prompts: PromptStream,
+        count: int,
+        controllers: Mapping[str, float],
+        prefix: str,
+        keep: Callable[[Sequence[Group]], None] = lambda groups: None,
     ) -> dict[str, float]:
         """Metrics of the first `count` prompts by TRL's names, each with `prefix` (such as `eval`).
 
         The same seed every time: two evaluations differ by the policy alone. Rewards that fail are left out of the
-        means, as in training; `<prefix>_loss` is the algorithm's loss on these completions.
+        means, as in training; `<prefix>_loss` is the algorithm's loss on these completions. `keep` is given every scored
+        group, in order.
         """
         started = time.perf_counter()
         algorithm = self.algorithm.resolve(controllers)
@@ -50,6 +56,7 @@ class Evaluator:
             batch = prompts.take(min(per_turn, count - done))
             done += len(batch)
             groups = self._scored(batch, self.num_generations, self.sampling)
+            keep(groups)
             if algorithm.needs.greedy:
                 groups = with_greedy_rewards(groups, self._scored(batch, 1, replace(self.sampling, temperature=0.0)))
             groups = self.learner.annotate(groups, algorithm)

@@ -1,0 +1,118 @@
+"""What every evaluation found, question by question: two runs can then be compared on the same questions.
+
+`evaluations.jsonl` holds the metrics, one line an evaluation; `evaluations/<set>/step-000010.parquet` one row an answer:
+`question` (a digest of the prompt as written, the same in every run), `uid`, `completion_index`, `reward` (weighted total, null:
+not scored), `reward/<function>`, `num_tokens`, `finish`. Texts are in the training rollouts; here they would fill the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.runs.manifest import to_json
+from covey.runs.storage import write_atomically
+
+if TYPE_CHECKING:  # whoever only reads should not wait for torch
+    from covey.types import Group
+
+FOLDER = "evaluations"
+LOG = "evaluations.jsonl"
+_FILE = re.compile(r"step-(\d+)\.parquet")
+
+
+def rows_of(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float]) -> list[dict[str, Any]]:
+    """One row an answer, in the order of the groups."""
+    rows = []
+    for group in groups:
+        question = digest(group.prompt.raw)
+        rewards = [] if group.rewards is None else group.rewards.double().tolist()
+        for index, completion in enumerate(group.completions):
+            scored = dict(zip(names, rewards[index], strict=True)) if rewards else dict.fromkeys(names, math.nan)
+            rows.append(
+                {
+                    "question": question,
+                    "uid": group.prompt.uid,
+                    "completion_index": index,
+                    "reward": _total(list(scored.values()), weights),
+                    **{f"reward/{name}": None if math.isnan(value) else value for name, value in scored.items()},
+                    "num_tokens": completion.num_tokens,
+                    "finish": completion.finish,
+                }
+            )
+    return rows
+
+
+def write(folder: Path, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write the answers of one evaluation, whole or not at all, and return the path. OSError when the disk refuses."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = folder / name.replace("/", "_") / f"step-{step:06d}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), sink, compression="zstd")
+    write_atomically(path, sink.getvalue().to_pybytes())
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of one file."""
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def steps(folder: Path, name: str = "eval") -> list[int]:
+    """Steps at which the set `name` was evaluated, in order; `folder` is the run's `evaluations`."""
+    place = folder / name
+    found = [match for path in place.iterdir() if (match := _FILE.fullmatch(path.name))] if place.is_dir() else []
+    return sorted(int(match[1]) for match in found)
+
+
+def sets(folder: Path) -> list[str]:
+    """Names of the sets that were evaluated, `eval` for a single one."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def by_question(rows: Sequence[Mapping[str, Any]], column: str = "reward") -> dict[str, float]:
+    """Mean over a question's answers by question; NaN where none was scored. The second row of a text is `<digest>#2`."""
+    texts: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        texts[row["question"]][row["uid"]] = None
+    place = {
+        (question, uid): question if i == 0 else f"{question}#{i + 1}"
+        for question, uids in texts.items()
+        for i, uid in enumerate(uids)
+    }
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        score = row.get(column)
+        values[place[row["question"], row["uid"]]] += [] if score is None else [float(score)]
+    return {key: sum(scores) / len(scores) if scores else math.nan for key, scores in values.items()}
+
+
+def truncate_to(folder: Path, step: int) -> None:
+    """Remove the files of later steps, which a resumed run will write again."""
+    for name in sets(folder):
+        for later in steps(folder, name):
+            if later > step:
+                (folder / name / f"step-{later:06d}.parquet").unlink()
+
+
+def digest(prompt: Any) -> str:
+    """16 hexadecimal digits that are the same for the same text or messages."""
+    text = prompt if isinstance(prompt, str) else json.dumps(to_json(prompt), sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _total(rewards: Sequence[float], weights: Sequence[float]) -> float | None:
+    scored = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
+    return sum(scored) if scored else None
