@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -17,6 +17,7 @@ from covey.config import GRPOConfig, batch_arithmetic
 from covey.data import PromptStream, check_dataset
 from covey.errors import ConfigError, RewardError
 from covey.evaluation import Evaluator
+from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
 from covey.learner.memory import Shape, starting_tokens
@@ -161,7 +162,7 @@ def build_reference(algorithm: Algorithm, policy: Policy) -> Reference:
     if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
         return NoReference()
     is_peft = hasattr(policy.model, "peft_config") and hasattr(policy.model, "get_base_model")
-    return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy)
+    return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy, follows=algorithm.reference is not alg.keep)
 
 
 def build_critic(algorithm: Algorithm, policy: Policy) -> Critic:
@@ -230,6 +231,11 @@ def checkpoint_once(policy: Policy) -> bool:
     return True
 
 
+def build_rungs(args: GRPOConfig) -> Rungs:
+    """What numbers gone bad lead to: the options of the same names."""
+    return Rungs(**{item.name: getattr(args, item.name) for item in fields(Rungs)})
+
+
 def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
     args, algorithm = given.args, given.algorithm
     policy = build_policy(given)
@@ -255,6 +261,7 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
             is_checkpointed=args.checkpoints_activations,
         ),
         max_grad_norm=args.max_grad_norm,
+        ladder=Ladder(build_rungs(args)),
         mask_truncated=args.mask_truncated_completions,
         is_off_policy=is_off_policy,
         disable_dropout=args.disable_dropout,

@@ -25,6 +25,8 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "on_reward_error": ("record", "raise"),
     "reward_normalization": ("none", "group", "batch", "running"),
     "on_long_prompt": ("error", "drop"),
+    "on_bad_numbers": ("skip", "roll_back", "stop"),
+    "on_spike": ("log", "clip", "skip", "roll_back", "stop"),
     "eval_strategy": ("no", "steps", "epoch"),
     "logging_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch", "best"),
@@ -46,6 +48,8 @@ _AT_LEAST: Mapping[str, float] = {
     "max_completion_length": 1,
     "num_completions_to_print": 1,
     "reward_error_limit": 1,
+    "bad_steps_limit": 1,
+    "roll_backs_limit": 0,
     "max_tokens_per_microbatch": 1,
     "logits_chunk_tokens": 1,
     "early_stopping_patience": 1,
@@ -67,6 +71,8 @@ _AT_LEAST: Mapping[str, float] = {
     "seed": 0,
 }
 _ABOVE_ZERO = (
+    "roll_back_learning_rate",
+    "spike_threshold",
     "temperature",
     "repetition_penalty",
     "delta",
@@ -86,6 +92,7 @@ _BETWEEN: Mapping[str, tuple[float, float]] = {
 }
 _WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {
     "rollout_log_steps",
+    "roll_backs_limit",
     "reward_workers",
     "top_k",
     "seed",

@@ -239,6 +239,18 @@ class GRPOConfig(TrainingArguments):
     """Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value."""
     on_long_prompt: str = "error"
     """A prompt that does not fit beside a completion in the model's context: error, or drop to leave it out and count it."""
+    on_bad_numbers: str = "skip"
+    """NaN or infinite loss or gradient, whose update is always left out: go on (skip), roll_back to a checkpoint, or stop."""
+    on_spike: str = "log"
+    """A gradient norm or KL far above its recent values: log it, clip to the usual norm, skip the update, roll_back, or stop."""
+    spike_threshold: float = 8.0
+    """Robust standard deviations (of the logarithm, over the last 100 steps) that make a spike."""
+    bad_steps_limit: int = 3
+    """Updates left out in a row before the run goes back to a checkpoint, or stops."""
+    roll_backs_limit: int = 2
+    """Times that a run goes back to a checkpoint before it stops."""
+    roll_back_learning_rate: float = 0.5
+    """Factor on the learning rate each time a run goes back to a checkpoint."""
     early_stopping_patience: int | None = None
     """Evaluations without a better `metric_for_best_model` before the run stops."""
     rollout_log_steps: int = 10

@@ -11,8 +11,8 @@ from dataclasses import replace
 from covey.credit import completion_metrics, with_advantages, with_greedy_rewards
 from covey.data import PromptStream
 from covey.errors import RewardError
-from covey.learner import refuse_many_bad_steps
 from covey.parts import Parts
+from covey.recovery import after_step, take
 from covey.rewards import Scoring, advantage_shares, reward_metrics
 from covey.rollout import SamplingParams
 from covey.state import TrainState
@@ -39,7 +39,7 @@ def run(parts: Parts, state: TrainState) -> TrainState:
         state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
         parts.sampler.load(parts.learner.policy.model, version=state.step)
         parts.session.record(state, batch, report)
-        refuse_many_bad_steps(state.bad_steps, parts.learner.max_bad_steps)
+        state = after_step(parts, state, batch, report)
     return state
 
 
@@ -48,7 +48,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
     with rewound_on_failure(parts.prompts):
-        prompts = parts.prompts.take(parts.prompts_per_rollout)
+        prompts = take(parts.prompts, parts.prompts_per_rollout, state.set_aside)
         scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
         with timed(seconds, "rollout"):
             groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), scoring.add)

@@ -46,6 +46,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args",
         "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
     ),
+    "numbers gone bad": (
+        "on_bad_numbers", "on_spike", "spike_threshold", "bad_steps_limit", "roll_backs_limit", "roll_back_learning_rate",
+    ),
     "evaluation": (
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
         "num_generations_eval", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",

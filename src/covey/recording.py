@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 
 from covey.errors import CheckpointError
 from covey.models import quiet_bars
 from covey.parts import Parts
-from covey.runs import RunFolder, checkpoint, rng
+from covey.runs import RunFolder, checkpoint, evaluations, rng
+from covey.session import Session
 from covey.state import TrainState
-from covey.types import Group, StepReport
+from covey.types import Event, Group, StepReport
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any) -> None:
@@ -35,6 +36,8 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "scaler": {} if learner.scaler is None else learner.scaler.state_dict(),
         "reference": learner.reference.state_dict(),
         "critic": dict(learner.critic.state_dict()),
+        "room": learner.room.state_dict(),
+        "ladder": learner.ladder.state_dict(),
         "prompts": parts.prompts.state_dict(),
         "scorer": parts.scorer.state_dict(),
         "window": parts.session.state_dict(),
@@ -58,6 +61,9 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     learner.reference.load_state_dict(tree["reference"])
     if tree["critic"]:
         learner.critic.load_state_dict(tree["critic"])
+    if "room" in tree:
+        learner.room.load_state_dict(tree["room"])
+        learner.ladder.load_state_dict(tree["ladder"])
     parts.prompts.load_state_dict(tree["prompts"])
     parts.scorer.load_state_dict(tree["scorer"])
     parts.session.load_state_dict(tree["window"])
@@ -93,6 +99,14 @@ def restore_callbacks(handler: Any, states: Mapping[str, Any]) -> None:
                 setattr(callback, name, value)
 
 
+def restore_history(session: Session, folder: Path) -> None:
+    """What transformers' trainer state and the callbacks remembered at a checkpoint, into those in use."""
+    saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
+        setattr(session.trainer_state, name, getattr(saved, name))
+    restore_callbacks(session.handler, saved.stateful_callbacks)
+
+
 class Recording:
     """Where a run is written down; on processes other than the main one `folder` is None and nothing is written."""
 
@@ -107,6 +121,33 @@ class Recording:
         self.folder.append_events(report.step, report.events)
         if self.rollout_steps and (report.step == 1 or report.step % self.rollout_steps == 0):
             self.folder.write_rollouts(report.step, groups, self.reward_names)
+
+    def evaluation(
+        self,
+        step: int,
+        name: str,
+        weights: Sequence[float],
+        evaluate: Callable[[Callable[[Sequence[Group]], None]], dict[str, float]],
+    ) -> dict[str, float]:
+        """What `evaluate(keep)` returns; its metrics and what it gave to `keep` are written down, answer by answer."""
+        rows: list[dict[str, Any]] = []
+        metrics = evaluate(lambda groups: rows.extend(evaluations.rows_of(groups, self.reward_names, weights)))
+        if self.folder is not None:
+            self.folder.write_evaluation(step, name, metrics, rows)
+        return metrics
+
+    def bad_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
+        """Keep the batch of a step whose update was left out: `covey.recovery.bad_batch` reads it back."""
+        if self.folder is not None:
+            metrics = {name: metric.value for name, metric in report.metrics.items()}
+            said = [event.said for event in report.events]
+            self.folder.write_bad_step(step, {"groups": list(groups), "step": step, "said": said, "metrics": metrics})
+
+    def rewind(self, step: int, event: Event) -> None:
+        """Back to a step: later metrics, rollouts and checkpoints go out of the way; the events stay, and this one follows."""
+        if self.folder is not None:
+            self.folder.rewind(step, keep_events=True)
+            self.folder.append_events(step, [event])
 
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None:
         if self.folder is not None:

@@ -9,13 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from covey.state import TrainState
-from covey.types import Group, Metric, StepReport, merge_metrics
+from covey.types import Event, Group, Metric, StepReport, merge_metrics
 
 
 class Recorder(Protocol):
     """Where a run is written down: the run folder on the main process, nothing on the others."""
 
     def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None: ...
+
+    def evaluation(
+        self, step: int, name: str, weights: Sequence[float], evaluate: Callable[..., dict[str, float]]
+    ) -> dict[str, float]: ...
+
+    def bad_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None: ...
+
+    def rewind(self, step: int, event: Event) -> None: ...
 
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None: ...
 
@@ -50,10 +58,14 @@ class Session:
     steps_per_epoch: float
     show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
     """At each log; shows nothing unless it was asked for."""
+    finish_saving: Callable[[], None] = lambda: None
+    """Waits until no checkpoint is being written any more."""
     agree: Callable[[bool], bool] = lambda flag: flag
     """True on every process once it is True on one: a signal reaches processes at different moments, or only some."""
     is_asked_to_stop: bool = False
     """Whether a signal had reached any process by the end of the last step."""
+    roll_back_because: str | None = None
+    """Why the run should go back to a checkpoint after this step; None: it should not."""
     window: dict[str, Metric] = field(default_factory=dict)
     """Metrics since the last log."""
     window_seconds: list[float] = field(default_factory=list)
@@ -66,6 +78,17 @@ class Session:
     @property
     def should_stop(self) -> bool:
         return bool(self.is_asked_to_stop or self.control.should_training_stop)
+
+    def ask_roll_back(self, why: str) -> None:
+        """For callbacks and alerts: after this step, go back to the newest good checkpoint with a lower learning rate."""
+        self.roll_back_because = why
+
+    def resume_from(self, state: TrainState) -> None:
+        """Go on from here, in the middle of a run: a checkpoint that was just restored."""
+        self.latest = state
+        self.last_saved = state.step
+        self.trainer_state.global_step = state.step
+        self.trainer_state.num_input_tokens_seen = state.num_tokens
 
     def begin(self, state: TrainState) -> None:
         """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""

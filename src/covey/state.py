@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
+from covey.ladder import is_left_out
 from covey.types import Group, Metric, StepReport, merge_metrics
 
 
@@ -32,7 +33,11 @@ class TrainState:
     controllers: Mapping[str, float] = field(default_factory=dict)
     """Value of each adaptive coefficient."""
     bad_steps: int = 0
-    """Steps in a row whose numbers were not finite."""
+    """Steps in a row whose update was left out for its numbers."""
+    roll_backs: int = 0
+    """Times that the run went back to a checkpoint."""
+    set_aside: tuple[str, ...] = ()
+    """Prompts that led to bad numbers and are not drawn again, by the row of the data set."""
     rollout_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics of the generation batch that the next report carries."""
     rollout_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -61,14 +66,13 @@ class TrainState:
     ) -> TrainState:
         """One optimizer step later. `drop_pending` leaves the rest of this rollout unused (target-KL early stop)."""
         tokens = report["num_tokens"]
-        is_bad = any(event.kind == "non_finite_step" for event in report.events)
         return replace(
             self,
             step=self.step + 1,
             pending=() if drop_pending else self.pending,
             num_tokens=self.num_tokens + (int(tokens) if tokens == tokens else 0),
             controllers=dict(controllers),
-            bad_steps=self.bad_steps + 1 if is_bad else 0,
+            bad_steps=self.bad_steps + 1 if is_left_out(report.events) else 0,
             rollout_metrics={},
             rollout_seconds={},
         )

@@ -43,7 +43,7 @@ from covey.recording import (
     callback_states,
     checkpoint_tree,
     load_weights,
-    restore_callbacks,
+    restore_history,
     restore_tree,
     write_model,
 )
@@ -324,8 +324,9 @@ class GRPOTrainer:
         if count is None:
             raise DataError("eval_dataset is a stream without length; pass a finite Dataset, such as stream.take(200).")
         prompts = build_prompts(self._given, dataset, shuffle=False)
-        controllers = self._parts.session.latest.controllers
-        return evaluator(prompts, count, controllers, prefix)
+        latest = self._parts.session.latest
+        evaluate = partial(evaluator, prompts, count, latest.controllers, prefix)
+        return self._parts.session.recorder.evaluation(latest.step, prefix, self.scorer.weights.tolist(), evaluate)
 
     def _save_checkpoint(self, state: TrainState) -> None:
         """Save; a disk that refuses is told once and training goes on, with the earlier checkpoints intact."""
@@ -358,11 +359,8 @@ class GRPOTrainer:
 
     def _resume(self, parts: Parts, start: Path) -> TrainState:
         state = restore_tree(parts, start)
-        saved = TrainerState.load_from_json(str(start / "trainer_state.json"))
-        for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
-            setattr(self.state, name, getattr(saved, name))
+        restore_history(parts.session, start)
         self.state.num_input_tokens_seen = state.num_tokens
-        restore_callbacks(self.callback_handler, saved.stateful_callbacks)
         return state
 
     def _load_best(self) -> None:

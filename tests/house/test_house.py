@@ -16,6 +16,7 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 LEVELS = [
     {"metrics", "errors"},
     {"types", "names"},
+    {"ladder"},
     {"world", "state", "options", "arithmetic", "memory"},
     {"checks"},
     {"config", "algorithms"},
@@ -24,6 +25,7 @@ LEVELS = [
     {"session", "evaluation", "assessment"},
     {"parts"},
     {"recording"},
+    {"recovery"},
     {"build", "dashboard"},
     {"loop"},
     {"trainer"},

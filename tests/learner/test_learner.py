@@ -7,7 +7,7 @@ import torch
 
 from covey import algorithms as alg
 from covey.errors import NumericsError
-from covey.learner import FrozenCopy, Learner, NoReference, Policy, refuse_many_bad_steps
+from covey.learner import FrozenCopy, Learner, NoReference, Policy
 from covey.learner.learner import teaches
 from covey.learner.packing import rows_of
 from covey.types import Completion, Group, Prompt
@@ -140,12 +140,6 @@ def test_numbers_that_are_not_finite_change_nothing(where):
     assert [event.kind for event in report.events] == ["non_finite_step"]
     assert "step 7" in report.events[0].said
     assert all(torch.equal(p, b) for p, b in zip(one.policy.parameters(), before, strict=True))
-
-
-def test_three_bad_steps_in_a_row_end_the_run_with_a_sentence():
-    refuse_many_bad_steps(2, 3)
-    with pytest.raises(NumericsError, match="3 steps in a row"):
-        refuse_many_bad_steps(3, 3)
 
 
 def test_on_policy_the_ratio_is_exactly_one_and_the_gradient_is_reinforces():

@@ -1,7 +1,7 @@
 """Gradients out of rollouts."""
 
 from covey.learner.critic import Critic, ValueHead, ValueModel, no_critic
-from covey.learner.learner import Learner, refuse_many_bad_steps
+from covey.learner.learner import Learner
 from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference
 
@@ -16,5 +16,4 @@ __all__ = [
     "ValueHead",
     "ValueModel",
     "no_critic",
-    "refuse_many_bad_steps",
 ]

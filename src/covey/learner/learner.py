@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm
-from covey.errors import NumericsError
+from covey.ladder import Ladder
 from covey.learner.critic import Critic, no_critic
 from covey.learner.fitting import Room
 from covey.learner.packing import Row, rows_of
@@ -19,7 +19,7 @@ from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.types import (
     Completion,
-    Event,
+    EffectiveSize,
     Group,
     Last,
     Max,
@@ -59,8 +59,8 @@ class Learner:
     scaler: Any = None
     """torch.amp.GradScaler, for float16 only."""
     critic: Critic = field(default_factory=no_critic)
-    max_bad_steps: int = 3
-    """Steps with non-finite gradients in a row before the run stops."""
+    ladder: Ladder = field(default_factory=Ladder)
+    """Judges the numbers of an update before it is made."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     last_resort: Callable[[], bool] = lambda: False
@@ -191,7 +191,7 @@ class Learner:
             metrics["aux_loss"] = Mean(measured.auxiliary_loss.item() * len(batch), len(batch))
             loss = loss + self.policy.auxiliary_coefficient * share * measured.auxiliary_loss
         metrics["loss"] = Sum(loss.item())
-        return loss, metrics | _difference(tokens)
+        return loss, metrics | _difference(tokens) | _effective_size(tokens)
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
@@ -234,14 +234,14 @@ class Learner:
         if trained[1]:
             metrics["value_grad_norm"] = Last(norms[1])
         metrics |= {"grad_norm": Last(norm), "learning_rate": Last(self.scheduler.get_last_lr()[0])}
-        if not all(map(math.isfinite, (*norms, metrics["loss"].value))):
+        verdict = self.ladder.judge(metrics, step, loss_scale=None if self.scaler is None else self.scaler.get_scale())
+        if verdict.is_left_out:
             self.optimizer.zero_grad(set_to_none=True)
             if self.scaler is not None:
                 self.scaler.update()  # a scale that was too large is halved
-            said = f"step {step}: loss {metrics['loss'].value} and gradient norm {sum(norms)}; the update was left out."
-            return StepReport(step=step, metrics=metrics, events=(Event(kind="non_finite_step", said=said),))
+            return StepReport(step=step, metrics=metrics, events=verdict.events)
         for part, size in zip(trained, norms, strict=True):
-            _clip(part, size, self.max_grad_norm)
+            _clip(part, size, min(self.max_grad_norm or math.inf, verdict.max_norm))
         self.before_update()
         self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
         self.after_update()
@@ -249,7 +249,7 @@ class Learner:
             self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepReport(step=step, metrics=metrics)
+        return StepReport(step=step, metrics=metrics, events=verdict.events)
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """The policy's trainable parameters and the critic's."""
@@ -281,15 +281,6 @@ def _as_drawn(rows: Sequence[Row]) -> TokenBatch:
         group=torch.tensor([row.group for row in rows]),
         entropy=-logp,
     )
-
-
-def refuse_many_bad_steps(bad_steps: int, limit: int) -> None:
-    """Raise NumericsError once `bad_steps` steps in a row were not finite."""
-    if bad_steps >= limit:
-        raise NumericsError(
-            f"{bad_steps} steps in a row had a loss or gradient that is not finite, so nothing is learnt any more; "
-            "lower learning_rate, or start from the last checkpoint."
-        )
 
 
 def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
@@ -355,14 +346,22 @@ def _difference(tokens: TokenBatch) -> dict[str, Metric]:
     }
 
 
+def _effective_size(tokens: TokenBatch) -> dict[str, Metric]:
+    """How many of the tokens count once each is weighed by the policy now over the one that drew it: 1 on-policy."""
+    drawn = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp
+    known = tokens.mask & ~drawn.isnan()
+    ratio = (tokens.logp.detach() - drawn)[known].clamp(-20.0, 20.0).exp()
+    return {"sampling/effective_sample_size": EffectiveSize.of(ratio)}
+
+
 def _grad_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
 
 
 def _clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) -> None:
-    """Scale gradients of this norm down to `limit`; 0 clips nothing."""
-    if not limit or norm <= limit:
+    """Scale gradients of this norm down to `limit`."""
+    if norm <= limit:
         return
     for parameter in parameters:
         if parameter.grad is not None:

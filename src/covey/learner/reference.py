@@ -63,12 +63,14 @@ class FrozenCopy:
 
     policy: Policy
     has_moved: bool = False
+    follows: bool = False
+    """Whether its rule may move it: a checkpoint then holds it from the start, so that a run can go back to any."""
 
     @staticmethod
-    def of(policy: Policy) -> FrozenCopy:
+    def of(policy: Policy, *, follows: bool = False) -> FrozenCopy:
         """A copy of the policy as it is now."""
         model = copy.deepcopy(policy.model).eval().requires_grad_(False)
-        return FrozenCopy(replace(policy, model=model, auxiliary_coefficient=0.0))
+        return FrozenCopy(replace(policy, model=model, auxiliary_coefficient=0.0), follows=follows)
 
     @torch.no_grad()
     def measure(self, rows: Sequence[Row]) -> Measured | None:
@@ -86,7 +88,7 @@ class FrozenCopy:
             mine.lerp_(theirs.to(mine.dtype), alpha) if alpha < 1.0 else mine.copy_(theirs)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.policy.model.named_parameters()) if self.has_moved else {}
+        return dict(self.policy.model.named_parameters()) if self.has_moved or self.follows else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         _load(dict(self.policy.model.named_parameters()), state)

@@ -11,15 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError
+
 from covey.errors import RunFolderError
-from covey.runs import checkpoint, manifest, rollouts, seal
+from covey.runs import checkpoint, evaluations, manifest, rollouts, seal, serial
 from covey.runs.lock import FolderLock
 from covey.runs.metrics import JsonLines, read
 from covey.runs.storage import refusal
 from covey.types import Alert, Event, Group
 
 Outcome = Literal["finished", "stopped", "failed"]
-_RECORDS = ("run.json", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts")
+BAD_STEPS = "bad_steps"
+_MOST_BAD_STEPS = 20
+_RECORDS = (
+    *("run.json", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts"),
+    *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS),
+)
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 _HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
 """What may lie in a folder beside a run: hidden files, earlier runs, what a scheduler writes."""
@@ -38,6 +45,7 @@ class RunFolder:
         self.metrics = JsonLines(path / "metrics.jsonl")
         self.events = JsonLines(path / "events.jsonl")
         self.alerts = JsonLines(path / "alerts.jsonl")
+        self.evaluations = JsonLines(path / evaluations.LOG)
         self._lock = lock
         self._step = 0 if resumed_from is None else int(seal.read(resumed_from)["step"])
         self._refused: set[str] = set()
@@ -66,7 +74,7 @@ class RunFolder:
                 _set_aside(folder)
             run = RunFolder(folder, lock, resume)
             if resumes_here:
-                run._rewind()
+                run.rewind(run._step)
         except BaseException:
             lock.release()
             raise
@@ -118,9 +126,16 @@ class RunFolder:
         folder = self.path / "rollouts"
         self._try("rollouts", lambda: rollouts.write(folder, step, groups, reward_names, **options))
 
+    def write_evaluation(
+        self, step: int, name: str, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """One line of `evaluations.jsonl`, and every answer's rewards in `evaluations/<name>/`."""
+        self.evaluations.append({"step": step, "time": round(time.time(), 3), "set": name, **metrics})
+        self._try("evaluations", lambda: evaluations.write(self.path / evaluations.FOLDER, step, name, rows))
+
     def close(self, outcome: Outcome = "finished") -> None:
         """Say in `run.json` how it ended, and let the folder go. May be called twice."""
-        for log in (self.metrics, self.events, self.alerts):
+        for log in (self.metrics, self.events, self.alerts, self.evaluations):
             log.sync()
         found = manifest.read(self.path / manifest.NAME)
         if found is not None and found.get("attempts"):
@@ -135,9 +150,17 @@ class RunFolder:
         theirs = manifest.read(self.resumed_from.parent / manifest.NAME) or {}
         return {"run": str(self.resumed_from.parent), "id": theirs.get("id"), "checkpoint": self.resumed_from.name}
 
-    def _rewind(self) -> None:
-        """Back to the step of the checkpoint: what came after it is moved away or will be made again."""
-        step = self._step
+    def write_bad_step(self, step: int, tree: Mapping[str, Any]) -> None:
+        """`bad_steps/step-N/batch.*`: what a step was made of whose update was left out; the first 20 of a run."""
+        parent = self.path / BAD_STEPS
+        folder = parent / f"step-{step:06d}"
+        if not folder.exists() and parent.is_dir() and len(list(parent.iterdir())) >= _MOST_BAD_STEPS:
+            return
+        self._try("bad_steps", lambda: _write_tree(folder, tree))
+
+    def rewind(self, step: int, *, keep_events: bool = False) -> None:
+        """Back to the step of a checkpoint: what came after it is moved away or will be made again."""
+        self._step = step
         later = [path for path in checkpoint.checkpoints(self.path) if checkpoint.step_of(path) > step]
         if later:
             target = _previous(self.path)
@@ -147,18 +170,20 @@ class RunFolder:
             for path in later:
                 os.rename(path, target / path.name)
             warnings.warn(
-                f"Resuming {self.path} from step {step}; {len(later)} later checkpoint(s) are now in {target.name}/.",
+                f"{self.path} goes on from step {step}; {len(later)} later checkpoint(s) are now in {target.name}/.",
                 stacklevel=3,
             )
-        for log in (self.metrics, self.events, self.alerts):
+        told = () if keep_events else (self.events, self.alerts)
+        for log in (self.metrics, self.evaluations, *told):
             log.truncate_to(step)
         rollouts.truncate_to(self.path / "rollouts", step)
+        evaluations.truncate_to(self.path / evaluations.FOLDER, step)
 
     def _try(self, what: str, write: Any) -> None:
         """Write a record; a disk that refuses is told once, until it works again."""
         try:
             write()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             said = refusal(error, what, self.path)
             if said is None:
                 raise
@@ -167,6 +192,11 @@ class RunFolder:
             self._refused.add(what)
         else:
             self._refused.discard(what)
+
+
+def _write_tree(folder: Path, tree: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    serial.write(tree, folder / "batch")
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:

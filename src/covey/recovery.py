@@ -1,0 +1,135 @@
+"""What follows a step whose numbers went bad: its batch is kept for study, and the run goes back to a good checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from covey.data import PromptStream
+from covey.errors import CheckpointError, DataError, NumericsError
+from covey.ladder import is_left_out
+from covey.parts import Parts
+from covey.recording import restore_history, restore_tree
+from covey.runs import checkpoint, seal, serial
+from covey.state import TrainState
+from covey.types import Event, Group, Prompt, StepReport
+
+logger = logging.getLogger(__name__)
+
+_DRAWS_WITHOUT_A_PROMPT = 100_000
+
+
+def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: StepReport) -> TrainState:
+    """The state to go on from: the same one, or an earlier checkpoint's where the ladder or an alert asks for it.
+
+    A batch whose update was left out is written to `bad_steps/`. Raises NumericsError where the run must stop.
+    """
+    if is_left_out(report.events):
+        parts.session.recorder.bad_step(report.step, batch, report)
+    ladder, session = parts.learner.ladder, parts.session
+    asked, session.roll_back_because = session.roll_back_because, None
+    if parts.world.any(asked is not None):
+        return roll_back(parts, state, why=asked or "another process asked for it")
+    move = ladder.next_move(report.step, state.bad_steps, state.roll_backs, report.events)
+    if move == "go_on":
+        return state
+    said = next(event.said for event in report.events)
+    return roll_back(parts, state, why=said, set_aside=[group.prompt for group in batch])
+
+
+def roll_back(
+    parts: Parts,
+    state: TrainState,
+    *,
+    why: str,
+    learning_rate: float | None = None,
+    set_aside: Iterable[Prompt] = (),
+    before: int | None = None,
+) -> TrainState:
+    """Back to the newest verified checkpoint of this run that is older than the trouble; the state to go on from.
+
+    Everything returns as on a resume: weights, optimizer, data, random generators, logs. `learning_rate` (None:
+    the run's `roll_back_learning_rate`) then multiplies the learning rate and its schedule; the prompts of `set_aside` are not
+    drawn again. `before`: the checkpoint must be of an earlier step (None: older than the updates left out in a row just now).
+    Raises NumericsError when there is no such checkpoint. Every process must call it.
+    """
+    ladder, session = parts.learner.ladder, parts.session
+    last = state.step - state.bad_steps if before is None else before - 1
+    session.finish_saving()
+    found = parts.world.broadcast(newest_good(Path(session.args.output_dir), last) if parts.world.is_main else None)
+    if found is None:
+        raise NumericsError(
+            f"{why} There is no good checkpoint of step {last} or before to go back to; save more often."
+        )
+    factor = ladder.rungs.roll_back_learning_rate if learning_rate is None else learning_rate
+    restored = restore_tree(parts, found)
+    restore_history(session, found)
+    lower_learning_rate(parts, factor)
+    aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(_row(prompt) for prompt in set_aside)])
+    restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
+    said = (
+        f"Back from step {state.step} to {found.name}, with the learning rate times {factor:g}"
+        + (f" and {len(aside)} prompt(s) set aside" if aside else "")
+        + f": {why}"
+    )
+    logger.warning("%s", said)
+    details = {"from_step": state.step, "to_step": restored.step, "factor": factor, "set_aside": list(aside)}
+    session.recorder.rewind(restored.step, Event(kind="rolled_back", said=said, details=details))
+    parts.sampler.load(parts.learner.policy.model, version=restored.step)
+    session.resume_from(restored)
+    return restored
+
+
+def newest_good(run_dir: Path, last: int) -> Path | None:
+    """The newest checkpoint of step `last` or before of which every byte is right and that holds a state to resume from."""
+    for path in reversed(checkpoint.checkpoints(run_dir)):
+        if checkpoint.step_of(path) <= last and not seal.problems(path) and checkpoint.load_state(path):
+            return path
+    return None
+
+
+def lower_learning_rate(parts: Parts, factor: float) -> None:
+    """Multiply the learning rate of every parameter group now, and of every step that the schedule has still to give."""
+    learner = parts.learner
+    for group in learner.optimizer.param_groups:
+        group["lr"] *= factor
+        if "initial_lr" in group:
+            group["initial_lr"] *= factor
+    schedule = learner.scheduler
+    if hasattr(schedule, "base_lrs"):
+        schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
+        schedule._last_lr = [group["lr"] for group in learner.optimizer.param_groups]
+
+
+def take(prompts: PromptStream, n: int, set_aside: Sequence[str]) -> list[Prompt]:
+    """The next `n` prompts that are not set aside. Raises DataError when none is left."""
+    if not set_aside:
+        return prompts.take(n)
+    refused, taken = frozenset(set_aside), list[Prompt]()
+    misses = 0
+    while len(taken) < n:
+        prompt = prompts.take(1)[0]
+        misses = misses + 1 if _row(prompt) in refused else 0
+        if not misses:
+            taken.append(prompt)
+        elif misses >= (prompts.num_rows or _DRAWS_WITHOUT_A_PROMPT):
+            raise DataError("Every prompt of the data set has led to bad numbers and is set aside; look at bad_steps/.")
+    return taken
+
+
+def bad_batch(folder: Path) -> tuple[list[Group], dict[str, Any]]:
+    """The groups of a step that was left out, exactly as they were, and what was said of it. `folder`: `bad_steps/step-N`."""
+    tree = serial.read(folder / "batch")
+    if not isinstance(tree, dict) or "groups" not in tree:
+        raise CheckpointError(
+            f"{folder} does not hold the batch of a step; give a folder such as bad_steps/step-000012."
+        )
+    return list(tree["groups"]), {name: value for name, value in tree.items() if name != "groups"}
+
+
+def _row(prompt: Prompt) -> str:
+    """The row of the data set, whichever epoch drew it."""
+    return prompt.uid.partition(":")[2] or prompt.uid
