@@ -36,7 +36,7 @@ def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: 
     move = ladder.next_move(report.step, state.bad_steps, state.roll_backs, report.events)
     if move == "go_on":
         return state
-    said = next(event.said for event in report.events)
+    said = next(event.said for event in report.events if is_left_out((event,)))
     return roll_back(parts, state, why=said, set_aside=[group.prompt for group in batch])
 
 
@@ -67,16 +67,17 @@ def roll_back(
     factor = ladder.rungs.roll_back_learning_rate if learning_rate is None else learning_rate
     restored = restore_tree(parts, found)
     restore_history(session, found)
-    lower_learning_rate(parts, factor)
+    earlier = ladder.rungs.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
+    lower_learning_rate(parts, factor * earlier)
     aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(_row(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
     said = (
-        f"Back from step {state.step} to {found.name}, with the learning rate times {factor:g}"
+        f"Back from step {state.step} to {found.name}, with the learning rate times {factor * earlier:g}"
         + (f" and {len(aside)} prompt(s) set aside" if aside else "")
         + f": {why}"
     )
     logger.warning("%s", said)
-    details = {"from_step": state.step, "to_step": restored.step, "factor": factor, "set_aside": list(aside)}
+    details = {"from_step": state.step, "to_step": restored.step, "factor": factor * earlier, "set_aside": list(aside)}
     session.recorder.rewind(restored.step, Event(kind="rolled_back", said=said, details=details))
     parts.sampler.load(parts.learner.policy.model, version=restored.step)
     session.resume_from(restored)

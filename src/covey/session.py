@@ -89,6 +89,7 @@ class Session:
         self.last_saved = state.step
         self.trainer_state.global_step = state.step
         self.trainer_state.num_input_tokens_seen = state.num_tokens
+        self._call("on_step_begin")
 
     def begin(self, state: TrainState) -> None:
         """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""

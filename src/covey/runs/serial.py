@@ -37,7 +37,7 @@ _DATACLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
         *(types.Prompt, types.Completion, types.Group, types.Event, types.StepReport, types.Alert),
-        *(types.Mean, types.Spread, types.Sum, types.Max, types.Min, types.Last, types.EffectiveSize),
+        *get_args(types.Metric),
     )
 }
 _STORED_DTYPES = frozenset(
