@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from covey import algorithms as alg
-from covey.errors import NumericsError
 from covey.learner import FrozenCopy, Learner, NoReference, Policy
 from covey.learner.learner import teaches
 from covey.learner.packing import rows_of
