@@ -1,0 +1,64 @@
+"""Detectors: small pure objects that look at a `History` and say what is wrong, or None. A function will do as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from covey.monitor.detectors.pace import DataDrift, ThroughputDrop
+from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
+from covey.monitor.detectors.rewards import Hacking, Plateau, RewardErrors, SlowConvergence, Swings
+from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
+from covey.monitor.detectors.updates import Mismatch, NonFinite, Spike, TinyUpdates
+from covey.monitor.history import History
+from covey.types import Alert
+
+Detector = Callable[[History], Alert | None]
+
+RULES = (
+    "data_drift", "dead_groups", "diversity_loss", "entropy_collapse", "entropy_explosion", "format_loss",
+    "gradient_spike", "kl_runaway", "length_collapse", "length_explosion", "non_finite", "repeated_text", "reward_errors",
+    "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
+    "tiny_updates", "truncation", "update_spike",
+)  # fmt: skip
+"""Every rule that `standard` detectors can report."""
+
+READS = frozenset(
+    {
+        "reward", "reward_std", "num_prompts", "num_completions", "groups/all_pass", "groups/all_fail",
+        "frac_reward_zero_std", "entropy", "diversity/unique", "kl", "completions/mean_length",
+        "completions/mean_length_right", "completions/mean_length_wrong", "completions/clipped_ratio",
+        "completions/repetition", "format_rate", "grad_norm", "learning_rate", "update/all", "update/changed",
+        "sampling/sampling_logp_difference/mean", "sampling/effective_sample_size", "rewards/unscored",
+        "tokens_per_second/step", "seconds/rollout", "seconds/reward", "seconds/learn", "prompts/drift",
+        "prompts/mean_length", "steps/non_finite", "eval_reward",
+    }
+)  # fmt: skip
+"""Metrics that they look at, beside the audit metrics and `rewards/<name>/errors`."""
+
+
+def standard(audits: Sequence[str] = ()) -> tuple[Detector, ...]:
+    """One detector of each kind. `audits`: metrics that are not trained on, for `reward_hacking`."""
+    return (
+        Hacking(tuple(audits)),
+        NonFinite(),
+        KLRunaway(),
+        EntropyCollapse(),
+        EntropyExplosion(),
+        DiversityLoss(),
+        DeadGroups(),
+        LengthExplosion(),
+        LengthCollapse(),
+        Truncation(),
+        RepeatedText(),
+        FormatLoss(),
+        Spike(),
+        Spike("update/all", "update_spike"),
+        TinyUpdates(),
+        Mismatch(),
+        RewardErrors(),
+        Swings(),
+        SlowConvergence(),
+        Plateau(),
+        ThroughputDrop(),
+        DataDrift(),
+    )

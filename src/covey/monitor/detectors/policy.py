@@ -1,0 +1,154 @@
+"""What becomes of the policy itself: entropy, diversity, distance to the start, groups without signal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from covey.monitor.history import History, has_risen, shift
+from covey.types import Alert
+
+_FLATTER = (
+    "lower learning_rate, or stop earlier",
+    "clip higher (epsilon_high=0.28), or add an entropy bonus (entropy_coef, use_adaptive_entropy)",
+    "raise temperature while sampling",
+)
+
+
+@dataclass(frozen=True)
+class EntropyCollapse:
+    """`entropy_collapse`: entropy is down to a fraction of its start, and completions of a group are all but the same,
+    or the reward has not risen for it."""
+
+    share: float = 0.2
+    alike: float = 0.25
+    """Distinct completions of a group, as a share."""
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        entropy, unique = seen["entropy"], seen["diversity/unique"]
+        if entropy.count < 2 * self.window:
+            return None
+        begun, now = median(entropy.start(self.window)), median(entropy.last(self.window))
+        if not 0 <= now < self.share * begun:
+            return None
+        distinct = fmean(unique.last(self.window)) if unique.count else 1.0
+        before = fmean(unique.start(self.window)) if unique.count else 1.0
+        is_solved = fmean(seen["groups/all_pass"].last(self.window) or [0.0]) > 0.5
+        if is_solved or (has_risen(seen) and not (distinct < self.alike and distinct < 0.5 * before)):
+            return None
+        said = f"entropy fell from {begun:.3g} to {now:.3g} nats a token; of a group's completions {distinct:.0%} are distinct"
+        return seen.alert(
+            "entropy_collapse", "warning", said, _FLATTER,
+            entropy_start=begun, entropy_now=now, distinct_completions=distinct, **_rewards(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EntropyExplosion:
+    """`entropy_explosion`: entropy is far above its start: the policy turns to noise."""
+
+    times: float = 3.0
+    at_least: float = 0.5
+    """Nats that it must have gained."""
+    window: int = 5
+
+    def __call__(self, seen: History) -> Alert | None:
+        entropy = seen["entropy"]
+        if entropy.count < 3 * self.window:
+            return None
+        begun, now = median(entropy.start(10)), median(entropy.last(self.window))
+        if now < self.times * begun or now < begun + self.at_least or has_risen(seen):
+            return None
+        said = f"entropy rose from {begun:.3g} to {now:.3g} nats a token: completions turn to noise"
+        return seen.alert(
+            "entropy_explosion", "error", said,
+            ("lower learning_rate", "lower entropy_coef", "go back to an earlier checkpoint"),
+            entropy_start=begun, entropy_now=now, **_rewards(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DiversityLoss:
+    """`diversity_loss`: completions of a group have become alike, and the reward does not explain it."""
+
+    share: float = 0.5
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        unique = seen["diversity/unique"]
+        if unique.count < 2 * self.window:
+            return None
+        moved = shift(unique.start(self.window), unique.last(self.window))
+        is_solved = fmean(seen["groups/all_pass"].last(self.window) or [0.0]) > 0.5
+        if moved.after > self.share * moved.before or moved.z > -4 or is_solved or has_risen(seen):
+            return None
+        said = f"of a group's completions {moved.after:.0%} are distinct, {moved.before:.0%} at the start, and the reward has not risen"
+        return seen.alert(
+            "diversity_loss", "warning", said, _FLATTER,
+            distinct_start=moved.before, distinct_now=moved.after, z=moved.z, **_rewards(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KLRunaway:
+    """`kl_runaway`: the distance to the reference is large, and growing by multiples."""
+
+    high: float = 0.5
+    """Nats a token that no useful policy needs while it is still growing."""
+    times: float = 3.0
+
+    def __call__(self, seen: History) -> Alert | None:
+        series = seen["kl"]
+        earlier = series.last(23)[:-3]
+        if not earlier:
+            return None
+        before, now = median(earlier), median(series.last(3))
+        if now < self.high or now < self.times * before:
+            return None
+        said = f"the policy runs away from the reference: kl {before:.3g} to {now:.3g} nats a token"
+        return seen.alert(
+            "kl_runaway", "error", said,
+            (
+                "lower learning_rate, or raise beta",
+                "go back to an earlier checkpoint: alert_actions={'kl_runaway': 'roll_back'} does it by itself",
+                "look at the latest completions: a reward that pays for odd text pulls the policy away",
+            ),
+            kl_before=before, kl_now=now, **_rewards(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeadGroups:
+    """`dead_groups`: nearly all groups have tied rewards, so that nearly nothing is learnt from a step."""
+
+    share: float = 0.9
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        tied = seen["frac_reward_zero_std"].last(self.window)
+        if len(tied) < self.window or fmean(tied) < self.share:
+            return None
+        passed = fmean(seen["groups/all_pass"].last(self.window) or [0.0])
+        failed = fmean(seen["groups/all_fail"].last(self.window) or [0.0])
+        said = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing ({passed:.0%} all right, {failed:.0%} all wrong)"
+        evidence = {"tied": fmean(tied), "all_pass": passed, "all_fail": failed}
+        if passed > 0.5:
+            return seen.alert(
+                "dead_groups", "info", said, ("the prompts are solved: take harder ones, or stop here",), **evidence
+            )
+        if failed > 0.5:
+            advice = (
+                "the prompts are too hard for this model: take easier ones, or more num_generations",
+                "test the reward on a right answer: a parser that never matches looks just like this",
+            )
+            return seen.alert("dead_groups", "warning", said, advice, **evidence)
+        advice = ("the reward gives the same value to all: check what it returns", "raise temperature while sampling")
+        return seen.alert("dead_groups", "warning", said, advice, **evidence)
+
+
+def _rewards(seen: History) -> dict[str, float]:
+    reward = seen["reward"]
+    if reward.count < 10:
+        return {}
+    return {"reward_start": fmean(reward.start(10)), "reward_now": fmean(reward.last(10))}

@@ -1,0 +1,200 @@
+"""Is it learning, and is it learning the right thing? Plateau, slow convergence, swings, hacking, rewards that fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from covey.monitor.history import History, Series, Shift, noise, shift, since_start
+from covey.types import Alert
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """`reward_plateau`: the reward rose once, and the latest `window` steps show no trend, with room left to learn."""
+
+    window: int = 60
+    solved: float = 0.8
+    """Share of groups all right above which there is nothing left to learn."""
+
+    def __call__(self, seen: History) -> Alert | None:
+        reward = seen["reward"]
+        if reward.count < 2 * self.window or _is_solved(seen, self.solved):
+            return None
+        recent, half = reward.last(self.window), self.window // 2
+        late, begun = shift(recent[:half], recent[half:]), shift(reward.start(10), recent)
+        if begun.z < 3 or abs(late.z) > 2 or late.change > 0.1 * begun.change:
+            return None
+        said = f"the reward has stood at {late.after:.3g} for {self.window} steps, after rising from {begun.before:.3g}"
+        return seen.alert(
+            "reward_plateau", "info", said, _what_holds_it(seen),
+            reward_start=begun.before, reward_now=late.after, change=late.change, z=late.z, **_signal(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SlowConvergence:
+    """`slow_convergence`: after `window` steps the reward is not above its start by more than noise."""
+
+    window: int = 60
+    solved: float = 0.8
+
+    def __call__(self, seen: History) -> Alert | None:
+        reward = seen["reward"]
+        if reward.count < self.window or _is_solved(seen, self.solved):
+            return None
+        begun = shift(reward.start(10), reward.last(20))
+        recent = reward.last(self.window)
+        half = self.window // 2
+        if begun.z > 2 or shift(recent[:half], recent[half:]).z > 2:
+            return None
+        said = (
+            f"{reward.count} steps have not raised the reward ({begun.before:.3g} at the start, {begun.after:.3g} now)"
+        )
+        return seen.alert(
+            "slow_convergence", "warning", said, _what_holds_it(seen),
+            reward_start=begun.before, reward_now=begun.after, z=begun.z, **_signal(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Swings:
+    """`reward_swings`: from step to step the reward jumps more than drawing other prompts explains.
+
+    The mean of P groups has a standard error of at most `reward_std / sqrt(P)`, the bound where completions of a group agree.
+    """
+
+    window: int = 20
+    times: float = 2.0
+
+    def __call__(self, seen: History) -> Alert | None:
+        reward = seen["reward"].last(self.window)
+        spread, prompts = seen["reward_std"].last(self.window), seen["num_prompts"].last(self.window)
+        if len(reward) < self.window or not spread or not prompts:
+            return None
+        allowed = fmean(spread) / math.sqrt(max(median(prompts), 1.0))
+        swing = noise(reward)
+        if not allowed > 0 or swing <= self.times * allowed:
+            return None
+        said = (
+            f"the reward jumps by {swing:.3g} from step to step, {swing / allowed:.1f} times what other prompts explain"
+        )
+        return seen.alert(
+            "reward_swings", "warning", said,
+            (
+                "lower learning_rate: the policy itself changes from step to step",
+                "look at the reward function: a judge or sandbox that is up and down does this too",
+                "take more prompts a step (gradient_accumulation_steps)",
+            ),
+            swing=swing, explained_by_prompts=allowed, rewards=reward[-10:],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hacking:
+    """`reward_hacking`: what is trained on rises, and an audit metric that is not trained on falls.
+
+    Both changes must be beyond noise, since the start or within the latest values. An evaluation gives fewer values, so the
+    latest third is compared with the first third of five or more.
+    """
+
+    audits: tuple[str, ...]
+    """Names of metrics that are not trained on: rewards of weight 0, or of an evaluation."""
+    z: float = 3.0
+
+    def __call__(self, seen: History) -> Alert | None:
+        for name in self.audits:
+            audit = _longest_shift(seen[name])
+            reward = _longest_shift(seen[_trained_beside(name, seen)])
+            if audit is None or reward is None or audit.z > -self.z or reward.z < self.z:
+                continue
+            said = (
+                f"the reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, which is not trained on, fell "
+                f"from {audit.before:.3g} to {audit.after:.3g}: the policy may be exploiting the reward"
+            )
+            return seen.alert(
+                "reward_hacking", "error", said,
+                (
+                    "read the completions of the highest reward in rollouts/",
+                    "close the loophole in the reward function, or give the audit metric a weight",
+                    "go back to a checkpoint from before the fall; set beta above 0 to stay closer to the start",
+                ),
+                audit_metric=name, audit=[audit.before, audit.after], reward=[reward.before, reward.after],
+                z=[reward.z, audit.z],
+            )  # fmt: skip
+        return None
+
+
+@dataclass(frozen=True)
+class RewardErrors:
+    """`reward_errors`: rewards raise, hang, or leave completions without a score."""
+
+    window: int = 5
+    share: float = 0.05
+
+    def __call__(self, seen: History) -> Alert | None:
+        unscored = seen["rewards/unscored"].last(self.window)
+        batch = median(seen["num_completions"].last(self.window) or [1.0])
+        failing = {}
+        for name, series in seen.named("rewards/", "/errors").items():
+            rate = fmean(series.last(self.window)) / max(batch, 1.0)
+            if rate > self.share and series.count >= self.window:
+                failing[name.split("/")[1]] = rate
+        lost = fmean(unscored) if len(unscored) == self.window else 0.0
+        if not failing and lost <= self.share:
+            return None
+        which = ", ".join(f"{name} fails on {rate:.0%}" for name, rate in failing.items())
+        said = which or f"{lost:.0%} of completions were scored by no reward"
+        return seen.alert(
+            "reward_errors", "error" if lost > 0.5 else "warning", f"rewards do not score: {said}",
+            (
+                "events.jsonl has each failure with its traceback and the completion",
+                "raise reward_timeout_seconds if it is slow rather than wrong",
+            ),
+            unscored=lost, errors={name: round(rate, 4) for name, rate in failing.items()},
+        )  # fmt: skip
+
+
+def _trained_beside(audit: str, seen: History) -> str:
+    """What the audit is compared with: the same evaluation's reward, where there is one, else that of training."""
+    is_evaluation = audit.startswith("eval_")
+    return "eval_reward" if is_evaluation and audit != "eval_reward" and seen["eval_reward"].count else "reward"
+
+
+def _longest_shift(series: Series) -> Shift | None:
+    """From the start to now for a metric of every step, from the first to the last third for one with few values."""
+    if series.count >= 20:
+        return since_start(series)
+    third = series.count // 3
+    if series.count < 5 or third < 1:
+        return None
+    values = series.last(series.count)
+    return shift(values[: max(third, 2)], values[-max(third, 2) :])
+
+
+def _is_solved(seen: History, share: float) -> bool:
+    passed = seen["groups/all_pass"].last(10)
+    return bool(passed) and fmean(passed) > share
+
+
+def _signal(seen: History) -> dict[str, float]:
+    """What tells why a reward stands still."""
+    names = ("frac_reward_zero_std", "groups/all_pass", "groups/all_fail", "update/all", "grad_norm", "learning_rate")
+    return {name: fmean(seen[name].last(10)) for name in names if seen[name].count}
+
+
+def _what_holds_it(seen: History) -> list[str]:
+    """Remedies by what the other metrics say, the likeliest first."""
+    found = _signal(seen)
+    advice = []
+    if found.get("groups/all_fail", 0) > 0.5:
+        advice.append(
+            "most groups have no right answer: take easier prompts, more num_generations, or a reward with partial credit"
+        )
+    if found.get("groups/all_pass", 0) > 0.5:
+        advice.append("most groups are all right: take harder prompts")
+    if found.get("update/all", 1) < 1e-5:
+        advice.append("steps are tiny: raise learning_rate (LoRA wants ten to a hundred times that of full training)")
+    advice.append("try twice or half the learning_rate, and more prompts a step for less noise")
+    return advice

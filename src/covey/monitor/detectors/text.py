@@ -1,0 +1,145 @@
+"""What the completions look like: too long, too short, cut off, repeating, out of form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from covey.monitor.history import History, has_risen, shift
+from covey.types import Alert
+
+
+@dataclass(frozen=True)
+class LengthExplosion:
+    """`length_explosion`: completions grow by `times`, or by half as much while the reward does not rise with them."""
+
+    times: float = 3.0
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        length = seen["completions/mean_length"]
+        if length.count < 2 * self.window:
+            return None
+        moved = shift(length.start(self.window), length.last(self.window))
+        limit = self.times if has_risen(seen) else max(1.0, self.times / 2)
+        if moved.after < limit * moved.before or moved.z < 4:
+            return None
+        said = f"completions have grown from {moved.before:.0f} to {moved.after:.0f} tokens"
+        return seen.alert(
+            "length_explosion", "warning", said,
+            (
+                "see whether length itself pays: compare completions/mean_length_right and _wrong",
+                "take a length penalty (soft_overlong, or the reward length), or loss_type='dr_grpo', which does not favour long wrong answers",
+            ),
+            length_start=moved.before, length_now=moved.after, z=moved.z, **_by_verdict(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LengthCollapse:
+    """`length_collapse`: completions shrink to a fraction while the reward does not rise, or to almost nothing."""
+
+    share: float = 0.5
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        length = seen["completions/mean_length"]
+        if length.count < 2 * self.window:
+            return None
+        moved = shift(length.start(self.window), length.last(self.window))
+        share = self.share / 3 if has_risen(seen) else self.share
+        if moved.after > share * moved.before or moved.z > -4:
+            return None
+        said = f"completions have shrunk from {moved.before:.0f} to {moved.after:.1f} tokens"
+        return seen.alert(
+            "length_collapse", "warning", said,
+            (
+                "test the reward on an empty and on a very short answer: it may pay for them",
+                "lower the weight of a length penalty",
+            ),
+            length_start=moved.before, length_now=moved.after, z=moved.z, **_by_verdict(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """`truncation`: many completions are cut at `max_completion_length`."""
+
+    share: float = 0.3
+    window: int = 5
+
+    def __call__(self, seen: History) -> Alert | None:
+        cut = seen["completions/clipped_ratio"].last(self.window)
+        if len(cut) < self.window or fmean(cut) < self.share:
+            return None
+        said = f"{fmean(cut):.0%} of completions are cut at the length limit, before they could end"
+        return seen.alert(
+            "truncation", "warning", said,
+            (
+                "raise max_completion_length, or mask_truncated_completions=True to leave them out of the loss",
+                "if they repeat themselves, the model does not know how to end: check the chat template and EOS token",
+            ),
+            clipped_ratio=fmean(cut), **_latest(seen, "completions/repetition", "completions/mean_length"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RepeatedText:
+    """`repeated_text`: completions say the same 4 tokens again and again, more than they did at the start."""
+
+    share: float = 0.3
+    gain: float = 0.15
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        repeated = seen["completions/repetition"]
+        if repeated.count < self.window:
+            return None
+        now = fmean(repeated.last(self.window))
+        begun = fmean(repeated.start(self.window)) if repeated.count >= 2 * self.window else 0.0
+        if now < self.share or now < begun + self.gain:
+            return None
+        said = f"{now:.0%} of a completion's 4-grams occurred in it before ({begun:.0%} at the start)"
+        return seen.alert(
+            "repeated_text", "warning", said,
+            (
+                "add a repetition penalty to the reward (repetition)",
+                "lower learning_rate; long repeated endings are a sign of a policy that has left its language",
+            ),
+            repetition_start=begun, repetition_now=now, **_latest(seen, "completions/clipped_ratio"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FormatLoss:
+    """`format_loss`: fewer completions have the asked-for form than at the start or lately."""
+
+    drop: float = 0.2
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        formed = seen["format_rate"]
+        if formed.count < 2 * self.window:
+            return None
+        recent = formed.last(4 * self.window)
+        parts = (formed.start(self.window), recent[: len(recent) // 2])
+        moved = max((shift(part, formed.last(self.window)) for part in parts), key=lambda found: found.before)
+        if moved.change > -self.drop or moved.z > -4:
+            return None
+        said = f"{moved.after:.0%} of completions have the asked-for form, {moved.before:.0%} before"
+        return seen.alert(
+            "format_loss", "warning", said,
+            (
+                "give the form a reward of its own, or raise its weight",
+                "lower learning_rate; set beta above 0 to stay closer to the start",
+            ),
+            format_before=moved.before, format_now=moved.after, z=moved.z,
+        )  # fmt: skip
+
+
+def _by_verdict(seen: History) -> dict[str, float]:
+    return _latest(seen, "completions/mean_length_right", "completions/mean_length_wrong", "reward")
+
+
+def _latest(seen: History, *names: str) -> dict[str, float]:
+    return {name: fmean(seen[name].last(10)) for name in names if seen[name].count}

@@ -1,0 +1,133 @@
+"""Whether steps are of a sensible size: spikes, tiny updates, and a sampler that is not the learner's twin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from covey.monitor.history import History, has_risen
+from covey.types import Alert
+
+
+@dataclass(frozen=True)
+class Spike:
+    """`gradient_spike` or `update_spike`: a value far above its median, in robust standard deviations of the logarithm."""
+
+    metric: str = "grad_norm"
+    rule: str = "gradient_spike"
+    times: float = 10.0
+    deviations: float = 6.0
+    enough: int = 20
+
+    def __call__(self, seen: History) -> Alert | None:
+        values = [value for value in seen[self.metric].last(101) if value > 0]
+        if len(values) <= self.enough or seen[self.metric].last(1) != values[-1:]:
+            return None
+        usual, now = median(values[:-1]), values[-1]
+        if now < self.times * usual or math.log(now / usual) < self.deviations * _spread(values[:-1]):
+            return None
+        said = f"{self.metric} is {now:.3g}, {now / usual:.0f} times its usual {usual:.3g}"
+        return seen.alert(
+            self.rule, "warning", said,
+            (
+                "look at this step's completions in rollouts/: one odd prompt or reward is the usual cause",
+                "lower max_grad_norm or learning_rate if it comes again; on_spike='skip' leaves such updates out",
+            ),
+            now=now, usual=usual, learning_rate=_latest(seen, "learning_rate"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """`non_finite`: the loss or the gradient of a step was not a number. Such an update is never made."""
+
+    window: int = 1
+
+    def __call__(self, seen: History) -> Alert | None:
+        bad = seen["steps/non_finite"].last(self.window)
+        if not any(bad):
+            return None
+        said = f"the loss or gradient of step {seen.step} is not finite; the update was left out"
+        return seen.alert(
+            "non_finite", "error", said,
+            (
+                "lower learning_rate",
+                "look at the batch, which is kept in bad_steps/",
+                "compute in float32 or bfloat16 rather than float16",
+            ),
+            grad_norm=_latest(seen, "grad_norm"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TinyUpdates:
+    """`tiny_updates`: at the full learning rate a step moves the weights by less than `least` of their size, or most
+    weights are too coarse to move, and the reward has not risen."""
+
+    least: float = 1e-5
+    changed: float = 0.1
+    window: int = 10
+
+    def __call__(self, seen: History) -> Alert | None:
+        moved, rate = seen["update/all"].last(50), seen["learning_rate"].last(50)
+        if len(moved) < self.window or not rate or has_risen(seen):
+            return None
+        peak = max([*rate, *seen["learning_rate"].first])
+        scale = peak / max(fmean(rate[-len(moved) :]), 1e-30) if peak else 1.0
+        size = median(moved) * min(scale, 1e3)
+        stuck = median(seen["update/changed"].last(self.window) or [1.0]) if peak and rate[-1] >= 0.5 * peak else 1.0
+        if size >= self.least and stuck >= self.changed:
+            return None
+        if stuck < self.changed:
+            said = f"a step changes {stuck:.1%} of the weights; the others round back to what they were"
+            advice = ("keep the weights in float32 (dtype='float32', bf16=True computes in bfloat16 all the same)",)
+        else:
+            said = f"a step at the peak learning rate of {peak:.3g} moves the weights by {size:.1g} of their size: hardly at all"
+            advice = ("raise learning_rate: LoRA wants 1e-5 to 2e-4, full training about 1e-6 to 3e-6",)
+        return seen.alert(
+            "tiny_updates", "warning", said, advice, update_size=size, changed_weights=stuck, learning_rate=peak
+        )
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """`sampler_mismatch`: sampler and learner give different log-probabilities to the same tokens, or importance weights
+    leave few tokens that count."""
+
+    nats: float = 0.1
+    effective: float = 0.3
+    window: int = 5
+
+    def __call__(self, seen: History) -> Alert | None:
+        gaps = seen["sampling/sampling_logp_difference/mean"].last(self.window)
+        sizes = seen["sampling/effective_sample_size"].last(self.window)
+        gap = median(gaps) if len(gaps) == self.window else 0.0
+        size = median(sizes) if len(sizes) == self.window else 1.0
+        if gap < self.nats and size > self.effective:
+            return None
+        said = (
+            f"sampler and learner differ by {gap:.2g} nats a token; importance weights leave {size:.0%} of the tokens"
+        )
+        return seen.alert(
+            "sampler_mismatch", "warning", said,
+            (
+                "sample in the learner's precision (rollout_dtype='float32') and with its temperature",
+                "truncate importance weights (vllm_importance_sampling_mode='token_truncate')",
+                "use completions for fewer steps (steps_per_generation, num_iterations)",
+            ),
+            logp_difference=gap, effective_sample_size=size,
+        )  # fmt: skip
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Robust standard deviation of the logarithms, at least a quarter: a run so calm that nothing varies is no reason."""
+    logs = [math.log(value) for value in values]
+    middle = median(logs)
+    return max(1.4826 * median(abs(x - middle) for x in logs), 0.25)
+
+
+def _latest(seen: History, name: str) -> float | None:
+    last = seen[name].last(1)
+    return last[0] if last else None

@@ -1,0 +1,137 @@
+"""What detectors look at: the first and the latest values of each metric, and a few statistics of them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Literal
+
+from covey.types import Alert
+
+FIRST = 20
+RECENT = 200
+
+
+@dataclass(eq=False)
+class Series:
+    """The finite values of one metric: the first twenty for good, and the latest two hundred."""
+
+    first: list[float] = field(default_factory=list)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        if len(self.first) < FIRST:
+            self.first.append(value)
+        self.recent.append(value)
+        self.count += 1
+
+    def last(self, n: int) -> list[float]:
+        """The latest `n` values, or as many as there are."""
+        return list(self.recent)[-n:]
+
+    def start(self, n: int) -> list[float]:
+        return self.first[:n]
+
+
+@dataclass(eq=False)
+class History:
+    """Series by the metric's name. `history["kl"]` is empty for a metric that never came."""
+
+    total_steps: int = 0
+    step: int = 0
+    series: dict[str, Series] = field(default_factory=dict)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Remember what is finite, as of this step."""
+        self.step = step
+        for name, value in values.items():
+            if math.isfinite(value):
+                self.series.setdefault(name, Series()).add(value)
+
+    def __getitem__(self, name: str) -> Series:
+        return self.series.get(name) or Series()
+
+    def named(self, prefix: str = "", suffix: str = "") -> dict[str, Series]:
+        return {n: s for n, s in self.series.items() if n.startswith(prefix) and n.endswith(suffix)}
+
+    def alert(
+        self,
+        rule: str,
+        severity: Literal["info", "warning", "error"],
+        said: str,
+        try_this: Iterable[str],
+        **evidence: Any,
+    ) -> Alert:
+        """An alert of now; numbers of the evidence are rounded to four digits that count."""
+        shown = {name: _rounded(value) for name, value in evidence.items()}
+        return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=tuple(try_this))
+
+    def state_dict(self) -> dict[str, Any]:
+        series = {name: [list(s.first), list(s.recent), s.count] for name, s in self.series.items()}
+        return {"step": self.step, "series": series}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = int(state["step"])
+        self.series = {
+            name: Series(list(first), deque(recent, maxlen=RECENT), int(count))
+            for name, (first, recent, count) in state["series"].items()
+        }
+
+
+@dataclass(frozen=True)
+class Shift:
+    """From one part of a series to another."""
+
+    before: float
+    after: float
+    z: float
+    """The change in standard errors, estimated from differences of neighbours, so that a slow trend is not taken for noise."""
+
+    @property
+    def change(self) -> float:
+        return self.after - self.before
+
+
+def shift(before: Sequence[float], after: Sequence[float]) -> Shift:
+    """How the mean of `after` differs from that of `before`; neither may be empty."""
+    low, high = fmean(before), fmean(after)
+    error = noise(before, after) * math.sqrt(1 / len(before) + 1 / len(after))
+    change = high - low
+    if error == 0:
+        return Shift(low, high, 0.0 if change == 0 else math.copysign(math.inf, change))
+    return Shift(low, high, change / error)
+
+
+def noise(*parts: Sequence[float]) -> float:
+    """Standard deviation of a value around its trend: half the mean squared difference of neighbours (von Neumann 1941), rooted."""
+    squares = [(b - a) ** 2 for part in parts for a, b in pairwise(part)]
+    return math.sqrt(fmean(squares) / 2) if squares else 0.0
+
+
+def since_start(series: Series, n: int = 10) -> Shift | None:
+    """From the first `n` values to the latest `n`; None before there are twice as many."""
+    return shift(series.start(n), series.last(n)) if series.count >= 2 * n else None
+
+
+def has_risen(history: History, name: str = "reward", n: int = 10, z: float = 2.5) -> bool:
+    """Whether a metric is above its start, or in the second half of what is remembered above the first, beyond noise."""
+    series = history[name]
+    begun = since_start(series, n)
+    if begun is None:
+        return False
+    recent = series.last(4 * n)
+    half = len(recent) // 2
+    return begun.z > z or shift(recent[:half], recent[half:]).z > z
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.4g}")
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value

@@ -1,0 +1,140 @@
+"""Every detector: a planted fault is seen, honest learning and a flat run are not."""
+
+import random
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from covey.monitor.detectors import RULES, standard
+from covey.monitor.history import History
+
+Values = dict[str, float]
+Change = Callable[[int, Values, random.Random], Mapping[str, float]]
+
+
+def metrics_of(step: int, draw: random.Random, skill: float) -> Values:
+    """What a healthy step reports when a share `skill` of the completions is right."""
+    around = lambda value, noise: value * (1 + noise * draw.gauss(0, 1))
+    spread = max(skill * (1 - skill), 1e-4) ** 0.5
+    return {
+        "reward": min(1.0, max(0.0, skill + spread * draw.gauss(0, 1) / 16**0.5 / 1.5)),
+        "reward_std": spread, "num_prompts": 16.0, "num_completions": 128.0, "rewards/audit/mean": around(skill, 0.02),
+        "groups/all_pass": skill**8, "groups/all_fail": (1 - skill) ** 8, "rewards/unscored": 0.0, "rewards/math/errors": 0.0,
+        "frac_reward_zero_std": skill**8 + (1 - skill) ** 8, "entropy": around(1.2 - 0.6 * skill, 0.03),
+        "diversity/unique": around(0.9 - 0.3 * skill, 0.03), "kl": abs(around(0.02 * skill, 0.2)),
+        "completions/mean_length": around(120, 0.05), "completions/clipped_ratio": abs(around(0.04, 0.3)),
+        "completions/repetition": abs(around(0.05, 0.2)), "format_rate": min(1.0, around(0.8, 0.03)),
+        "grad_norm": abs(around(0.5, 0.3)) + 0.05, "learning_rate": 1e-5, "update/all": around(2e-4, 0.1), "update/changed": 0.9,
+        "sampling/sampling_logp_difference/mean": 0.004, "sampling/effective_sample_size": 0.99, "steps/non_finite": 0.0,
+        "tokens_per_second/step": around(2000, 0.1), "seconds/rollout": 1.0, "seconds/learn": 1.0, "seconds/reward": 0.1,
+        "prompts/drift": abs(around(0.05, 0.1)), "prompts/mean_length": around(60, 0.05),
+    }  # fmt: skip
+
+
+def honest(step: int) -> float:
+    """Skill of a run that learns: 0.25 to 0.75 over 150 steps."""
+    return 0.25 + 0.5 * min(step, 150) / 150
+
+
+def rules_of(change: Change | None = None, *, seed: int = 0, steps: int = 150, skill: Callable[[int], float] = honest):
+    """Names of the rules that speak in a run, with the first alert of each. From step 60 on `change` is planted."""
+    draw, seen, found = random.Random(seed), History(), {}
+    detectors = standard(audits=("rewards/audit/mean",))
+    for step in range(1, steps + 1):
+        values = metrics_of(step, draw, skill(step))
+        if change is not None and step > 60:
+            values |= change(step - 60, values, draw)
+        seen.add(step, values)
+        for detector in detectors:
+            alert = detector(seen)
+            if alert is not None:
+                found.setdefault(alert.rule, alert)
+    return found
+
+
+def to(name: str, value: float) -> Change:
+    return lambda t, values, draw: {name: value}
+
+
+def by(name: str, factor: float, over: int = 30) -> Change:
+    """The metric is multiplied by a factor, little by little."""
+    return lambda t, values, draw: {name: values[name] * factor ** min(1.0, t / over)}
+
+
+def stuck(step: int) -> float:
+    """The skill of a run that learns nothing more after step 60."""
+    return honest(min(step, 60))
+
+
+FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
+    "data_drift": (to("prompts/drift", 0.4), honest),
+    "dead_groups": (to("frac_reward_zero_std", 1.0), honest),
+    "diversity_loss": (by("diversity/unique", 0.2), lambda step: 0.4),
+    "entropy_collapse": (by("entropy", 0.02), lambda step: 0.4),
+    "entropy_explosion": (by("entropy", 5.0), lambda step: 0.4),
+    "format_loss": (by("format_rate", 0.4), honest),
+    "gradient_spike": (lambda t, values, draw: {"grad_norm": 60.0} if t == 20 else {}, honest),
+    "kl_runaway": (lambda t, values, draw: {"kl": 0.02 * 1.3**t}, honest),
+    "length_collapse": (by("completions/mean_length", 0.1), honest),
+    "length_explosion": (by("completions/mean_length", 4.0), honest),
+    "non_finite": (lambda t, values, draw: {"steps/non_finite": float(t == 5)}, honest),
+    "repeated_text": (by("completions/repetition", 12.0), honest),
+    "reward_errors": (to("rewards/math/errors", 40.0), honest),
+    "reward_hacking": (by("rewards/audit/mean", 0.3), honest),
+    "reward_plateau": (None, stuck),
+    "reward_swings": (lambda t, values, draw: {"reward": 0.5 + 0.45 * (-1) ** t}, honest),
+    "sampler_mismatch": (to("sampling/sampling_logp_difference/mean", 0.4), honest),
+    "slow_convergence": (None, lambda step: 0.3),
+    "throughput_drop": (by("tokens_per_second/step", 0.2, 1), honest),
+    "tiny_updates": (to("update/all", 3e-7), lambda step: 0.3),
+    "truncation": (to("completions/clipped_ratio", 0.8), honest),
+    "update_spike": (lambda t, values, draw: {"update/all": 0.02} if t == 20 else {}, honest),
+}
+
+
+def test_every_rule_has_a_planted_fault():
+    assert set(FAULTS) == set(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_planted_fault_is_seen_with_evidence_and_a_remedy(rule):
+    change, skill = FAULTS[rule]
+    found = rules_of(change, steps=200, skill=skill)
+    assert rule in found, f"only {sorted(found)} spoke"
+    alert = found[rule]
+    assert alert.said
+    assert alert.try_this
+    assert alert.evidence
+    assert alert.step > 20
+    assert all(value == value for value in alert.evidence.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_learning_is_silent(seed):
+    assert not rules_of(seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_flat_run_is_told_only_that_it_does_not_learn(seed):
+    assert set(rules_of(seed=seed, skill=lambda step: 0.4)) <= {"slow_convergence"}
+
+
+def test_learning_that_ends_with_everything_solved_is_not_a_fault():
+    assert set(rules_of(skill=lambda step: min(0.995, 0.25 + step / 100), steps=200)) <= {"dead_groups"}
+
+
+def test_dead_groups_says_whether_prompts_are_solved_or_hopeless():
+    solved = rules_of(lambda t, v, d: {"frac_reward_zero_std": 1.0, "groups/all_pass": 1.0, "groups/all_fail": 0.0})
+    hopeless = rules_of(lambda t, v, d: {"frac_reward_zero_std": 1.0, "groups/all_pass": 0.0, "groups/all_fail": 1.0})
+    assert solved["dead_groups"].severity == "info"
+    assert "harder" in solved["dead_groups"].try_this[0]
+    assert hopeless["dead_groups"].severity == "warning"
+    assert "easier" in hopeless["dead_groups"].try_this[0]
+
+
+def test_length_that_grows_with_the_reward_is_learning_not_an_explosion():
+    assert "length_explosion" not in rules_of(by("completions/mean_length", 2.0))
+
+
+def test_an_audit_that_rises_with_the_reward_is_no_hacking():
+    assert "reward_hacking" not in rules_of(by("rewards/audit/mean", 1.5))
