@@ -36,7 +36,7 @@ from covey.errors import ConfigError, CoveyError, DataError, StorageError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.models import disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
-from covey.monitor import Progress, completions_shower
+from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
 from covey.parts import Parts
 from covey.recording import (
     Recording,
@@ -262,19 +262,20 @@ class GRPOTrainer:
         self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // max(1, int(steps_per_epoch)))
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(args, total_steps)
-        learner.before_update = partial(self._event, "on_pre_optimizer_step")
-        learner.after_update = partial(self._event, "on_optimizer_step")
+        is_shown = self.world.is_main and not args.disable_tqdm
+        display = Progress(total_steps, enabled=is_shown, every=max(1, int(self.state.logging_steps)))
+        outlets = [] if folder is None else [folder.append_alert, alert_shower(display, is_shown)]
+        monitor = build_monitor(args, self.scorer.names, self.model, outlets)
+        learner.before_update = partial(self._event, "on_pre_optimizer_step", monitor.before_update)
+        learner.after_update = partial(self._event, "on_optimizer_step", monitor.after_update)
         session = Session(
             args=args,
             handler=self.callback_handler,
             trainer_state=self.state,
             control=self.control,
             recorder=Recording(folder, self.scorer.names, args.rollout_log_steps),
-            display=Progress(
-                total_steps,
-                enabled=self.world.is_main and not args.disable_tqdm,
-                every=max(1, int(self.state.logging_steps)),
-            ),
+            display=display,
+            monitor=monitor,
             stop=stop,
             evaluate=self._evaluate_in_training,
             save=self._save_checkpoint,
@@ -288,6 +289,7 @@ class GRPOTrainer:
                 algorithm=self.algorithm,
                 rewards=[spec.call for spec in self.scorer.rewards],
                 dataset=self.train_dataset,
+                model=self.model,
             )
         return session
 

@@ -378,3 +378,16 @@ def test_no_secret_reaches_any_file_of_a_run(tmp_path: Path, monkeypatch: pytest
     run.close()
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or secret.encode() not in path.read_bytes()
+
+
+def test_a_run_says_which_model_it_started_from(tmp_path):
+    from kit import tiny_model
+
+    model = tiny_model()
+    model.config._name_or_path = "org/tiny"
+    next(model.parameters()).requires_grad_(False)
+    run = RunFolder.create(tmp_path / "run")
+    found = run.describe(args={"seed": 7}, model=model)["model"]
+    run.close()
+    assert (found["name"], found["class"], found["dtype"]) == ("org/tiny", type(model).__name__, "float32")
+    assert 0 < found["trained"] < found["parameters"]

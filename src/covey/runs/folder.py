@@ -81,7 +81,13 @@ class RunFolder:
         return run
 
     def describe(
-        self, *, args: Any, algorithm: Any = None, rewards: Sequence[Any] = (), dataset: Any = None
+        self,
+        *,
+        args: Any,
+        algorithm: Any = None,
+        rewards: Sequence[Any] = (),
+        dataset: Any = None,
+        model: Any = None,
     ) -> dict[str, Any]:
         """Write `run.json` and return it. `args` is the resolved config: a mapping, or an object with `to_dict()`.
 
@@ -89,7 +95,7 @@ class RunFolder:
         """
         config = args.to_dict() if hasattr(args, "to_dict") else dict(args)
         found = manifest.describe(
-            config=config, algorithm=algorithm, rewards=rewards, dataset=dataset, folder=self.path
+            config=config, algorithm=algorithm, rewards=rewards, dataset=dataset, folder=self.path, model=model
         )
         before = manifest.read(self.path / manifest.NAME)
         attempt: dict[str, Any] = {"started": manifest.now(), "from_step": self._step, "process": os.getpid()}

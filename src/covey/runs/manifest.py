@@ -18,11 +18,17 @@ from covey.runs.storage import write_atomically
 NAME = "run.json"
 FORMAT = "covey-run"
 SCHEMA = 1
-_COMPARED = ("config", "algorithm", "rewards", "versions", "dataset", "hardware")
+_COMPARED = ("config", "model", "algorithm", "rewards", "versions", "dataset", "hardware")
 
 
 def describe(
-    *, config: Mapping[str, Any], algorithm: Any, rewards: Sequence[Any], dataset: Any, folder: Path
+    *,
+    config: Mapping[str, Any],
+    algorithm: Any,
+    rewards: Sequence[Any],
+    dataset: Any,
+    folder: Path,
+    model: Any = None,
 ) -> dict[str, Any]:
     """Everything that decides a run, as JSON, secrets masked: resolved config, algorithm and rewards with the source text
     and sha256 of every part of the user's own, versions, git, hardware, seeds, data set."""
@@ -37,6 +43,7 @@ def describe(
             "command": mask_command(sys.argv),
             "working_folder": os.getcwd(),
             "config": to_json(config),
+            "model": provenance.model_facts(model),
             "algorithm": provenance.component(algorithm),
             "rewards": provenance.component(list(rewards)),
             "sources": provenance.own_files(parts),

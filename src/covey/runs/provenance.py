@@ -99,6 +99,20 @@ def dataset_facts(dataset: Any) -> dict[str, Any] | None:
     }
 
 
+def model_facts(model: Any) -> dict[str, Any] | None:
+    """Where a model was loaded from, its class, type of numbers, and how many parameters it has and trains."""
+    if model is None:
+        return None
+    weights = list(model.parameters())
+    return {
+        "name": str(getattr(getattr(model, "config", None), "_name_or_path", "") or "") or None,
+        "class": type(model).__name__,
+        "dtype": str(weights[0].dtype).removeprefix("torch.") if weights else None,
+        "parameters": sum(weight.numel() for weight in weights),
+        "trained": sum(weight.numel() for weight in weights if weight.requires_grad),
+    }
+
+
 def _component(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
