@@ -65,6 +65,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
         **parts.world.merge(parts.scorer.take_metrics()),
         **completion_metrics(groups),
+        **parts.session.monitor.measure(groups, parts.scorer.weights),
     }
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
     return state.queued(batches * parts.num_iterations, metrics, seconds)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from covey.monitor import Monitor
 from covey.state import TrainState
 from covey.types import Event, Group, Metric, StepReport, merge_metrics
 
@@ -56,6 +57,8 @@ class Session:
     evaluate: Callable[[], Mapping[str, float]]
     save: Callable[[TrainState], None]
     steps_per_epoch: float
+    monitor: Monitor = field(default_factory=Monitor)
+    """Sees every step and says what is wrong; by itself it watches nothing."""
     show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
     """At each log; shows nothing unless it was asked for."""
     finish_saving: Callable[[], None] = lambda: None
@@ -105,6 +108,7 @@ class Session:
 
     def record(self, state: TrainState, groups: Sequence[Group], report: StepReport) -> None:
         """After a step: what it did goes to the run folder, the screen, the callbacks; then evaluate and save when due."""
+        report = self.monitor.with_update(report)
         epoch_before = math.floor((state.step - 1) / self.steps_per_epoch + 1e-9)
         self.latest = state
         self.trainer_state.global_step = state.step
@@ -116,6 +120,7 @@ class Session:
         self.total_loss += loss if math.isfinite(loss) else 0.0
         self.recorder.step(report, plain(report.metrics) | {"epoch": self.trainer_state.epoch}, groups)
         self.display.update(report, self.trainer_state.max_steps)
+        self.monitor.look(report)
         self._call("on_step_end")
         if self.trainer_state.epoch >= epoch_before + 1 - 1e-9:
             self._call("on_epoch_end")
@@ -153,11 +158,14 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next log entry is still collecting."""
-        return {"window": dict(self.window), "seconds": list(self.window_seconds), "total_loss": self.total_loss}
+        window = {"window": dict(self.window), "seconds": list(self.window_seconds), "total_loss": self.total_loss}
+        return {**window, "monitor": self.monitor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.window, self.window_seconds = dict(state["window"]), list(state["seconds"])
         self.total_loss = state["total_loss"]
+        if "monitor" in state:
+            self.monitor.load_state_dict(state["monitor"])
 
     def log(self, logs: Mapping[str, float]) -> None:
         """Add an entry to `log_history` and hand it to the trackers."""
@@ -198,6 +206,7 @@ class Session:
     def _evaluate(self) -> bool:
         """Evaluate now. Returns whether it is the best so far."""
         metrics = self.evaluate()
+        self.monitor.evaluated(metrics)
         self._call("on_evaluate", metrics=metrics)
         return self._is_best(metrics)
 

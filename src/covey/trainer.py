@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -293,7 +293,8 @@ class GRPOTrainer:
             )
         return session
 
-    def _event(self, name: str) -> None:
+    def _event(self, name: str, measure: Callable[[], None]) -> None:
+        measure()
         self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
 
     # -- while it runs ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from covey.types import Alert
 
 FIRST = 20
 RECENT = 200
+_TIMES = ("seconds/", "tokens_per_second/")
 
 
 @dataclass(eq=False)
@@ -42,7 +43,6 @@ class Series:
 class History:
     """Series by the metric's name. `history["kl"]` is empty for a metric that never came."""
 
-    total_steps: int = 0
     step: int = 0
     series: dict[str, Series] = field(default_factory=dict)
 
@@ -72,7 +72,9 @@ class History:
         return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=tuple(try_this))
 
     def state_dict(self) -> dict[str, Any]:
-        series = {name: [list(s.first), list(s.recent), s.count] for name, s in self.series.items()}
+        """Everything but times: they say nothing of the machine that a run is resumed on."""
+        kept = {name: series for name, series in self.series.items() if not name.startswith(_TIMES)}
+        series = {name: [list(s.first), list(s.recent), s.count] for name, s in kept.items()}
         return {"step": self.step, "series": series}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,75 @@
+"""One object that a run tells what happens, and that says what is wrong with it: metrics of texts and updates, alerts, actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from covey.monitor.drift import PromptDrift
+from covey.monitor.measures import text_metrics
+from covey.monitor.updates import UpdateMeter
+from covey.monitor.watch import Watch
+from covey.types import Alert, Group, Metric, StepReport
+
+Action = Literal["log", "off", "lower_learning_rate", "roll_back", "stop"]
+
+
+@dataclass(eq=False)
+class Monitor:
+    """Every process has one and shows it the same numbers; only the main one's has outlets."""
+
+    reward_names: Sequence[str] = ()
+    watch: Watch = field(default_factory=Watch)
+    drift: PromptDrift = field(default_factory=PromptDrift)
+    meter: UpdateMeter | None = None
+    actions: Mapping[str, Action] = field(default_factory=dict)
+    """What follows an alert, by rule; "log" where there is none."""
+    outlets: Sequence[Callable[[Alert], object]] = ()
+    """Whom an alert is told to: the run folder, the screen, a webhook."""
+
+    def measure(self, groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:
+        """Metrics of a rollout that was scored with `weights` [R]: diversity, repetition, lengths, form, drift of the prompts."""
+        return {**text_metrics(groups, self.reward_names, weights), **self.drift(groups)} if groups else {}
+
+    def before_update(self) -> None:
+        """Just before an optimizer step: remember the weights."""
+        if self.meter is not None:
+            self.meter.before()
+
+    def after_update(self) -> None:
+        """Just after it: measure how far they went."""
+        if self.meter is not None:
+            self.meter.after()
+
+    def with_update(self, report: StepReport) -> StepReport:
+        """The report with what the step did to the weights."""
+        return report if self.meter is None else report.merged(self.meter.take())
+
+    def look(self, report: StepReport) -> list[Alert]:
+        """What is new and wrong after a step. It has been told to every outlet."""
+        alerts = [alert for alert in self.watch(report) if self.action_for(alert) != "off"]
+        for alert in alerts:
+            for tell in self.outlets:
+                tell(alert)
+        return alerts
+
+    def action_for(self, alert: Alert) -> Action:
+        """What was asked for: by the rule's name, by its severity, or for all."""
+        for name in (alert.rule, alert.severity, "all"):
+            if name in self.actions:
+                return self.actions[name]
+        return "log"
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Remember what an evaluation found."""
+        self.watch.evaluated(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"watch": self.watch.state_dict(), "drift": self.drift.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.watch.load_state_dict(state["watch"])
+        self.drift.load_state_dict(state["drift"])

@@ -1,0 +1,49 @@
+"""The monitor of a run, as its options say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from covey.monitor.detectors import standard
+from covey.monitor.monitor import Monitor
+from covey.monitor.progress import Progress
+from covey.monitor.updates import UpdateMeter
+from covey.monitor.watch import Watch, lines_of
+from covey.types import Alert
+
+logger = logging.getLogger(__name__)
+
+
+def build_monitor(
+    args: Any, reward_names: Sequence[str], model: Any, outlets: Sequence[Callable[[Alert], object]]
+) -> Monitor:
+    """Everything watched; rewards of weight 0 and the evaluation's reward are the audit metrics."""
+    audits = audit_metrics(args, reward_names)
+    return Monitor(
+        reward_names=tuple(reward_names),
+        watch=Watch(standard(audits), more=frozenset(audits)),
+        meter=UpdateMeter(model),
+        outlets=outlets,
+    )
+
+
+def audit_metrics(args: Any, reward_names: Sequence[str]) -> tuple[str, ...]:
+    """Metrics that are not trained on: the means of rewards of weight 0, and the reward of evaluations."""
+    weights = args.reward_weights or [1.0] * len(reward_names)
+    unpaid = [name for name, weight in zip(reward_names, weights, strict=True) if weight == 0]
+    return (*(f"rewards/{name}/mean" for name in unpaid), "eval_reward")
+
+
+def alert_shower(display: Progress, is_shown: bool) -> Callable[[Alert], None]:
+    """What tells a person of an alert: lines above the live one, or the log where there is no live line."""
+
+    def tell(alert: Alert) -> None:
+        for line in lines_of(alert):
+            if is_shown:
+                display.show(line)
+            else:
+                logger.warning("%s", line)
+
+    return tell

@@ -1,0 +1,93 @@
+"""The detectors at work in a run: what they are shown, when they speak, and when they keep quiet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.monitor.detectors import READS, Detector
+from covey.monitor.history import History
+from covey.types import Alert, StepReport
+
+_CLEAR = 20
+"""Steps for which a fault must be gone before it is told again."""
+_SEVERITIES = ("info", "warning", "error")
+
+
+@dataclass(eq=False)
+class Watch:
+    """Shows each step to the detectors and returns what is new. A fault that lasts is told once, and again if it grows
+    more severe, or if it comes back after twenty steps without it."""
+
+    detectors: Sequence[Detector] = ()
+    more: frozenset[str] = frozenset()
+    """Metrics to remember beside those that the detectors of the package read: the audit metrics."""
+    history: History = field(default_factory=History)
+    told: dict[str, list[int]] = field(default_factory=dict)
+    """By rule: the last step that it was seen in, and how severe it was then."""
+    speed: Speed = field(default_factory=lambda: Speed())
+
+    def __call__(self, report: StepReport) -> list[Alert]:
+        """Alerts of this step that have not been told yet."""
+        values = {name: metric.value for name, metric in report.metrics.items() if self._is_read(name)}
+        values |= {f"seconds/{phase}": seconds for phase, seconds in report.seconds.items()}
+        values |= self.speed(report)
+        values["steps/non_finite"] = float(any(event.kind == "non_finite_step" for event in report.events))
+        self.history.add(report.step, values)
+        found = (detector(self.history) for detector in self.detectors)
+        return [alert for alert in found if alert is not None and self._is_new(alert)]
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Remember what an evaluation found; the next step's detectors see it."""
+        read = {name: value for name, value in metrics.items() if self._is_read(name)}
+        self.history.add(self.history.step, read)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but times, which say nothing of the machine that a run is resumed on."""
+        return {"history": self.history.state_dict(), "told": {rule: list(seen) for rule, seen in self.told.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history.load_state_dict(state["history"])
+        self.told = {rule: list(seen) for rule, seen in state["told"].items()}
+        self.speed = Speed()
+
+    def _is_read(self, name: str) -> bool:
+        return name in READS or name in self.more or (name.startswith("rewards/") and name.endswith("/errors"))
+
+    def _is_new(self, alert: Alert) -> bool:
+        before = self.told.get(alert.rule)
+        severity = _SEVERITIES.index(alert.severity)
+        is_gone = before is None or alert.step - before[0] > _CLEAR
+        is_new = is_gone or (before is not None and severity > before[1])
+        worst = severity if before is None or is_gone else max(severity, before[1])
+        self.told[alert.rule] = [alert.step, worst]
+        return is_new
+
+
+@dataclass(eq=False)
+class Speed:
+    """`tokens_per_second/step`, once a rollout: steps that reuse a rollout are fast, and would look like a change of pace."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def __call__(self, report: StepReport) -> dict[str, float]:
+        """The speed from the rollout before to this one; nothing between two rollouts."""
+        found = {}
+        if "rollout" in report.seconds:
+            if self.seconds > 0:
+                found["tokens_per_second/step"] = self.tokens / self.seconds
+            self.tokens = self.seconds = 0.0
+        tokens = report["num_tokens"]
+        self.tokens += tokens if math.isfinite(tokens) else 0.0
+        self.seconds += report.seconds.get("step", 0.0)
+        return found
+
+
+def lines_of(alert: Alert) -> Iterator[str]:
+    """What a person reads: what is wrong, then each thing to try."""
+    yield f"{alert.severity} at step {alert.step}, {alert.rule}: {alert.said}"
+    for advice in alert.try_this:
+        yield f"  try: {advice}"
