@@ -26,7 +26,7 @@ LEVELS = [
     {"parts"},
     {"recording"},
     {"recovery"},
-    {"build", "dashboard"},
+    {"build", "view"},
     {"loop"},
     {"trainer"},
     {"cli", "__init__", "__main__"},

@@ -17,6 +17,7 @@ VERBS = {
     "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
     "train": "post-train a model on your data with your rewards",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
+    "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "env": "versions and devices, for a bug report",
 }

@@ -65,8 +65,8 @@ def read_flags(
 ) -> dict[str, Any]:
     """What was given, by name, as text (a list of texts for list flags, True or False for bare switches).
 
-    `positional` names what stands without a flag, in order. Raises ConfigError for an unknown flag, with its sentence in
-    `hints` or the nearest name.
+    `positional` names what stands without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
+    for an unknown flag, with its sentence in `hints` or the nearest name.
     """
     known = {flag.name: flag for flag in flags}
     given: dict[str, Any] = {}
@@ -76,6 +76,8 @@ def read_flags(
         word = rest.pop(0)
         if word.startswith("-") and word != "-" and not _NUMBER.match(word):
             _take_flag(word, rest, known, given, hints)
+        elif free and free[0] in known and known[free[0]].is_list:
+            given[free[0]] = [*given.get(free[0], []), word]
         elif free:
             given[free.pop(0)] = word
         else:

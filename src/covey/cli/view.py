@@ -1,0 +1,90 @@
+"""`covey view`: look at runs in the browser while they train."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+_FLAGS = (
+    Flag(name="runs", help="Folders of runs, or folders that hold runs; runs/ when left out.", type="list[str]", group="data"),
+    Flag(name="host", help="Address to listen on; any other than this machine's own needs the token that is printed.", default="127.0.0.1", group="server"),
+    Flag(name="port", help="Port to listen on; 0: any free one.", type=int, default=8050, group="server"),
+    Flag(name="token", help="Ask every visitor for this word; one is made up where the network can reach the page.", group="server"),
+    Flag(name="open", help="Open the page in the browser.", type=bool, default=False, group="server"),
+)  # fmt: skip
+_SHORTEST_TOKEN = 16
+
+
+def run(given: Given) -> None:
+    """Serve the page until interrupted."""
+    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    folders = [Path(name).expanduser() for name in options["runs"] or ["runs"]]
+    _check(options, folders)
+    try:
+        import uvicorn
+
+        from covey.view import Library, make_app
+        from covey.view.guard import is_loopback
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"covey view needs {error.name}; install it with pip install 'covey[view]'.") from error
+    token = options["token"] or (None if is_loopback(options["host"]) else secrets.token_urlsafe(24))
+    library = Library(folders)
+    if not library.find():
+        output.say(f"No run yet in {', '.join(map(str, folders))}; one that starts there will appear.")
+    listener = _listen(options["host"], options["port"])
+    address = _address(options["host"], listener.getsockname()[1], token)
+    output.result(f"{len(library.find())} runs at {address}  (Ctrl-C ends it)")
+    if options["open"]:
+        webbrowser.open(address)
+    config = uvicorn.Config(make_app(library, token), log_level="warning", server_header=False, access_log=False)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _check(options: dict[str, Any], folders: list[Path]) -> None:
+    if not 0 <= options["port"] < 2**16:
+        raise ConfigError(f"--port {options['port']} is none; give one from 0 to 65535.")
+    if options["token"] is not None and len(options["token"]) < _SHORTEST_TOKEN:
+        raise ConfigError(f"--token is short enough to be guessed; give {_SHORTEST_TOKEN} characters or more.")
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder} is not a folder; give a run's folder, or one that holds runs: covey view runs."
+            )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{host} port {port} cannot be listened on ({error.strerror}); choose another with --port, or 0."
+        ) from error
+    return listener
+
+
+def _address(host: str, port: int, token: str | None) -> str:
+    name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+
+
+verb = Verb(
+    name="view",
+    usage="[RUNS...] [options]",
+    sentence="A local page with the curves, alerts and completions of runs, live; nothing leaves this machine.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("runs",),
+    examples=("covey view runs", "covey view runs/a runs/b --port 0 --open", "covey view runs --host 0.0.0.0"),
+)

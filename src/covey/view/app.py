@@ -1,0 +1,146 @@
+"""The server: a page, its scripts, and JSON for them. Reads run folders; writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from covey.errors import CoveyError
+from covey.view import browsing
+from covey.view.asking import flag, number, one_of, text, whole
+from covey.view.groups import SORTS
+from covey.view.guard import Guard
+from covey.view.reading import Library, differences
+
+_PAGE = Path(__file__).parent / "page"
+_MOST_POINTS = 5000
+_MOST_CURVES = 64
+_MOST_ROWS = 200
+
+
+def make_app(library: Library, token: str | None = None, *, watch: bool = True) -> ASGIApp:
+    """The ASGI application. With `watch` it indexes in the background while it runs."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        if watch:
+            library.start()
+        yield
+        library.stop()
+
+    ask = {name: _json(call, library) for name, call in _CALLS.items()}
+    routes: list[Any] = [Route(f"/api/{name}", endpoint) for name, endpoint in ask.items()]
+    routes.append(Mount("/", StaticFiles(directory=_PAGE, html=True)))
+    return Guard(Starlette(routes=routes, lifespan=lifespan), token)
+
+
+def runs(library: Library, request: Request) -> Any:
+    """The table of runs."""
+    return {"runs": [run.overview() for run in library.find()], "sorts": list(SORTS)}
+
+
+def series(library: Library, request: Request) -> Any:
+    """Curves of `run` (repeated) times `metric` (repeated), between `from` and `to`, in about `points` points each."""
+    names = request.query_params.getlist("run")
+    wanted = request.query_params.getlist("metric")
+    points = whole(request, "points", 600, low=10, high=_MOST_POINTS)
+    window = whole(request, "smooth", 1, low=1, high=10**9)
+    low, high = number(request, "from"), number(request, "to")
+    pairs = [(name, metric) for metric in wanted for name in names][:_MOST_CURVES]
+    return {"curves": [library.get(name).curve(metric, points, window, low, high) for name, metric in pairs]}
+
+
+def alerts(library: Library, request: Request) -> Any:
+    """What the monitor saw in each `run`."""
+    return {"alerts": [{"run": name, **row} for name in request.query_params.getlist("run")
+                       for row in library.get(name).lines("alerts.jsonl")]}  # fmt: skip
+
+
+def rollouts(library: Library, request: Request) -> Any:
+    """A part of the list of groups: filtered, sorted, searched."""
+    filters = {
+        "from_step": number(request, "from"),
+        "to_step": number(request, "to"),
+        "min_reward": number(request, "min_reward"),
+        "max_reward": number(request, "max_reward"),
+        "truncated": flag(request, "truncated"),
+        "signal": flag(request, "signal"),
+        "uid": whole(request, "uid", None, low=0, high=2**64 - 1),
+    }
+    return browsing.rows(
+        library.get(text(request, "run")).groups,
+        filters,
+        sort=one_of(request, "sort", list(SORTS), "newest"),
+        wanted=text(request, "search", ""),
+        start=whole(request, "start", 0, low=0, high=2**53),
+        most=whole(request, "most", 50, low=1, high=_MOST_ROWS),
+    )
+
+
+def rollout(library: Library, request: Request) -> Any:
+    """One group with all its completions and what is known of each token."""
+    run = library.get(text(request, "run"))
+    step = whole(request, "step", None, low=0, high=2**53)
+    group = whole(request, "group", 0, low=0, high=2**31 - 1)
+    return browsing.group_of(run.path, run.groups, step or 0, group)
+
+
+def spread(library: Library, request: Request) -> Any:
+    """How rewards lie over the steps."""
+    return browsing.spread_of(library.get(text(request, "run")).groups, whole(request, "points", 200, low=2, high=2000))
+
+
+def facts(library: Library, request: Request) -> Any:
+    """`run.json`, the last events."""
+    run = library.get(text(request, "run"))
+    return {"manifest": run.manifest(), "events": run.lines("events.jsonl")[-200:]}
+
+
+def diff(library: Library, request: Request) -> Any:
+    """What differs between the runs named."""
+    names = request.query_params.getlist("run")
+    return {"runs": names, "rows": differences([library.get(name) for name in names])}
+
+
+_CALLS: dict[str, Callable[[Library, Request], Any]] = {
+    call.__name__: call for call in (runs, series, alerts, rollouts, rollout, spread, facts, diff)
+}
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable[[Request], Response]:
+    """An endpoint; not a coroutine, so Starlette runs it on a thread."""
+
+    def endpoint(request: Request) -> Response:
+        try:
+            return _Json(call(library, request))
+        except CoveyError as error:
+            return _Json({"error": str(error)}, 404)
+
+    return endpoint

@@ -1,0 +1,178 @@
+"""The numbers of `metrics.jsonl` as columns: read once, then only what has been added."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pj
+
+_BLOCK = 4 << 20
+_TAIL = 64
+NOT_FINITE = np.inf
+"""What stands in a column for NaN and infinite values; NaN stands for a step that has no such metric."""
+
+
+class SeriesIndex:
+    """All metrics of one run, in memory as one float column each; `refresh` reads what the file has gained.
+
+    A file that was replaced (a resume drops later steps) is read again from its start. Safe to use from several threads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        """Bytes of the file when last looked at."""
+        self.done = 0
+        """Bytes of it that are indexed."""
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns: dict[str, np.ndarray] = {}
+        self._rows = 0
+        self._room = 0
+        self._inode = -1
+        self._before = b""
+        self.done = 0
+
+    def refresh(self, most_bytes: int | None = None) -> bool:
+        """Read up to `most_bytes` more (all of it by default). Whether the whole file is indexed now."""
+        with self._lock:
+            try:
+                descriptor = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:
+                self._clear()
+                self.size = 0
+                return True
+            with open(descriptor, "rb") as file:
+                return self._read_more(file, most_bytes)
+
+    def _read_more(self, file: Any, most_bytes: int | None) -> bool:
+        found = os.fstat(file.fileno())
+        self.size = found.st_size
+        if found.st_ino != self._inode or found.st_size < self.done or self._was_rewritten(file):
+            self._clear()
+            self._inode = found.st_ino
+        goal = self.size if most_bytes is None else min(self.size, self.done + most_bytes)
+        while self.done < goal:
+            file.seek(self.done)
+            block = file.read(_BLOCK)
+            block = block[: block.rfind(b"\n") + 1] or block + file.readline()
+            if not block.endswith(b"\n"):
+                return True  # a line that is still being written
+            self._add(_columns_of(block))
+            self.done += len(block)
+            self._before = block[-_TAIL:]
+        return self.done >= self.size
+
+    def _was_rewritten(self, file: Any) -> bool:
+        file.seek(self.done - len(self._before))
+        return bool(file.read(len(self._before)) != self._before)
+
+    def _add(self, columns: dict[str, np.ndarray]) -> None:
+        gained = len(columns["step"])
+        rows = self._rows + gained
+        if rows > self._room:
+            self._room = max(rows, 2 * self._room, 1024)
+            for name, old in self._columns.items():
+                self._columns[name] = _grown(old[: self._rows], self._room)
+        for name, values in columns.items():
+            if name not in self._columns:
+                self._columns[name] = np.full(self._room, np.nan)
+            self._columns[name][self._rows : rows] = values
+        self._rows = rows
+
+    def names(self) -> list[str]:
+        """The metrics there are, sorted; `step` and `time` are none."""
+        with self._lock:
+            return sorted(name for name in self._columns if name not in ("step", "time"))
+
+    def last_step(self) -> int:
+        """The last indexed step; 0 when there is none."""
+        with self._lock:
+            return int(self._columns["step"][self._rows - 1]) if self._rows else 0
+
+    def last(self, name: str) -> float | None:
+        """The newest finite value of a metric."""
+        values = self.column(name)[1]
+        finite = np.flatnonzero(np.isfinite(values))
+        return float(values[finite[-1]]) if len(finite) else None
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps [n] in order and values [n] of the steps that have this metric; values that are not finite are `inf`."""
+        with self._lock:
+            if name not in self._columns:
+                return np.zeros(0), np.zeros(0)
+            steps = self._columns["step"][: self._rows]
+            values = self._columns[name][: self._rows]
+            has_it = ~np.isnan(values)
+            steps, values = steps[has_it], values[has_it]
+        if len(steps) > 1 and (np.diff(steps) < 0).any():
+            order = np.argsort(steps, kind="stable")
+            steps, values = steps[order], values[order]
+        return steps, values
+
+
+def _grown(column: np.ndarray, room: int) -> np.ndarray:
+    new = np.full(room, np.nan)
+    new[: len(column)] = column
+    return new
+
+
+def _columns_of(block: bytes) -> dict[str, np.ndarray]:
+    """The numeric columns of whole lines; `step` is always there."""
+    try:
+        table = pj.read_json(io.BytesIO(block), read_options=pj.ReadOptions(block_size=len(block) + 1))
+    except pa.ArrowInvalid:  # a damaged line, or a metric that is now text and now a number
+        return _columns_line_by_line(block)
+    if "step" not in table.column_names or table["step"].null_count:
+        return _columns_line_by_line(block)
+    columns = {}
+    for name in table.column_names:
+        kind = table.schema.field(name).type
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            columns[name] = np.array(table[name].cast(pa.float64()).to_numpy())
+    if "non_finite" in table.column_names:
+        _mark_not_finite(columns, table["non_finite"].combine_chunks(), table.num_rows)
+    return columns
+
+
+def _mark_not_finite(columns: dict[str, np.ndarray], named: Any, rows: int) -> None:
+    if not pa.types.is_struct(named.type):
+        return
+    for name, words in zip((field.name for field in named.type), named.flatten(), strict=True):
+        if "." not in name or name in columns or "/" in name:
+            marked = np.asarray(words.is_valid())
+            columns.setdefault(name, np.full(rows, np.nan))[marked] = NOT_FINITE
+
+
+def _columns_line_by_line(block: bytes) -> dict[str, np.ndarray]:
+    rows = [row for row in map(_row_of, block.splitlines()) if row is not None]
+    names = {name for row in rows for name in row} | {"step"}
+    return {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
+
+
+def _row_of(line: bytes) -> dict[str, float] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    named = row.pop("non_finite", None)
+    found = {
+        name: float(value)
+        for name, value in row.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    for name in named if isinstance(named, dict) else ():
+        if name in row:
+            found[name] = NOT_FINITE
+    return found
