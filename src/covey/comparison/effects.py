@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from covey.intervals import paired_difference
+from covey.intervals import Estimate, mean_of_few, paired_difference
 from covey.student import quantile, two_sided
 
 Basis = Literal["seeds and questions", "questions", "seeds", "nothing"]
@@ -196,3 +196,19 @@ def _by_t(value: float, error: float, freedom: float) -> Effect:
 def _detectable(error: float, freedom: float) -> float:
     """Difference found with 80% power at the 5% level."""
     return error * (quantile(0.975, freedom) + quantile(0.8, freedom))
+
+
+def mean_of(runs: Sequence[Scored]) -> Estimate:
+    """The mean score of one side with its 95% interval, for new questions and (with several runs) new seeds.
+
+    Over the questions that every run answered; over the runs alone where those are not known.
+    """
+    shared = _shared_questions(runs)
+    if len(shared) < 2:
+        return mean_of_few([run.mean for run in runs])
+    grid = _grid(runs, shared)  # [k, Q]
+    if len(runs) == 1:
+        return mean_of_few(grid[0].tolist())
+    variance, freedom = _crossed(grid)
+    value, spread = float(grid.mean()), quantile(0.975, freedom) * math.sqrt(variance)
+    return Estimate(value, value - spread, value + spread, len(shared))
