@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from covey.arithmetic import arithmetic, micro_batches, whole_steps
 from covey.errors import ConfigError, did_you_mean
-from covey.options import ALGORITHM_OPTIONS, INERT, REFUSED, SILENT
+from covey.options import ALERT_ACTIONS, ALERT_RULES, ALGORITHM_OPTIONS, INERT, REFUSED, SILENT
 
 logger = logging.getLogger(__name__)
 
@@ -273,6 +274,27 @@ def _refuse_bad_evaluation(config: Any) -> None:
     needs_metric = config.early_stopping_patience or config.load_best_model_at_end or config.save_strategy == "best"
     if needs_metric and config.metric_for_best_model is None:
         config.metric_for_best_model = "reward"
+
+
+def refuse_bad_alerts(config: Any) -> None:
+    """Raise for an alert that nothing can report, an action that is none, and an address that cannot be posted to."""
+    known = (*ALERT_RULES, "info", "warning", "error", "all")
+    for rule, action in (config.alert_actions or {}).items():
+        if rule not in known:
+            hint = did_you_mean(rule, known) or f" Alerts are {', '.join(ALERT_RULES)}."
+            raise ConfigError(f"alert_actions names {rule!r}, which is no alert.{hint}")
+        if action not in ALERT_ACTIONS:
+            hint = did_you_mean(str(action), ALERT_ACTIONS) or f" It is one of {', '.join(ALERT_ACTIONS)}."
+            raise ConfigError(f"alert_actions gives {rule} the action {action!r}, which is not known.{hint}")
+        saves = getattr(config.save_strategy, "value", config.save_strategy) != "no" and not config.save_only_model
+        if action == "roll_back" and not saves:
+            raise ConfigError(
+                f"alert_actions lets {rule} roll back, but no checkpoint to go back to is saved: set save_strategy='steps' and "
+                "leave save_only_model out."
+            )
+    address = config.alert_webhook
+    if address is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
+        raise ConfigError("alert_webhook is not an address of the form https://host/path; give one that takes a POST.")
 
 
 def settle_precision(config: Any) -> None:

@@ -24,6 +24,7 @@ class GRPOConfig(TrainingArguments):
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
         "generation_kwargs",
+        "alert_actions",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
     ]
@@ -250,7 +251,13 @@ class GRPOConfig(TrainingArguments):
     roll_backs_limit: int = 2
     """Times that a run goes back to a checkpoint before it stops."""
     roll_back_learning_rate: float = 0.5
-    """Factor on the learning rate each time a run goes back to a checkpoint."""
+    """Factor on the learning rate each time a run goes back to a checkpoint, or an alert lowers it."""
+    alert_actions: dict[str, Any] | str | None = None
+    """What follows an alert, by its rule, its severity or "all": log, off, lower_learning_rate, roll_back or stop."""
+    alert_webhook: str | None = None
+    """Address that every alert is posted to as JSON."""
+    audit_metrics: list[str] | None = None
+    """Metrics that must not fall while the reward rises, beside eval_reward and rewards of weight 0."""
     early_stopping_patience: int | None = None
     """Evaluations without a better `metric_for_best_model` before the run stops."""
     rollout_log_steps: int = 10
@@ -278,6 +285,7 @@ class GRPOConfig(TrainingArguments):
             super().__post_init__()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        checks.refuse_bad_alerts(self)
         checks.settle_batches(self)
         checks.warn_inert(given)
 

@@ -49,6 +49,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "numbers gone bad": (
         "on_bad_numbers", "on_spike", "spike_threshold", "bad_steps_limit", "roll_backs_limit", "roll_back_learning_rate",
     ),
+    "alerts": ("alert_actions", "alert_webhook", "audit_metrics"),
     "evaluation": (
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
         "num_generations_eval", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
@@ -69,6 +70,17 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Options that change what Covey does, as the command line's help shows them."""
 
 HONOURED = frozenset(name for names in GROUPS.values() for name in names)
+
+ALERT_RULES = (
+    "data_drift", "dead_groups", "diversity_loss", "entropy_collapse", "entropy_explosion", "format_loss",
+    "gradient_spike", "kl_runaway", "length_collapse", "length_explosion", "non_finite", "repeated_text", "reward_errors",
+    "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
+    "tiny_updates", "truncation", "update_spike",
+)  # fmt: skip
+"""What the detectors of `covey.monitor` can report."""
+
+ALERT_ACTIONS = ("log", "off", "lower_learning_rate", "roll_back", "stop")
+"""What can follow an alert."""
 
 INHERITED_HELP: Mapping[str, str] = {
     "output_dir": "Folder of this run: checkpoints, metrics, rollouts; it must be new, empty, or this run's own.",

@@ -149,6 +149,11 @@ class Recording:
             self.folder.rewind(step, keep_events=True)
             self.folder.append_events(step, [event])
 
+    def event(self, step: int, event: Event) -> None:
+        """Something that happened around a step rather than in it."""
+        if self.folder is not None:
+            self.folder.append_events(step, [event])
+
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None:
         if self.folder is not None:
             self.folder.close(outcome)

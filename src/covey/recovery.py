@@ -11,6 +11,7 @@ from typing import Any
 from covey.data import PromptStream
 from covey.errors import CheckpointError, DataError, NumericsError
 from covey.ladder import is_left_out
+from covey.learner import Learner
 from covey.parts import Parts
 from covey.recording import restore_history, restore_tree
 from covey.runs import checkpoint, seal, serial
@@ -32,7 +33,7 @@ def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: 
     ladder, session = parts.learner.ladder, parts.session
     asked, session.roll_back_because = session.roll_back_because, None
     if parts.world.any(asked is not None):
-        return roll_back(parts, state, why=asked or "another process asked for it")
+        return roll_back(parts, state, why=asked or "another process asked for it.", before=state.step)
     move = ladder.next_move(report.step, state.bad_steps, state.roll_backs, report.events)
     if move == "go_on":
         return state
@@ -68,7 +69,7 @@ def roll_back(
     restored = restore_tree(parts, found)
     restore_history(session, found)
     earlier = ladder.rungs.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
-    lower_learning_rate(parts, factor * earlier)
+    lower_learning_rate(parts.learner, factor * earlier)
     aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(_row(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
     said = (
@@ -92,9 +93,8 @@ def newest_good(run_dir: Path, last: int) -> Path | None:
     return None
 
 
-def lower_learning_rate(parts: Parts, factor: float) -> None:
+def lower_learning_rate(learner: Learner, factor: float) -> None:
     """Multiply the learning rate of every parameter group now, and of every step that the schedule has still to give."""
-    learner = parts.learner
     for group in learner.optimizer.param_groups:
         group["lr"] *= factor
         if "initial_lr" in group:

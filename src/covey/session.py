@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from covey.monitor import Monitor
 from covey.state import TrainState
-from covey.types import Event, Group, Metric, StepReport, merge_metrics
+from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
 
 
 class Recorder(Protocol):
@@ -25,6 +25,8 @@ class Recorder(Protocol):
     def bad_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None: ...
 
     def rewind(self, step: int, event: Event) -> None: ...
+
+    def event(self, step: int, event: Event) -> None: ...
 
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None: ...
 
@@ -59,6 +61,8 @@ class Session:
     steps_per_epoch: float
     monitor: Monitor = field(default_factory=Monitor)
     """Sees every step and says what is wrong; by itself it watches nothing."""
+    lower_learning_rate: Callable[[float], None] = lambda factor: None
+    """Multiplies the learning rate of now and of every step to come."""
     show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
     """At each log; shows nothing unless it was asked for."""
     finish_saving: Callable[[], None] = lambda: None
@@ -67,6 +71,8 @@ class Session:
     """True on every process once it is True on one: a signal reaches processes at different moments, or only some."""
     is_asked_to_stop: bool = False
     """Whether a signal had reached any process by the end of the last step."""
+    is_told_to_stop: bool = False
+    """Whether an alert on this process ends the run after this step."""
     roll_back_because: str | None = None
     """Why the run should go back to a checkpoint after this step; None: it should not."""
     window: dict[str, Metric] = field(default_factory=dict)
@@ -120,7 +126,7 @@ class Session:
         self.total_loss += loss if math.isfinite(loss) else 0.0
         self.recorder.step(report, plain(report.metrics) | {"epoch": self.trainer_state.epoch}, groups)
         self.display.update(report, self.trainer_state.max_steps)
-        self.monitor.look(report)
+        self._heed(self.monitor.look(report), state)
         self._call("on_step_end")
         if self.trainer_state.epoch >= epoch_before + 1 - 1e-9:
             self._call("on_epoch_end")
@@ -176,7 +182,25 @@ class Session:
         self.control = self.handler.on_log(self.args, self.trainer_state, self.control, entry)
 
     def _hear_signals(self) -> None:
-        self.is_asked_to_stop = self.agree(self.stop.requested)
+        self.is_asked_to_stop = self.agree(self.stop.requested or self.is_told_to_stop)
+
+    def _heed(self, alerts: Sequence[Alert], state: TrainState) -> None:
+        """Do what the run's options attach to these alerts. Times differ between processes, so they agree first."""
+        wanted = {self.monitor.action_for(alert): alert for alert in alerts}
+        said = {action: f"{alert.rule} at step {state.step}: {alert.said}." for action, alert in wanted.items()}
+        has_roll_backs = state.roll_backs < self.args.roll_backs_limit
+        if "roll_back" in said and has_roll_backs:
+            self.ask_roll_back(said["roll_back"])
+        ends = said.get("stop") or (said.get("roll_back") if not has_roll_backs else None)
+        if ends is not None:
+            self.is_told_to_stop = True
+            self.recorder.event(state.step, Event(kind="stopped_by_alert", said=f"The run ends here: {ends}"))
+        if self.monitor.lowers_learning_rate and self.agree("lower_learning_rate" in said):
+            factor = self.args.roll_back_learning_rate
+            self.lower_learning_rate(factor)
+            why = said.get("lower_learning_rate", "another process asked for it.")
+            told = Event(kind="learning_rate_lowered", said=f"The learning rate is multiplied by {factor:g}: {why}")
+            self.recorder.event(state.step, told)
 
     # -- what the callbacks asked for -------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ from covey.recording import (
     restore_tree,
     write_model,
 )
+from covey.recovery import lower_learning_rate
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.session import Session
 from covey.state import TrainState
@@ -276,6 +277,7 @@ class GRPOTrainer:
             recorder=Recording(folder, self.scorer.names, args.rollout_log_steps),
             display=display,
             monitor=monitor,
+            lower_learning_rate=partial(lower_learning_rate, learner),
             stop=stop,
             evaluate=self._evaluate_in_training,
             save=self._save_checkpoint,
@@ -314,6 +316,7 @@ class GRPOTrainer:
             parts.session.recorder.close("failed")
             raise
         finally:
+            parts.session.monitor.close()
             parts.session.display.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:

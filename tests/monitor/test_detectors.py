@@ -18,7 +18,7 @@ def metrics_of(step: int, draw: random.Random, skill: float) -> Values:
     spread = max(skill * (1 - skill), 1e-4) ** 0.5
     return {
         "reward": min(1.0, max(0.0, skill + spread * draw.gauss(0, 1) / 16**0.5 / 1.5)),
-        "reward_std": spread, "num_prompts": 16.0, "num_completions": 128.0, "rewards/audit/mean": around(skill, 0.02),
+        "reward_std": spread, "num_prompts": 16.0, "completions/count": 128.0, "rewards/audit/mean": around(skill, 0.02),
         "groups/all_pass": skill**8, "groups/all_fail": (1 - skill) ** 8, "rewards/unscored": 0.0, "rewards/math/errors": 0.0,
         "frac_reward_zero_std": skill**8 + (1 - skill) ** 8, "entropy": around(1.2 - 0.6 * skill, 0.03),
         "diversity/unique": around(0.9 - 0.3 * skill, 0.03), "kl": abs(around(0.02 * skill, 0.2)),

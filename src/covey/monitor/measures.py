@@ -26,7 +26,7 @@ def text_metrics(groups: Sequence[Group], names: Sequence[str], weights: Tensor)
     ids = [[completion.token_ids.numpy() for completion in group.completions] for group in groups]
     found = {**_diversity(ids), **_lengths(groups, weights)}
     found["num_prompts"] = Last(float(len(groups)))
-    found["num_completions"] = Last(float(sum(group.size for group in groups)))
+    found["completions/count"] = Last(float(sum(group.size for group in groups)))
     found["prompts/mean_length"] = Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups))
     column = next((r for r, name in enumerate(names) if "format" in name), None)
     if column is not None:

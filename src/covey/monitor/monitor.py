@@ -30,6 +30,14 @@ class Monitor:
     outlets: Sequence[Callable[[Alert], object]] = ()
     """Whom an alert is told to: the run folder, the screen, a webhook."""
 
+    closing: Sequence[Callable[[], object]] = ()
+    """What to do at the end of a run."""
+
+    def close(self) -> None:
+        """After the last alert: give the outlets a moment to finish."""
+        for close in self.closing:
+            close()
+
     def measure(self, groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:
         """Metrics of a rollout that was scored with `weights` [R]: diversity, repetition, lengths, form, drift of the prompts."""
         return {**text_metrics(groups, self.reward_names, weights), **self.drift(groups)} if groups else {}
@@ -62,6 +70,11 @@ class Monitor:
             if name in self.actions:
                 return self.actions[name]
         return "log"
+
+    @property
+    def lowers_learning_rate(self) -> bool:
+        """Whether any alert may do so: processes have to agree on it at every step then."""
+        return "lower_learning_rate" in self.actions.values()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Remember what an evaluation found."""

@@ -11,6 +11,7 @@ from covey.monitor.monitor import Monitor
 from covey.monitor.progress import Progress
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch, lines_of
+from covey.monitor.webhook import Webhook
 from covey.types import Alert
 
 logger = logging.getLogger(__name__)
@@ -19,21 +20,28 @@ logger = logging.getLogger(__name__)
 def build_monitor(
     args: Any, reward_names: Sequence[str], model: Any, outlets: Sequence[Callable[[Alert], object]]
 ) -> Monitor:
-    """Everything watched; rewards of weight 0 and the evaluation's reward are the audit metrics."""
+    """Everything watched. `outlets`: whom the main process tells, beside the webhook of the options; none on the others."""
     audits = audit_metrics(args, reward_names)
+    hooks = (
+        [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))]
+        if args.alert_webhook and outlets
+        else []
+    )
     return Monitor(
         reward_names=tuple(reward_names),
         watch=Watch(standard(audits), more=frozenset(audits)),
         meter=UpdateMeter(model),
-        outlets=outlets,
+        actions=dict(args.alert_actions or {}),
+        outlets=[*outlets, *hooks],
+        closing=[hook.close for hook in hooks],
     )
 
 
 def audit_metrics(args: Any, reward_names: Sequence[str]) -> tuple[str, ...]:
-    """Metrics that are not trained on: the means of rewards of weight 0, and the reward of evaluations."""
+    """Metrics that are not trained on: the means of rewards of weight 0, the reward of evaluations, and those that are named."""
     weights = args.reward_weights or [1.0] * len(reward_names)
     unpaid = [name for name, weight in zip(reward_names, weights, strict=True) if weight == 0]
-    return (*(f"rewards/{name}/mean" for name in unpaid), "eval_reward")
+    return (*(f"rewards/{name}/mean" for name in unpaid), "eval_reward", *(args.audit_metrics or ()))
 
 
 def alert_shower(display: Progress, is_shown: bool) -> Callable[[Alert], None]:

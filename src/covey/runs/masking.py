@@ -8,7 +8,7 @@ from typing import Any
 
 MASK = "***"
 # `token` alone is a word of the field (pad_token, num_tokens), so only compounds that mean a password count.
-_NAME = r"(?:api|access|private|secret)[_-]?key|secret|passw(?:or)?d|(?:hub|hf|auth|access|bearer|api)[_-]?token|credentials?"
+_NAME = r"(?:api|access|private|secret)[_-]?key|secret|passw(?:or)?d|(?:hub|hf|auth|access|bearer|api)[_-]?token|credentials?|webhook"
 _SECRET_NAME = re.compile(rf"(?:^|[_.\-])(?:{_NAME})(?:$|[_.\-])|^authorization$", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"((?:{_NAME})[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}]{{4,}})", re.IGNORECASE)
 _OPTION = re.compile(rf"^--?(?:[\w\-]*[_\-])?(?:{_NAME})$", re.IGNORECASE)

@@ -10,21 +10,17 @@ from covey.monitor.detectors.rewards import Hacking, Plateau, RewardErrors, Slow
 from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
 from covey.monitor.detectors.updates import Mismatch, NonFinite, Spike, TinyUpdates
 from covey.monitor.history import History
+from covey.options import ALERT_RULES
 from covey.types import Alert
 
 Detector = Callable[[History], Alert | None]
 
-RULES = (
-    "data_drift", "dead_groups", "diversity_loss", "entropy_collapse", "entropy_explosion", "format_loss",
-    "gradient_spike", "kl_runaway", "length_collapse", "length_explosion", "non_finite", "repeated_text", "reward_errors",
-    "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
-    "tiny_updates", "truncation", "update_spike",
-)  # fmt: skip
+RULES = ALERT_RULES
 """Every rule that `standard` detectors can report."""
 
 READS = frozenset(
     {
-        "reward", "reward_std", "num_prompts", "num_completions", "groups/all_pass", "groups/all_fail",
+        "reward", "reward_std", "num_prompts", "completions/count", "groups/all_pass", "groups/all_fail",
         "frac_reward_zero_std", "entropy", "diversity/unique", "kl", "completions/mean_length",
         "completions/mean_length_right", "completions/mean_length_wrong", "completions/clipped_ratio",
         "completions/repetition", "format_rate", "grad_norm", "learning_rate", "update/all", "update/changed",

@@ -135,7 +135,7 @@ class RewardErrors:
 
     def __call__(self, seen: History) -> Alert | None:
         unscored = seen["rewards/unscored"].last(self.window)
-        batch = median(seen["num_completions"].last(self.window) or [1.0])
+        batch = median(seen["completions/count"].last(self.window) or [1.0])
         failing = {}
         for name, series in seen.named("rewards/", "/errors").items():
             rate = fmean(series.last(self.window)) / max(batch, 1.0)

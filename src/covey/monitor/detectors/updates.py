@@ -64,7 +64,7 @@ class NonFinite:
 @dataclass(frozen=True)
 class TinyUpdates:
     """`tiny_updates`: at the full learning rate a step moves the weights by less than `least` of their size, or most
-    weights are too coarse to move, and the reward has not risen."""
+    weights are too coarse to move, and the reward has not risen. Steps without signal, whose groups are tied, do not count."""
 
     least: float = 1e-5
     changed: float = 0.1
@@ -72,7 +72,8 @@ class TinyUpdates:
 
     def __call__(self, seen: History) -> Alert | None:
         moved, rate = seen["update/all"].last(50), seen["learning_rate"].last(50)
-        if len(moved) < self.window or not rate or has_risen(seen):
+        has_signal = fmean(seen["frac_reward_zero_std"].last(self.window) or [0.0]) < 0.9
+        if len(moved) < self.window or not rate or not has_signal or has_risen(seen):
             return None
         peak = max([*rate, *seen["learning_rate"].first])
         scale = peak / max(fmean(rate[-len(moved) :]), 1e-30) if peak else 1.0
