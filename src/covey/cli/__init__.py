@@ -18,6 +18,7 @@ VERBS = {
     "train": "post-train a model on your data with your rewards",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
+    "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "env": "versions and devices, for a bug report",
 }

@@ -1,0 +1,106 @@
+"""`covey compare`: in what runs differ, how they learnt, and whether one way to train is better than another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from covey.comparison.report import Comparison
+
+_FLAGS = (
+    Flag(name="runs", help="Run folders, or folders of runs. A,B groups runs into one side by hand.", type="list[str]", group="what"),
+    Flag(name="each", help="Take every run by itself, also those that differ in the seed alone.", type=bool, group="what"),
+    Flag(name="set", help="Held-out set to compare on; all that every run was evaluated on when left out.", group="what"),
+    Flag(name="score", help="Reward function to compare by; the weighted total when left out.", group="what"),
+    Flag(name="threshold", help="Count an answer as right from this reward on; its reward itself when left out.", type=float, group="what"),
+    Flag(name="step", help="Compare at this step's evaluation; each run's last one when left out.", type=int, group="what"),
+    JSON,
+    Flag(name="markdown", help="Write a report to this Markdown file, its pictures in a folder beside it.", group="output"),
+    Flag(name="html", help="Write a report to this HTML file, which needs nothing beside it.", group="output"),
+    CONFIG,
+)  # fmt: skip
+
+
+def run(given: Given) -> None:
+    """Compare, print a table or JSON, write reports."""
+    from covey.comparison.report import compare
+    from covey.comparison.written import as_text
+
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    groups, is_grouped = _groups(options["runs"] or [])
+    if is_grouped and options["each"]:
+        raise ConfigError("--each takes every run by itself, A,B groups them; give one of the two.")
+    found = compare(
+        groups,
+        is_each=bool(options["each"]),
+        is_grouped=is_grouped,
+        set_name=options["set"],
+        column=options["score"],
+        threshold=options["threshold"],
+        step=options["step"],
+    )
+    if options["markdown"]:
+        _write_markdown(found, Path(options["markdown"]))
+    if options["html"]:
+        from covey.comparison.page import as_html
+
+        _write(Path(options["html"]), as_html(found))
+    if options["json"]:
+        output.result_json(found.to_json())
+    else:
+        output.result(as_text(found))
+
+
+def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
+    """Runs by argument, and whether a comma made sides of the arguments."""
+    from covey.comparison.reading import read_runs
+
+    if not words:
+        raise ConfigError("covey compare needs runs: covey compare runs/a runs/b.")
+    by_word = [[word] if Path(word).expanduser().exists() else word.split(",") for word in words]
+    groups = [[run for part in parts for run in read_runs(part)] for parts in by_word]
+    return groups, any(len(parts) > 1 for parts in by_word)
+
+
+def _write_markdown(found: Comparison, path: Path) -> None:
+    from covey.comparison.drawing import svg_of
+    from covey.comparison.written import as_markdown
+
+    titles = [side.title for side in found.sides]
+    pictures = []
+    for i, curve in enumerate(found.curves, start=1):
+        name = f"{path.stem}-curves/{i}.svg"
+        _write(path.parent / name, svg_of(curve, titles) + "\n")
+        pictures.append((curve.title, name))
+    _write(path, as_markdown(found, pictures))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+    output.say(f"wrote {path}")
+
+
+verb = Verb(
+    name="compare",
+    usage="RUNS... [options]",
+    sentence="What differs between runs, how they learnt, and which is better, with a paired test over questions and seeds.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("runs",),
+    examples=(
+        "covey compare runs/base-0 runs/fast-0",
+        "covey compare runs/base-* runs/fast-* --html report.html",
+        "covey compare runs/a0,runs/a1 runs/b0,runs/b1 --json",
+    ),
+)
