@@ -66,6 +66,12 @@ class StorageError(CoveyError):
     exit_code = 74
 
 
+class RankError(CoveyError):
+    """Another process of the run is gone, hangs, or does something else than this one."""
+
+    exit_code = 76
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence with the nearest known name, or an empty string.
 

@@ -139,6 +139,8 @@ class GRPOTrainer:
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
+            rows = {"steps to train": self.state.max_steps, "rows of train_dataset": _length(self.train_dataset)}
+            self.world.expect_same(rows)
             state = self._run(parts, state)
             summary = parts.session.end(state)
         self._load_best()
@@ -307,12 +309,11 @@ class GRPOTrainer:
         try:
             parts.session.begin(state)
             return loop.run(parts, state)
-        except (CoveyError, KeyboardInterrupt):
-            if self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved:
+        except BaseException as error:
+            is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
+            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and self.args.save_strategy != "no"
+            if is_shared and saves and parts.session.latest.step > parts.session.last_saved:
                 self._save_checkpoint(parts.session.latest)
-            parts.session.recorder.close("failed")
-            raise
-        except BaseException:
             parts.session.recorder.close("failed")
             raise
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import atexit
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -11,9 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from covey.errors import DataError
+from covey.pulse import SILENCE_SECONDS, Pulse, leave_now
 from covey.types import Metric, Totals, merge_metrics
 
 T = TypeVar("T")
+R = TypeVar("R")
+_PULSES: dict[int, Pulse] = {}
+"""One a process group, by its identity: every world of a process shares it."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,8 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pulse: Pulse | None = field(default=None, repr=False, compare=False)
+    """Notices when another process is gone; None: every collective waits as long as torch does."""
 
     @staticmethod
     def of(args: Any) -> World:
@@ -31,7 +40,9 @@ class World:
 
         device = args.device  # initialises the process group on first use
         state = PartialState()
-        return World(rank=state.process_index, size=state.num_processes, device=device)
+        size = int(state.num_processes)
+        pulse = _pulse_of(state.process_index, size, float(args.ddp_timeout)) if size > 1 else None
+        return World(rank=state.process_index, size=size, device=device, pulse=pulse)
 
     @property
     def is_main(self) -> bool:
@@ -46,7 +57,7 @@ class World:
         if self.size == 1:
             return [list(items)]
         everyone: list[list[T]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(everyone, list(items))
+        self._meet(lambda: dist.all_gather_object(everyone, list(items)))
         return everyone
 
     def interleave(self, items: Sequence[T]) -> list[T]:
@@ -58,8 +69,8 @@ class World:
     def sum(self, x: Tensor) -> Tensor:
         """Sum of `x` over processes, on every process."""
         if self.size > 1:
-            x = x.clone()
-            dist.all_reduce(x)
+            x = total = x.clone()
+            self._meet(lambda: dist.all_reduce(total))
         return x
 
     def sum_totals(self, totals: Totals) -> Totals:
@@ -85,12 +96,14 @@ class World:
             return
         parameters = list(parameters)
         flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self.device)
+        gradients = []
         for parameter, count in zip(parameters, self.sum(flags).tolist(), strict=True):
             if not count:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+            gradients.append(parameter.grad)
+        self._meet(lambda: [dist.all_reduce(gradient) for gradient in gradients])
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process."""
@@ -101,12 +114,59 @@ class World:
         if self.size == 1:
             return item
         box = [item]
-        dist.broadcast_object_list(box, src=0)
+        self._meet(lambda: dist.broadcast_object_list(box, src=0))
         return box[0]
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            self._meet(dist.barrier)
+
+    def expect_same(self, facts: Mapping[str, Any]) -> None:
+        """Raise DataError on every process when a fact is not the same on all: they would wait for each other later."""
+        everyone = [part[0] for part in self.gather([dict(facts)])]
+        for name in facts:
+            values = [one.get(name) for one in everyone]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise DataError(
+                        f"rank {rank} has {value} {name} where rank 0 has {values[0]}; "
+                        "give every process the same data and options (each takes its own share by itself)."
+                    )
+
+    def fails_together(self, error: BaseException) -> bool:
+        """Tell the others of an error that ends the run here; whether all have it, so that they may meet once more."""
+        return self.pulse is None or self.pulse.fails_together(error)
+
+    def _meet(self, call: Callable[[], R]) -> R:
+        """A collective. Raises RankError when another process does not come to it."""
+        return call() if self.pulse is None else self.pulse.meet(call)
+
+
+def _pulse_of(rank: int, size: int, patience: float) -> Pulse | None:
+    """The pulse of this process group, beating; None where its store cannot be asked from a second thread."""
+    group = dist.group.WORLD
+    if id(group) not in _PULSES:
+        clone = getattr(dist.distributed_c10d._get_default_store(), "clone", None)
+        if clone is None:
+            return None
+        is_gloo = dist.get_backend(group) == "gloo"
+        pulse = Pulse(
+            clone(), rank, size, silence=min(SILENCE_SECONDS, patience), patience=patience, is_pollable=is_gloo
+        )
+        _PULSES[id(group)] = pulse
+        pulse.start()
+        atexit.register(_leave, pulse)
+    _PULSES[id(group)].begin()
+    return _PULSES[id(group)]
+
+
+def _leave(pulse: Pulse) -> None:
+    """At the end of the process: say so; one that left a collective behind must not wait for it."""
+    error = getattr(sys, "last_value", None)  # what ended the process uncaught
+    pulse.end(f"ended with {type(error).__name__}: {error}" if error is not None else "has ended before the others")
+    pulse.stop()
+    if pulse.is_abandoned:
+        leave_now()
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

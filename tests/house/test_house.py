@@ -16,7 +16,7 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 LEVELS = [
     {"metrics", "errors"},
     {"types", "names"},
-    {"ladder"},
+    {"ladder", "pulse"},
     {"world", "state", "options", "arithmetic", "memory", "student"},
     {"checks"},
     {"config", "algorithms"},
@@ -27,7 +27,7 @@ LEVELS = [
     {"recording"},
     {"recovery"},
     {"build", "view"},
-    {"loop"},
+    {"loop", "doctor"},
     {"trainer"},
     {"cli", "__init__", "__main__"},
 ]

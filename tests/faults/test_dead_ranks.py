@@ -1,0 +1,130 @@
+"""One of two real processes is killed, stopped, hung or failed: the other says which within a bounded time and exits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from covey.runs import checkpoint
+
+SCRIPT = Path(__file__).parent / "two_ranks.py"
+
+
+class Pair:
+    """Two processes of one run, without a launcher that would end one when the other ends."""
+
+    def __init__(self, folder: Path, fault: str, *more: str, patience: int = 60) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.folder = folder
+        self.processes = []
+        for rank in range(2):
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PATIENCE": str(patience)}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            command = [sys.executable, str(SCRIPT), str(SCRIPT.parents[1]), str(folder), fault, *more]
+            with open(folder / f"{rank}.err", "a") as errors:
+                self.processes.append(subprocess.Popen(command, env=env, stderr=errors, stdout=errors))
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"{rank}.err").read_text()
+
+    def ends(self, rank: int, seconds: float = 60) -> int:
+        """The exit code of a process that ends by itself."""
+        try:
+            return self.processes[rank].wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"rank {rank} still runs after {seconds} s: {self.said(rank)[-3000:]}")
+
+
+@contextmanager
+def pair(folder: Path, fault: str, *more: str, patience: int = 60) -> Iterator[Pair]:
+    both = Pair(folder, fault, *more, patience=patience)
+    try:
+        yield both
+    finally:
+        for process in both.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def seconds_since_fault(folder: Path) -> float:
+    return time.time() - float((folder / "at").read_text())
+
+
+@pytest.mark.parametrize(
+    "fault, said, bound, patience",
+    [
+        ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 10, 60),
+        pytest.param(
+            "exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 10, 60, marks=pytest.mark.slow
+        ),
+        ("raise", "failed with LookupError: there is no such answer", 10, 60),
+        pytest.param("stop", "has not been heard of for", 12, 6, marks=pytest.mark.slow),
+        pytest.param("hang", "lives but did not come within", 12, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound, patience, tmp_path: Path) -> None:
+    with pair(tmp_path, fault, patience=patience) as both:
+        code = both.ends(0)
+        took = seconds_since_fault(tmp_path)
+        assert code == 76, both.said(0)[-3000:]
+        expected = said.format(pid=both.processes[1].pid, host=socket.gethostname())
+        assert "error: rank 1" in both.said(0)
+        assert expected in both.said(0), both.said(0)[-3000:]
+        assert "--resume auto" in both.said(0)
+        assert took < bound
+    if fault == "hang":
+        assert "hang (two_ranks.py:" in both.said(0), "it says where the other one is"
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    assert newest.name == "checkpoint-2"
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_was_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    with pair(tmp_path, "kill") as both:
+        assert both.ends(0) == 76
+    with pair(tmp_path, "none", "resume") as both:
+        assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    assert newest.name == "checkpoint-5"
+
+
+@pytest.mark.slow
+def test_the_main_process_may_be_the_one_that_dies(tmp_path: Path) -> None:
+    with pair(tmp_path, "none", patience=8) as both:
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "run" / "checkpoint-1").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        both.processes[0].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        assert both.ends(1) == 76, both.said(1)[-2000:]
+        assert time.monotonic() - killed < 15
+        assert "rank 0" in both.said(1)
+
+
+def test_a_rank_with_fewer_rows_is_told_before_the_first_step(tmp_path: Path) -> None:
+    with pair(tmp_path, "fewer rows") as both:
+        assert [both.ends(0), both.ends(1)] == [2, 2]
+    for rank in range(2):
+        assert "rank 1 has" in both.said(rank)
+        assert "give every process the same data" in both.said(rank)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_texts_have_other_lengths_hangs_nothing(tmp_path: Path) -> None:
+    with pair(tmp_path, "other lengths") as both:
+        assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]

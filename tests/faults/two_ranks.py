@@ -1,0 +1,102 @@
+"""Run apart, in each of two processes: a tiny run in which rank 1 meets a fault at its third reward.
+
+`python two_ranks.py TESTS FOLDER FAULT [resume]`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a launcher sets them.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import torch
+
+torch.set_num_threads(1)
+from datasets import Dataset  # noqa: E402
+
+from covey import GRPOConfig, GRPOTrainer  # noqa: E402
+from covey.errors import CoveyError  # noqa: E402
+from kit import tiny_model, tiny_tokenizer  # noqa: E402
+
+FOLDER, FAULT = Path(sys.argv[2]), sys.argv[3]
+RANK = int(os.environ["RANK"])
+calls = []
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def fail() -> None:
+    raise LookupError("there is no such answer")
+
+
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": hang,
+    "raise": fail,
+    "exit": lambda: os._exit(0),
+}
+
+
+def reward_steps(completion_ids, **columns):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+class OnStep:
+    """Built late: transformers is only imported once."""
+
+    @staticmethod
+    def callback():
+        from transformers import TrainerCallback
+
+        class Break(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if RANK == 1 and state.global_step == 2 and FAULT in FAULTS:
+                    (FOLDER / "at").write_text(str(time.time()))
+                    FAULTS[FAULT]()
+
+        return Break()
+
+
+def main() -> int:
+    rows = 7 if FAULT != "fewer rows" or RANK == 0 else 4
+    prompts = ["2 + 2 =", "Tom has", "12 + 30", "What is", "Anna had 20 pens", "The answer", "How many"][:rows]
+    if FAULT == "other lengths" and RANK == 1:
+        prompts = [prompt * 5 for prompt in prompts]
+    one = GRPOTrainer(
+        model=tiny_model(hidden=16),
+        processing_class=tiny_tokenizer(),
+        reward_funcs=reward_steps,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        callbacks=[OnStep.callback()],
+        args=GRPOConfig(
+            output_dir=str(FOLDER / "run"),
+            num_train_epochs=3,
+            save_strategy="steps",
+            save_steps=1,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=6,
+            learning_rate=0.1,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            ddp_timeout=int(os.environ.get("PATIENCE", "60")),
+            **({"max_steps": 5} if FAULT != "fewer rows" else {}),
+        ),
+    )
+    try:
+        one.train(resume_from_checkpoint="resume" in sys.argv[4:] or None)
+    except CoveyError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
