@@ -22,16 +22,18 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from covey.errors import RewardError
 from covey.rewards.deadline import DeadlineError
 
 INSIDE = "COVEY_REWARD_WORKER"
 """Set in a worker's environment, where no scorer may be built: a script without a guard would train a second time."""
+_Started = TypeVar("_Started")
 _START_SECONDS = 120.0
 _LARGEST_REPLY = 256 * 2**20
 
@@ -99,7 +101,7 @@ class WorkerPool:
                 if worker.process.poll() is None:
                     return worker
                 self._all.discard(worker)
-        worker = spawner().start()
+        worker = spawner().run(_Worker)
         with self._lock:
             self._all.add(worker)
         try:
@@ -196,20 +198,21 @@ class _Spawner:
     """Starts processes on a thread that lasts: the kernel ends a worker with the *thread* that started it."""
 
     def __init__(self) -> None:
-        self._wanted: queue.SimpleQueue[Future[_Worker]] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="covey-reward-spawner", daemon=True).start()
 
-    def start(self) -> _Worker:
-        future: Future[_Worker] = Future()
-        self._wanted.put(future)
+    def run(self, start: Callable[[], _Started]) -> _Started:
+        """What `start()` returns, called on that thread."""
+        future: Future[_Started] = Future()
+        self._wanted.put((start, future))
         return future.result()
 
     def _serve(self) -> None:
         while True:
-            future = self._wanted.get()
+            start, future = self._wanted.get()
             try:
-                future.set_result(_Worker())
-            except OSError as error:
+                future.set_result(start())
+            except Exception as error:  # noqa: BLE001 - raised where it was asked for
                 future.set_exception(error)
 
 

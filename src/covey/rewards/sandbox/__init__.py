@@ -1,0 +1,42 @@
+"""Model-written code, run where it can reach nothing: `run(code, tests=["assert f(2) == 4"])`.
+
+A process of its own for each program, without network, without the user's files, environment or processes, within limits on
+time, memory, processes, file size and output. Expected values and the verdict are in another process, which the code cannot
+reach. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from covey.rewards.sandbox.pool import Sandbox
+from covey.rewards.sandbox.results import Isolation, Result
+
+__all__ = ["Isolation", "Result", "Sandbox", "isolation", "run"]
+
+
+def run(
+    code: str,
+    tests: Sequence[Any] | str | None = None,
+    *,
+    setup: str = "",
+    timeout: float = 10.0,
+    memory_mb: int = 256,
+    allow_unisolated: bool = False,
+) -> Result:
+    """One program in the sandbox that this process shares; see `Sandbox.run` for `tests`, limits and errors."""
+    sandbox = _shared(os.getpid(), allow_unisolated)
+    return sandbox.run(code, tests, setup=setup, timeout=timeout, memory_mb=memory_mb)
+
+
+def isolation() -> Isolation:
+    """What keeps a program in on this machine. Raises RewardError, which says why, where nothing could be run."""
+    return _shared(os.getpid(), False).isolation
+
+
+@cache
+def _shared(process: int, allow_unisolated: bool) -> Sandbox:
+    return Sandbox(allow_unisolated=allow_unisolated)

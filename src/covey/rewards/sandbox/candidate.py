@@ -1,0 +1,172 @@
+"""The process that runs model-written code: as a script, or as a module whose functions its judge calls over a socket.
+
+Nothing in it knows a test, an expected value or a verdict; what it says is an answer, never a judgement. Standard library only.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import linecache
+import operator
+import os
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from covey.rewards.sandbox import wire
+
+FILE = "<completion>"
+_MUTABLE = (list, dict, set, bytearray)
+
+
+def run_script(source: bytes) -> int:
+    """Run `source` as `python file.py` would; the exit code: 0 at the end, 1 after an exception that nobody caught."""
+    try:
+        module = _module("__main__", source)
+        exec(compile(source, FILE, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as left:
+        return _exit_code(left.code)
+    except BaseException:  # noqa: BLE001 - the border to foreign code
+        _print_traceback()
+        return 1
+    finally:
+        _flush()
+    return 0
+
+
+def serve(source: bytes, connection: socket.socket) -> None:
+    """Run `source` as a module, then answer its judge until the judge has gone."""
+    try:
+        module = _module("__candidate__", source)
+        exec(compile(source, FILE, "exec", dont_inherit=True), module.__dict__)
+        reply: dict[str, Any] = {"loaded": True}
+    except BaseException as error:  # noqa: BLE001 - the border to foreign code
+        _print_traceback()
+        reply, module = _raised(error), types.ModuleType("__candidate__")
+    desk = _Desk(connection, module)
+    while True:
+        _flush()
+        wire.send(connection, reply)
+        reply = desk.answer(wire.receive(connection))
+
+
+class _Desk:
+    """Objects that stayed here, by number, and what the judge may ask of them."""
+
+    def __init__(self, connection: socket.socket, module: types.ModuleType) -> None:
+        self._connection, self._module = connection, module
+        self._objects: dict[int, Any] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A value, or what was raised."""
+        try:
+            if request["do"] == "name":
+                return self._named(request["name"])
+            arguments = [wire.decode(item, self._object) for item in request["arguments"]]
+            keywords = {name: wire.decode(item, self._object) for name, item in request.get("keywords", {}).items()}
+            given = [item if isinstance(item, _MUTABLE) else None for item in arguments]
+            value = _FUNCTIONS[request["do"]](*arguments, **keywords)
+            reply = {"value": self._encode(value)}
+            if any(item is not None for item in given[1:]):
+                reply["given"] = [None if item is None else self._encode(item) for item in given]
+            return reply
+        except BaseException as error:  # noqa: BLE001 - the border to foreign code
+            if not isinstance(error, StopIteration):
+                _print_traceback()
+            return _raised(error)
+
+    def _named(self, name: str) -> dict[str, Any]:
+        if name not in self._module.__dict__:
+            return {"missing": True}
+        value = self._module.__dict__[name]
+        if inspect.ismodule(value):
+            return {"missing": True}
+        return {"value": self._encode(value)}
+
+    def _encode(self, value: Any) -> Any:
+        try:
+            return wire.encode(value, self._refer)
+        except RecursionError:
+            return self._refer(value)
+
+    def _refer(self, value: Any) -> list[Any]:
+        self._objects[id(value)] = value  # kept alive, so that no other object can get its number
+        return ["R", id(value)]
+
+    def _object(self, message: list[Any]) -> Any:
+        if message[0] == "R":
+            return self._objects[message[1]]
+        return self._callback(message[1])
+
+    def _callback(self, number: int) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            wire.send(self._connection, {"callback": number, "arguments": [self._encode(item) for item in arguments]})
+            reply = wire.receive(self._connection)
+            if "raised" in reply:
+                raise _exception(reply["raised"])(reply["said"])
+            return wire.decode(reply["value"], self._object)
+
+        return call
+
+
+def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    return function(*arguments, **keywords)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "call": _call,
+    **{name: getattr(builtins, name) for name in ("getattr", "setattr", "iter", "next", "len", "str", "repr", "bool", "int", "float", "isinstance")},
+    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")},
+}  # fmt: skip
+
+
+def _module(name: str, source: bytes) -> types.ModuleType:
+    """Registered under its name, where dataclasses and pickle look for it, and with its lines for tracebacks."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    text = source.decode(errors="replace")
+    linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
+    return module
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    return {"raised": type(error).__name__, "said": _text(error)}
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:2000]
+    except BaseException:  # noqa: BLE001 - foreign code again, in its `__str__`
+        return ""
+
+
+def _exception(name: str) -> type[Exception]:
+    found = getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
+
+
+def _exit_code(code: Any) -> int:
+    if code is None or isinstance(code, int):
+        return int(code or 0) & 0xFF
+    os.write(2, f"{code}\n".encode(errors="replace"))
+    return 1
+
+
+def _print_traceback() -> None:
+    kind, error, trace = sys.exc_info()
+    while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
+        trace = trace.tb_next
+    told = "".join(traceback.format_exception(kind, error, trace, limit=50))
+    os.write(2, told[-8000:].encode(errors="replace"))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, ValueError, OSError):  # the code closed or replaced it
+            continue

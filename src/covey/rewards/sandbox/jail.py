@@ -1,0 +1,263 @@
+"""The process that programs are forked from: `python -S -c "...; main()" SETTINGS`, one for each of the sandbox's workers.
+
+It locks itself in, then serves one socket. It is handed descriptors and never reads them: programs, tests, expected values
+and verdicts pass it by, so a program, which is a copy of this process, finds no trace of earlier ones. Standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from covey.rewards.sandbox import candidate, confine, judge, kernel, wire
+
+# fmt: off
+_PRELOADED = (
+    "abc", "argparse", "array", "ast", "asyncio", "base64", "binascii", "bisect", "bz2", "calendar", "cmath",
+    "collections", "contextlib", "copy", "csv", "ctypes", "dataclasses", "datetime", "decimal", "difflib", "enum",
+    "fractions", "functools", "hashlib", "heapq", "hmac", "html", "inspect", "io", "itertools", "json", "keyword",
+    "lzma", "math", "numbers", "operator", "os", "pprint", "queue", "random", "re", "secrets", "sqlite3",
+    "statistics", "string", "struct", "sys", "textwrap", "threading", "time", "traceback", "types", "typing",
+    "unicodedata", "unittest", "urllib.parse", "uuid", "zlib",
+)
+# fmt: on
+_COVERED = {
+    "files": ("namespaces", "landlock"),
+    "network": ("namespaces", "seccomp"),
+    "processes": ("namespaces", "seccomp"),
+}
+"""What must be kept from a program, and the layers of which any one does it."""
+CANNOT = 70
+"""Exit code of a program's process that could not lock itself in, and has therefore run nothing."""
+
+
+def main() -> None:
+    """Serve the socket that the settings name until it is closed."""
+    settings = json.loads(sys.argv[1])
+    control = socket.socket(fileno=settings["control"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
+    sys.path[:] = [entry for entry in sys.path if entry != settings["source"]]
+    for name in _PRELOADED:
+        try:
+            importlib.import_module(name)
+        except ImportError:  # a Python without it: then programs have it neither
+            continue
+    layers, missing = _enter(settings, control)
+    uncovered = [what for what, by in _COVERED.items() if not set(by) & set(layers)]
+    wire.send(
+        control, {"layers": layers, "missing": missing, "uncovered": uncovered, "scratch": "namespaces" in layers}
+    )
+    if not uncovered or settings["allow_unisolated"]:
+        _serve(control, tuple(layers))
+
+
+def _enter(settings: dict[str, Any], control: socket.socket) -> tuple[list[str], dict[str, str]]:
+    """The layers in force from here on, and for each of the others the reason why not."""
+    layers: list[str] = []
+    missing: dict[str, str] = {name: "switched off" for name in confine.LAYERS if name not in settings["layers"]}
+    if sys.platform == "linux":
+        kernel.die_with_parent(settings["parent"])
+    confine.measured = confine._virtual_memory()
+    if "namespaces" in settings["layers"]:
+        reason = _tried(lambda: confine.new_namespaces(settings["slot"]))
+        if reason is None:
+            confine.new_namespaces(settings["slot"])
+            layers.append("namespaces")
+        else:
+            missing["namespaces"] = reason
+    if "namespaces" not in layers and os.getuid() == 0 and _tried(lambda: _read_as(settings["slot"])) is None:
+        confine.become(confine._OWN_USERS + settings["slot"])
+        if sys.platform == "linux":
+            kernel.die_with_parent(settings["parent"])  # a change of user takes it back
+    for layer in ("landlock", "seccomp"):
+        if layer in settings["layers"]:
+            reason = _tried(lambda layer=layer: confine.confine((*layers, layer), confine.Limits()))  # type: ignore[misc]
+            if reason is None:
+                layers.append(layer)
+            else:
+                missing[layer] = reason
+    return layers, missing
+
+
+def _tried(action: Callable[[], None]) -> str | None:
+    """Why `action` fails in a process of its own; `None` when it does not."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            action()
+            os.write(tell, b"\0")
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            os.write(tell, str(error).encode()[:500] or type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    with os.fdopen(told, "rb") as file:
+        reason = file.read(500)
+    os.waitpid(child, 0)
+    return None if reason == b"\0" else reason.decode(errors="replace") or "its process was killed"
+
+
+def _read_as(slot: int) -> None:
+    confine.become(confine._OWN_USERS + slot)
+    with open(os.__file__, "rb"):
+        os.listdir(confine.library())
+
+
+def _serve(control: socket.socket, layers: tuple[str, ...]) -> None:
+    children: dict[str, int] = {}
+    while True:
+        request, descriptors = _receive(control)
+        if request is None:
+            _end(children, layers)
+            return
+        if request["do"] == "start":
+            children = _start(request, descriptors, layers, control)
+        else:
+            wire.send(control, _end(children, layers, request.get("wait", 0.0)))
+            children = {}
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(control, 65536, 8)
+    return (json.loads(data), list(descriptors)) if data else (None, [])
+
+
+def _start(
+    request: dict[str, Any], descriptors: list[int], layers: tuple[str, ...], control: socket.socket
+) -> dict[str, int]:
+    """Fork the program and, where there are tests, its judge: neither gets a descriptor of the other's."""
+    given = dict(zip(request["descriptors"], descriptors, strict=True))
+    limits = confine.Limits(**request["limits"])
+    ours, theirs = socket.socketpair()
+    streams = [given[name] for name in ("stdin", "stdout", "stderr")]
+    children = {}
+    children["candidate"] = _fork(
+        layers, limits, streams, [given["code"], theirs.fileno()], _candidate, "tests" in given
+    )
+    if "tests" in given:
+        kept = [given["tests"], ours.fileno(), given["verdict"]]
+        children["judge"] = _fork(layers, limits, [0, 1, 1], kept, _judge, True)  # its prints are nobody's
+    ours.close()
+    theirs.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return children
+
+
+def _fork(
+    layers: tuple[str, ...],
+    limits: confine.Limits,
+    streams: list[int],
+    kept: list[int],
+    body: Callable[[list[int], bool], int],
+    judged: bool,
+) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = CANNOT
+    try:
+        high = 200  # above every other descriptor, so that what is kept can be moved below
+        moved = [os.dup2(descriptor, high + place) for place, descriptor in enumerate([*streams, *kept])]
+        for place in range(3):
+            os.dup2(moved[min(place, len(streams) - 1)], place)
+        final = [os.dup2(descriptor, 3 + place) for place, descriptor in enumerate(moved[len(streams) :])]
+        os.closerange(3 + len(final), 4096)
+        confine.confine(layers, limits)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = body(final, judged)
+    except BaseException as error:  # noqa: BLE001 - there is nobody to raise it to
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _candidate(descriptors: list[int], judged: bool) -> int:
+    source = _read(descriptors[0])
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.argv = ["main.py"]
+    random.seed(0)  # a fork draws anew: a program is to come out the same each time
+    for name in [name for name in sys.modules if name.partition(".")[0] == "covey"]:
+        del sys.modules[name]
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
+    if not judged:
+        os.close(descriptors[1])
+        return candidate.run_script(source)
+    try:
+        candidate.serve(source, socket.socket(fileno=descriptors[1]))
+    except wire.Broken:
+        return 0  # the judge has gone: it has seen enough
+    return 0
+
+
+def _judge(descriptors: list[int], judged: bool) -> int:
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
+    judge.judge(_read(descriptors[0]), socket.socket(fileno=descriptors[1]), descriptors[2])
+    return 0
+
+
+def _read(descriptor: int) -> bytes:
+    data = b""
+    while part := os.pread(descriptor, 2**20, len(data)):
+        data += part
+    os.close(descriptor)
+    return data
+
+
+def _end(children: dict[str, int], layers: tuple[str, ...], seconds: float = 0.0) -> dict[str, Any]:
+    """Kill what is left of a program, all it started included, and say how its processes ended."""
+    until = time.monotonic() + seconds
+    ended: dict[str, int] = {}
+    while children and time.monotonic() < until and len(ended) < len(children):
+        ended.update(_reaped(children, os.WNOHANG, ended))
+        time.sleep(0.0005)
+    ended.update(_reaped(children, os.WNOHANG, ended))
+    if os.getpid() == 1:
+        _kill(os.kill, -1)  # all of this process namespace but ourselves
+    for name, child in children.items():
+        _kill(os.killpg, child)
+        if name not in ended:
+            _kill(os.kill, child)
+    ended.update(_reaped(children, 0, ended))
+    while os.getpid() == 1 and _any_left():
+        continue
+    return {"ended": ended, "peak_kib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss}
+
+
+def _reaped(children: dict[str, int], options: int, ended: dict[str, int]) -> dict[str, int]:
+    found = {}
+    for name, child in children.items():
+        if name not in ended:
+            done, status = os.waitpid(child, options)
+            if done:
+                found[name] = os.waitstatus_to_exitcode(status)
+    return found
+
+
+def _kill(how: Callable[[int, int], None], target: int) -> None:
+    try:
+        how(target, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _any_left() -> bool:
+    try:
+        os.waitpid(-1, 0)
+    except ChildProcessError:
+        return False
+    return True

@@ -1,0 +1,295 @@
+"""Programs on their way into the sandbox and their verdicts on the way out: `Sandbox().run(code, tests=[...])`."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from covey.errors import RewardError
+from covey.rewards.sandbox import verdicts, wire
+from covey.rewards.sandbox.confine import LAYERS, Limits
+from covey.rewards.sandbox.results import Isolation, Result
+from covey.rewards.workers import spawner
+
+_START_SECONDS = 60.0
+_GRACE_SECONDS = 10.0
+"""How long a worker may take to kill a program and answer, before it is killed itself."""
+_JAIL = "import sys; sys.path.insert(0, {source!r}); from covey.rewards.sandbox.jail import main; main()"
+
+
+@dataclass
+class Watched:
+    """What came out of a program while it ran."""
+
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+    verdict: bytearray = field(default_factory=bytearray)
+    late: bool = False
+    loud: bool = False
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+class Sandbox:
+    """Processes that run model-written code where it can reach nothing. Thread-safe; at most `workers` programs at once.
+
+    `layers` is what to use of `namespaces`, `landlock` and `seccomp`; without a reason, all. Where files, network or processes
+    would be open to a program, nothing runs: RewardError says why, unless `allow_unisolated` is true.
+    """
+
+    def __init__(
+        self, workers: int | None = None, *, layers: Sequence[str] = LAYERS, allow_unisolated: bool = False
+    ) -> None:
+        if unknown := sorted(set(layers) - set(LAYERS)):
+            raise RewardError(f"the sandbox has no layer {unknown[0]!r}; it has {', '.join(LAYERS)}.")
+        self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
+        self._settings = {"layers": list(layers), "allow_unisolated": allow_unisolated}
+        self._room = threading.BoundedSemaphore(self.workers)
+        self._lock = threading.Lock()
+        self._idle: list[_Jail] = []
+        self._all: set[_Jail] = set()
+        self._slots = 0
+        self._finalizer = weakref.finalize(self, _kill_all, self._all)
+
+    @property
+    def isolation(self) -> Isolation:
+        """What is in force here. Starts a worker when there is none yet."""
+        with self._room:
+            jail = self._take()
+            self._give_back(jail)
+        return jail.isolation
+
+    def run(
+        self,
+        code: str,
+        tests: Sequence[Any] | str | None = None,
+        *,
+        setup: str = "",
+        timeout: float = 10.0,
+        memory_mb: int = 256,
+        max_output: int = 2**20,
+    ) -> Result:
+        """Run Python `code` where it can reach nothing, and say whether it passes `tests`.
+
+        `tests` are statements such as `assert f(2) == 4`, one text each (or one text for all), which see the names that `code`
+        defines, after `setup`; or `{"input": ..., "output": ...}` pairs, for programs that read and print: compared line by line
+        without trailing blanks. `None`: the code only has to come to its end. `timeout` is in seconds of wall time for the whole,
+        each pair of input and output being a run of its own; `memory_mb` is in MiB beyond the interpreter's own; more than
+        `max_output` bytes of output end the program. Only the standard library can be imported. Raises RewardError for bad
+        arguments, and where this machine cannot isolate.
+        """
+        plan = verdicts.plan(tests, setup)
+        verdicts.check_limits(code, timeout, memory_mb, max_output)
+        started = time.perf_counter()
+        limits = Limits(cpu_seconds=int(timeout) + 2, memory_mb=memory_mb)
+        with self._room:
+            jail = self._take()
+            try:
+                result = self._judged(jail, code, plan, limits, time.monotonic() + timeout, max_output)
+            except BaseException:
+                self._drop(jail)
+                raise
+            self._give_back(jail)
+        return verdicts.timed(result, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """End every worker, and what it runs."""
+        with self._lock:
+            self._idle.clear()
+            _kill_all(self._all)
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _judged(
+        self, jail: _Jail, code: str, plan: verdicts.Plan, limits: Limits, until: float, max_output: int
+    ) -> Result:
+        source = code.encode("utf-8", errors="replace")
+        if plan.pairs is None:
+            return verdicts.of_tests(jail.watch(source, limits, until, max_output, tests=plan.payload), plan)
+        seen = []
+        for given, _ in plan.pairs:
+            seen.append(jail.watch(source, limits, until, max_output, stdin=given.encode("utf-8", errors="replace")))
+            if seen[-1].late:
+                break
+        return verdicts.of_pairs(seen, plan)
+
+    def _take(self) -> _Jail:
+        with self._lock:
+            while self._idle:
+                jail = self._idle.pop()
+                if jail.alive:
+                    return jail
+                self._all.discard(jail)
+            self._slots += 1
+            slot = (os.getpid() * 64 + self._slots) % 200_000_000
+        jail = spawner().run(lambda: _Jail({**self._settings, "slot": slot}))
+        with self._lock:
+            self._all.add(jail)
+        try:
+            jail.greet()
+        except BaseException:
+            self._drop(jail)
+            raise
+        return jail
+
+    def _give_back(self, jail: _Jail) -> None:
+        with self._lock:
+            self._idle.append(jail)
+
+    def _drop(self, jail: _Jail) -> None:
+        jail.kill()
+        with self._lock:
+            self._all.discard(jail)
+
+
+class _Jail:
+    """One worker: a process that has locked itself in, and the socket to it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        if os.name != "posix":
+            raise RewardError("the sandbox needs Linux (or macOS with allow_unisolated=True).")
+        self._control, theirs = socket.socketpair()
+        self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        source = str(Path(__file__).resolve().parents[3])
+        words = json.dumps({**settings, "control": theirs.fileno(), "parent": os.getpid(), "source": source})
+        self._allowed = bool(settings["allow_unisolated"])
+        self.isolation = Isolation((), {}, ("files", "network", "processes"))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-s", "-c", _JAIL.format(source=source), words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._trace,
+                pass_fds=(theirs.fileno(),),
+                env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"},
+                cwd="/",
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def greet(self) -> None:
+        """Wait until it has locked itself in. Raises RewardError where it cannot, or does not."""
+        self._control.settimeout(_START_SECONDS)
+        try:
+            said = wire.receive(self._control)
+        except wire.Broken as error:
+            told = os.pread(self._trace.fileno(), 4000, 0).decode(errors="replace").strip()
+            raise RewardError(f"the sandbox could not start a worker: {error}. {told}") from error
+        self.isolation = Isolation(tuple(said["layers"]), dict(said["missing"]), tuple(said["uncovered"]))
+        if not self.isolation.safe and not self._allowed:
+            raise RewardError(
+                f"code cannot be run safely on this machine: {self.isolation}. Allow unprivileged user namespaces (in a "
+                "container: `--security-opt seccomp=unconfined`), or use a Linux kernel of 5.13 or later with Landlock and "
+                "seccomp; pass allow_unisolated=True only for code that you would run by hand."
+            )
+
+    def watch(
+        self,
+        source: bytes,
+        limits: Limits,
+        until: float,
+        max_output: int,
+        *,
+        stdin: bytes = b"",
+        tests: bytes | None = None,
+    ) -> Watched:
+        """Run one program to its verdict or its end, or until the time `until`; what came of it."""
+        watched = Watched()
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", *(["verdict"] if tests is not None else []))}
+        files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}
+        try:
+            given = {**files, **{name: ends[1] for name, ends in pipes.items()}}
+            request = {"do": "start", "descriptors": list(given), "limits": asdict(limits)}
+            self._control.settimeout(_GRACE_SECONDS)
+            socket.send_fds(self._control, [json.dumps(request).encode()], list(given.values()))
+            for _, end in pipes.values():
+                os.close(end)
+            _drain({name: ends[0] for name, ends in pipes.items()}, watched, until, max_output)
+            watched.ended = self._end(
+                0.0 if watched.late or watched.loud else min(max(until - time.monotonic(), 0.0), 5.0)
+            )
+        finally:
+            for descriptor in (*files.values(), *(ends[0] for ends in pipes.values())):
+                os.close(descriptor)
+        return watched
+
+    def _end(self, wait: float) -> dict[str, int]:
+        self._control.settimeout(wait + _GRACE_SECONDS)
+        self._control.sendall(json.dumps({"do": "end", "wait": wait}).encode())
+        return dict(wire.receive(self._control)["ended"])
+
+    def kill(self) -> None:
+        """End it and everything in it."""
+        verdicts.kill_group(self._process.pid)
+        self._process.wait()
+        self._control.close()
+        self._trace.close()
+
+
+def _drain(ends: dict[str, int], watched: Watched, until: float, max_output: int) -> None:
+    """Read until the verdict is complete (or, without one, until the program has closed its output) or `until` has come."""
+    with selectors.DefaultSelector() as selector:
+        for name, end in ends.items():
+            selector.register(end, selectors.EVENT_READ, name)
+        awaited = {"verdict"} if "verdict" in ends else {"stdout", "stderr"}
+        while awaited:
+            events = selector.select(max(0.0, until - time.monotonic()))
+            for key, _ in events:
+                part = os.read(key.fd, 2**16)
+                getattr(watched, key.data).extend(part)
+                if not part:
+                    selector.unregister(key.fd)
+                    awaited.discard(key.data)
+            if not events or time.monotonic() > until:
+                watched.late = True
+                return
+            if len(watched.stdout) + len(watched.stderr) > max_output or len(watched.verdict) > wire.LARGEST:
+                watched.loud = True
+                return
+        for name in ("stdout", "stderr"):  # what was written before the verdict is in the pipe by now
+            os.set_blocking(ends[name], False)
+            while "verdict" in ends and (part := _available(ends[name])):
+                getattr(watched, name).extend(part)
+
+
+def _available(end: int) -> bytes:
+    try:
+        return os.read(end, 2**16)
+    except BlockingIOError:
+        return b""
+
+
+def _file(data: bytes) -> int:
+    """A file without a name that holds `data`."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("covey")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    for start in range(0, len(data), 2**20):
+        os.write(descriptor, data[start : start + 2**20])
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _kill_all(jails: set[_Jail]) -> None:
+    while jails:
+        jails.pop().kill()

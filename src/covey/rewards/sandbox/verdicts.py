@@ -1,0 +1,180 @@
+"""Tests on their way to the judge, and what its lines, exit codes and output mean."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from covey.errors import RewardError
+from covey.rewards.sandbox.jail import CANNOT
+from covey.rewards.sandbox.results import Reason, Result
+
+if TYPE_CHECKING:
+    from covey.rewards.sandbox.pool import Watched
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Statements for the judge (`payload` as it reads them), or pairs of input and expected output."""
+
+    count: int = 0
+    payload: bytes | None = None
+    pairs: tuple[tuple[str, str | None], ...] | None = None
+
+
+def plan(tests: Sequence[Any] | str | None, setup: str) -> Plan:
+    """The plan for what a caller gave. Raises RewardError for what is neither statements nor pairs."""
+    if tests is None:
+        if setup:
+            raise RewardError("setup is code for the tests, and there are none; put it at the start of the code.")
+        return Plan(pairs=(("", None),))
+    listed: list[Any] = [tests] if isinstance(tests, str | Mapping) else list(tests)
+    if not listed:
+        raise RewardError(
+            "tests is empty, so nothing could pass or fail; give at least one, or None to only run the code."
+        )
+    if all(isinstance(test, str) for test in listed):
+        payload = json.dumps({"setup": setup, "tests": listed}).encode()
+        return Plan(count=len(listed), payload=payload)
+    if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in listed):
+        if setup:
+            raise RewardError("setup goes with tests that are statements, not with pairs of input and output.")
+        return Plan(count=len(listed), pairs=tuple((str(test["input"]), str(test["output"])) for test in listed))
+    raise RewardError(
+        'tests must be statements ("assert f(1) == 2") or {"input": ..., "output": ...} pairs, all of one kind.'
+    )
+
+
+def check_limits(code: Any, timeout: float, memory_mb: int, max_output: int) -> None:
+    """Raises RewardError for what cannot be a limit, or no text as code."""
+    if not isinstance(code, str):
+        raise RewardError(f"code must be text, not {type(code).__name__}.")
+    if not (0 < timeout < math.inf):
+        raise RewardError(f"timeout must be a number of seconds above 0, not {timeout!r}.")
+    if memory_mb < 1 or max_output < 1:
+        raise RewardError(f"memory_mb and max_output must be at least 1, not {memory_mb!r} and {max_output!r}.")
+
+
+def timed(result: Result, seconds: float) -> Result:
+    """`result` with its wall time."""
+    return replace(result, seconds=seconds)
+
+
+def of_tests(seen: Watched, plan: Plan) -> Result:
+    """The verdict of the judge's lines: a test without one has not passed."""
+    lines = _lines(seen.verdict)
+    outcomes = {line["test"]: line for line in lines if "test" in line}
+    tests = tuple(outcomes.get(number, {}).get("outcome") == "passed" for number in range(plan.count))
+    reason, detail = _why(seen, lines, outcomes, tests)
+    return _result(seen, reason, detail, tests)
+
+
+def _why(
+    seen: Watched, lines: list[dict[str, Any]], outcomes: dict[int, dict[str, Any]], tests: tuple[bool, ...]
+) -> tuple[Reason, str]:
+    first = next((number for number, passed in enumerate(tests) if not passed), None)
+    if first is None and any("done" in line for line in lines):
+        return "passed", f"{len(tests)} of {len(tests)} tests passed"
+    met = _limit_met(seen)
+    if met is not None:
+        return met
+    for line in lines:
+        if "setup" in line:
+            return "tests", f"the tests cannot be run: {line['setup']}"
+        if "code" in line:
+            said = f"{line['code']['raised']}: {line['code'].get('said', '')}"
+            return _kind(str(line["code"]["raised"])), f"the code does not load: {said}"
+        if "gone" in line:
+            return _left(seen, "before its tests")
+    outcome = outcomes.get(first or 0)
+    if outcome is None or outcome["outcome"] == "gone":
+        return _left(seen, f"during test {(first or 0) + 1}")
+    where = f"test {(first or 0) + 1} of {len(tests)}"
+    if outcome["outcome"] == "wrong":
+        return "wrong", f"{where} failed: {outcome['said']}"
+    return _kind(outcome["kind"]), f"{where} raised {outcome['said']}"
+
+
+def of_pairs(seen: list[Watched], plan: Plan) -> Result:
+    """The verdict of programs that read and print: each must come to its end, and print what is expected."""
+    tests, why = [], None
+    for (_, expected), watched in zip(plan.pairs or (), seen, strict=False):
+        found = _of_pair(watched, expected)
+        tests.append(found is None)
+        why = why or found
+    tests += [False] * (plan.count - len(tests))
+    reason, detail = why or ("passed", "")
+    last = seen[-1] if why is None or len(seen) == 1 else seen[tests.index(False)]
+    return _result(last, reason, detail, tuple(tests) if plan.count else ())
+
+
+def _of_pair(seen: Watched, expected: str | None) -> tuple[Reason, str] | None:
+    met = _limit_met(seen)
+    if met is not None:
+        return met
+    code = seen.ended.get("candidate", CANNOT)
+    error = seen.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if code == 1:
+        return _kind(error.partition(":")[0]), f"the code raised {error}"
+    if code < 0:
+        return _left(seen, "during its run")
+    if code:
+        return "exited", f"the code left with exit code {code}"
+    if expected is not None and _printed(seen.stdout.decode(errors="replace")) != _printed(expected):
+        return "wrong", "the code printed something else than expected"
+    return None
+
+
+def _printed(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _limit_met(seen: Watched) -> tuple[Reason, str] | None:
+    if seen.ended.get("candidate") == CANNOT or seen.ended.get("judge") == CANNOT:
+        raise RewardError(f"the sandbox could not lock a program in: {seen.stderr.decode(errors='replace').strip()}")
+    if seen.loud:
+        return "output", "the code printed more than the limit on output"
+    if seen.late or seen.ended.get("candidate") == -signal.SIGXCPU:
+        return "timeout", "the code did not end within its time"
+    return None
+
+
+def _left(seen: Watched, when: str) -> tuple[Reason, str]:
+    code = seen.ended.get("candidate", 0)
+    if code < 0:
+        return "crashed", f"the code was ended by {signal.Signals(-code).name} {when}"
+    return "exited", f"the code ended its process (exit code {code}) {when}"
+
+
+def _kind(error: str) -> Reason:
+    if error == "MemoryError":
+        return "memory"
+    return "syntax" if error in ("SyntaxError", "IndentationError", "TabError") else "error"
+
+
+def _lines(verdict: bytearray) -> list[dict[str, Any]]:
+    """The judge's complete lines; it is ours, but has read what the code sent."""
+    found = []
+    for line in bytes(verdict).split(b"\n")[:-1]:
+        said = json.loads(line)
+        if isinstance(said, dict):
+            found.append(said)
+    return found
+
+
+def _result(seen: Watched, reason: Reason, detail: str, tests: tuple[bool, ...]) -> Result:
+    stdout, stderr = (bytes(text).decode(errors="replace") for text in (seen.stdout, seen.stderr))
+    return Result(reason == "passed", reason, stdout, stderr, detail=detail[:2000], tests=tests)
+
+
+def kill_group(process: int) -> None:
+    """End a process and all in its group."""
+    try:
+        os.killpg(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,148 @@
+"""Values between the code under test and its judge: JSON with tags, so that reading one can run nothing.
+
+Plain values travel by value: numbers, text, bytes, lists, tuples, sets, dictionaries, ranges, decimals, fractions, dates, and
+what the standard containers hold. Everything else stays where it is and travels as a reference. Standard library only.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import json
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LARGEST = 32 * 2**20
+"""Bytes of one message; a longer one ends the connection."""
+
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+    "l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque,
+}  # fmt: skip
+_TYPES = {
+    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, range)
+}
+_TIMES: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
+
+
+class Broken(Exception):  # noqa: N818 - what happened, not what is wrong
+    """The other side closed the connection, or sent what is no message."""
+
+
+def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
+    """`value` as JSON has it; `refer` says how an object that cannot travel by value is named."""
+    if value is None or type(value) in (bool, float, str):
+        return value
+    kind = type(value)
+    if kind is int or (isinstance(value, int) and isinstance(value, enum.Enum)):
+        number = int(value)
+        return number if abs(number) < 2**63 else ["i", hex(number)]
+    if kind in (list, set, frozenset, collections.deque) or _is_tuple(value):
+        tag = "t" if isinstance(value, tuple) else next(tag for tag, made in _SEQUENCES.items() if made is kind)
+        return [tag, [encode(item, refer) for item in value]]
+    if kind in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
+        tag = {dict: "d", collections.OrderedDict: "o", collections.Counter: "n"}.get(kind, "d")
+        return [tag, [[encode(key, refer), encode(item, refer)] for key, item in value.items()]]
+    return _encode_rare(value, kind) or refer(value)
+
+
+def _is_tuple(value: Any) -> bool:
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(type(value), "_fields"))
+
+
+def _encode_rare(value: Any, kind: type) -> list[Any] | None:
+    if kind in (bytes, bytearray):
+        return ["b" if kind is bytes else "B", value.decode("latin-1")]
+    if kind is complex:
+        return ["c", value.real, value.imag]
+    if kind is range:
+        return ["r", value.start, value.stop, value.step]
+    if kind is decimal.Decimal:
+        return ["D", str(value)]
+    if kind is fractions.Fraction:
+        return ["F", hex(value.numerator), hex(value.denominator)]
+    if kind in (datetime.date, datetime.datetime, datetime.time):
+        return ["T", kind.__name__, value.isoformat()]
+    if kind is datetime.timedelta:
+        return ["P", value.days, value.seconds, value.microseconds]
+    if isinstance(value, type) and value in _TYPES.values():
+        return ["N", value.__name__]
+    return None
+
+
+def decode(message: Any, refer: Callable[[list[Any]], Any]) -> Any:
+    """What `encode` was given, with references turned into objects by `refer`. Raises Broken for what it never wrote."""
+    if message is None or isinstance(message, bool | int | float | str):
+        return message
+    try:
+        tag, *rest = message
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](decode(item, refer) for item in rest[0])
+        if tag in ("d", "o", "n"):
+            pairs = [(decode(key, refer), decode(item, refer)) for key, item in rest[0]]
+            return (
+                collections.Counter(dict(pairs))
+                if tag == "n"
+                else collections.OrderedDict(pairs)
+                if tag == "o"
+                else dict(pairs)
+            )
+        return _decode_rare(tag, rest) if tag in "ibBcrDFTPN" else refer(message)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise Broken(f"what came back is no value: {error}") from error
+
+
+def _decode_rare(tag: str, rest: list[Any]) -> Any:
+    if tag == "i":
+        return int(rest[0], 16)
+    if tag in "bB":
+        data = rest[0].encode("latin-1")
+        return data if tag == "b" else bytearray(data)
+    if tag == "N":
+        return _TYPES[rest[0]]
+    if tag == "T":
+        return _TIMES[rest[0]].fromisoformat(rest[1])
+    if tag == "F":
+        return fractions.Fraction(int(rest[0], 16), int(rest[1], 16))
+    made = {"c": complex, "r": range, "D": decimal.Decimal, "P": datetime.timedelta}[tag]
+    return made(*rest)
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """One message. Raises Broken when nobody listens any more."""
+    body = json.dumps(message).encode()
+    try:
+        connection.sendall(struct.pack("!Q", len(body)) + body)
+    except OSError as error:
+        raise Broken(str(error)) from error
+
+
+def receive(connection: socket.socket) -> dict[str, Any]:
+    """The next message. Raises Broken at the end, for more than `LARGEST` bytes, and for what is no JSON object."""
+    size = struct.unpack("!Q", _read(connection, 8))[0]
+    if size > LARGEST:
+        raise Broken(f"a message of {size} bytes")
+    try:
+        message = json.loads(_read(connection, size))
+    except (ValueError, RecursionError) as error:
+        raise Broken(f"no message: {error}") from error
+    if not isinstance(message, dict):
+        raise Broken("no message")
+    return message
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        try:
+            part = connection.recv(min(size - len(parts), 2**20))
+        except OSError as error:
+            raise Broken(str(error)) from error
+        if not part:
+            raise Broken("it closed the connection")
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,43 @@
+"""Every reference solution of MBPP is judged right, and wrong once it is mutated."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from covey.rewards.sandbox import Sandbox
+
+MBPP = Path(__file__).parents[3] / "shared" / "data" / "mbpp" / "mbpp.jsonl"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not MBPP.exists(), reason="MBPP is not beside the repository")]
+
+
+class _Spoil(ast.NodeTransformer):
+    """Functions return something that no test expects."""
+
+    def visit_Return(self, node: ast.Return) -> ast.Return:
+        return ast.Return(ast.Constant("no test expects this"))
+
+
+def test_mbpp_references_pass_and_their_mutants_fail() -> None:
+    rows = [json.loads(line) for line in MBPP.read_text().splitlines()]
+    assert len(rows) == 974
+    with Sandbox() as sandbox, ThreadPoolExecutor(sandbox.workers) as threads:
+
+        def verdict(row: dict, code: str) -> bool:
+            return sandbox.run(code, row["test_list"], setup=row["test_setup_code"], timeout=60).passed
+
+        right = list(threads.map(lambda row: verdict(row, row["code"]), rows))
+        wrong = list(threads.map(lambda row: verdict(row, _mutant(row["code"])), rows))
+    assert [row["task_id"] for row, passed in zip(rows, right, strict=True) if not passed] == []
+    assert [row["task_id"] for row, passed in zip(rows, wrong, strict=True) if passed] == []
+
+
+def _mutant(code: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that are none, in the references
+        return ast.unparse(ast.fix_missing_locations(_Spoil().visit(ast.parse(code))))
