@@ -1,0 +1,124 @@
+"""Two pulses over one store: who is silent, who has ended, who waits elsewhere, and what a wait that cannot be woken does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import HashStore
+
+from covey.errors import RankError
+from covey.pulse import Beat, Pulse
+
+WAIT = 30.0
+
+
+@pytest.fixture
+def both() -> Iterator[list[Pulse]]:
+    store = HashStore()
+    pulses = [Pulse(store, rank, 2, silence=1.5, patience=3.0) for rank in range(2)]
+    for one in pulses:
+        one.start()
+    yield pulses
+    for one in pulses:
+        one.stop()
+
+
+def test_a_meeting_returns_what_the_collective_returns(both: list[Pulse]) -> None:
+    assert both[0].meet(lambda: 3) == 3
+
+
+def test_what_a_collective_raises_is_raised_here(both: list[Pulse]) -> None:
+    with pytest.raises(LookupError, match="no such thing"):
+        both[0].meet(lambda: {}["no such thing"])
+
+
+def test_a_process_that_said_why_it_ended_is_named_with_it(both: list[Pulse]) -> None:
+    both[1].end("failed with ValueError: bad")
+    with pytest.raises(RankError, match=r"rank 1 \(process \d+ on .*\) failed with ValueError: bad. Rank 0 waited"):
+        both[0].meet(lambda: time.sleep(WAIT))
+    assert both[0].is_abandoned
+
+
+def test_a_process_that_falls_silent_is_given_up(both: list[Pulse]) -> None:
+    time.sleep(1.2)
+    both[1].stop()
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"has not been heard of for 2 s; it was last in"):
+        both[0].meet(lambda: time.sleep(WAIT))
+    assert time.monotonic() - started < 4
+
+
+def test_a_process_that_lives_but_does_not_come_is_given_up_after_the_patience(both: list[Pulse]) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="lives but did not come within 3 s"):
+        both[0].meet(lambda: time.sleep(WAIT))
+    assert time.monotonic() - started < 5
+
+
+def test_processes_that_wait_in_different_places_are_told(both: list[Pulse], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.pulse.PARTED_SECONDS", 1.0)
+
+    def elsewhere() -> None:
+        with pytest.raises(RankError):
+            both[1].meet(lambda: time.sleep(WAIT))
+
+    other = threading.Thread(target=elsewhere)
+    other.start()
+    with pytest.raises(RankError, match=r"rank 1 .* waits in elsewhere .* waits in test_processes.*they have parted"):
+        both[0].meet(lambda: time.sleep(WAIT))
+    both[0].end("has gone")
+    other.join(10)
+    assert not other.is_alive()
+
+
+def test_an_error_that_all_have_at_the_same_point_lets_them_meet_again(both: list[Pulse]) -> None:
+    found: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda one=one: found.append(one.fails_together(ValueError("x")))) for one in both
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert found == [True, True]
+
+
+def test_an_error_that_only_one_has_ends_it_for_the_others(both: list[Pulse]) -> None:
+    found: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(RankError) as caught:
+            both[0].meet(lambda: time.sleep(WAIT))
+        found.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert not both[1].fails_together(ValueError("only here"))
+    waiting.join(10)
+    assert "failed with ValueError: only here" in found[0]
+
+
+def test_a_wait_that_cannot_be_woken_ends_the_process_with_exit_code_76() -> None:
+    script = """
+import time
+from torch.distributed import HashStore
+from covey.pulse import Pulse
+store = HashStore()
+mine, other = [Pulse(store, r, 2, silence=9.0, patience=9.0, is_pollable=r == 1) for r in range(2)]
+mine.start(), other.start()
+other.end("has gone")
+mine.meet(lambda: time.sleep(60))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 76
+    assert "rank 1" in done.stderr
+    assert "has gone" in done.stderr
+
+
+def test_a_beat_of_another_version_is_read() -> None:
+    assert Beat.parse(b'{"beat": 3, "colour": "red"}') == Beat(beat=3)
