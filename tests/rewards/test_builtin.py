@@ -164,14 +164,23 @@ def test_the_text_of_a_completion_is_what_the_assistant_wrote():
     assert text_of([{"role": "assistant", "content": None}]) == ""
 
 
+EXAMPLES = {
+    "soft_overlong": "soft_overlong(max_completion_len=8, soft_punish_cache=4)",
+    "cosine": "cosine(max_len=8)",
+    "pattern": "pattern(pattern='(a|b)+')",
+}
+"""Built-in rewards that have a parameter without a default."""
+COLUMNS = {"solution": "4", "schema": {"type": "integer"}}
+
+
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_every_built_in_survives_empty_endless_and_strange_completions(name):
-    if name == "accuracy_reward" and not HAS_MATH_VERIFY:
+    if name in {"accuracy_reward", "reasoning_accuracy_reward"} and not HAS_MATH_VERIFY:
         pytest.skip("math-verify is not installed")
-    text = {"soft_overlong": "soft_overlong(max_completion_len=8, soft_punish_cache=4)"}.get(name, name)
+    text = EXAMPLES.get(name, name)
     completions = ["", " ", "\x00", "\ud800", "(" * 5000, "9" * 5000, "####" * 500, "\\boxed{" * 500, "1/0", "<think>"]
     scorer = Scorer.of(text, isolate=False)
-    (scored,) = scorer.score([group(completions, columns={"answer": "4", "solution": "4"})])
+    (scored,) = scorer.score([group(completions, columns=COLUMNS | {"answer": "B" if name == "choice" else "4"})])
     assert scored.events == ()
     assert all(math.isfinite(value) or math.isnan(value) for value in scored.rewards.flatten().tolist())
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from covey.rewards.math import accuracy_reward
     from covey.rewards.metrics import reward_metrics
     from covey.rewards.model import ModelReward
+    from covey.rewards.scaled import get_cosine_scaled_reward, reasoning_accuracy_reward
     from covey.rewards.scoring import Scorer, Scoring
     from covey.rewards.text import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
 
@@ -26,9 +27,11 @@ _WHERE = {
     "advantage_shares": "combining:advantage_shares",
     "accuracy_reward": "math:accuracy_reward",
     "check": "contract:check",
+    "get_cosine_scaled_reward": "scaled:get_cosine_scaled_reward",
     "get_repetition_penalty_reward": "text:get_repetition_penalty_reward",
     "get_soft_overlong_punishment": "text:get_soft_overlong_punishment",
     "per_completion": "manner:per_completion",
+    "reasoning_accuracy_reward": "scaled:reasoning_accuracy_reward",
     "resolve": "builtin:resolve",
     "reward": "manner:reward",
     "reward_metrics": "metrics:reward_metrics",
@@ -46,9 +49,11 @@ __all__ = [
     "accuracy_reward",
     "advantage_shares",
     "check",
+    "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
     "per_completion",
+    "reasoning_accuracy_reward",
     "resolve",
     "reward",
     "reward_metrics",

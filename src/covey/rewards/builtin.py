@@ -13,8 +13,11 @@ import torch
 
 from covey import names
 from covey.errors import ConfigError, RewardError, did_you_mean
+from covey.rewards.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
 from covey.rewards.contract import RewardSpec, name_of
 from covey.rewards.math import accuracy_reward, exact_reward, math_reward
+from covey.rewards.scaled import CosineScaled, reasoning_accuracy_reward
+from covey.rewards.shape import JsonSchema, Pattern, Tags
 from covey.rewards.text import Length, Repetition, SoftOverlong, format_reward, think_format_reward
 
 BUILTIN: dict[str, Any] = {
@@ -25,7 +28,16 @@ BUILTIN: dict[str, Any] = {
     "length": Length,
     "soft_overlong": SoftOverlong,
     "repetition": Repetition,
+    "pattern": Pattern,
+    "tags": Tags,
+    "json_schema": JsonSchema,
+    "choice": ChoiceLetter,
+    "numeric": Numeric,
+    "f1": TokenF1,
+    "fuzzy": Fuzzy,
+    "cosine": CosineScaled,
     "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
 }
 """Functions, and classes whose parameters are given as in `length(target=50)`."""
