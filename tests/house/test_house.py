@@ -25,7 +25,7 @@ LEVELS = [
     {"session", "evaluation", "assessment"},
     {"parts"},
     {"recording"},
-    {"recovery"},
+    {"recovery", "saving"},
     {"build", "view"},
     {"loop", "doctor"},
     {"trainer"},

@@ -16,6 +16,7 @@ from covey.errors import ConfigError, CoveyError, did_you_mean
 VERBS = {
     "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
     "train": "post-train a model on your data with your rewards",
+    "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",

@@ -54,7 +54,8 @@ _WHAT = (
     JSON,
 )  # fmt: skip
 
-_HINTS = {
+_OWN = frozenset(flag.name for flag in _WHAT)
+HINTS = {
     **options.RENAMED,
     "model_name_or_path": "Use model.",
     "dataset_name": "Use dataset.",
@@ -63,6 +64,8 @@ _HINTS = {
     "reward_model_name_or_path": "Use reward.",
     "use_peft": "Set lora_r, such as 16.",
 }
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {"demo": {"model": "demo", "dataset": "demo", "reward": ["demo"]}}
 
 
 @functools.cache
@@ -78,13 +81,9 @@ def config_types() -> Mapping[str, Any]:
 
 
 def run(given: Given) -> int:
-    own = {flag.name for flag in _WHAT}
-    wanted = {name: value for name, value in given.items() if name not in own}
-    if given.get("resume") == "auto" and "output_dir" not in wanted:
+    if given.get("resume") == "auto" and "output_dir" not in given:
         raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
-    wanted.setdefault("output_dir", _next_run())
-    if given.get("dtype"):
-        wanted["model_init_kwargs"] = {**(wanted.get("model_init_kwargs") or {}), "dtype": given["dtype"]}
+    wanted = config_options(given)
     from covey.config import GRPOConfig
 
     config = GRPOConfig(**wanted)
@@ -92,11 +91,9 @@ def run(given: Given) -> int:
     if given.get("print_config"):
         from covey.cli.plan import as_yaml
 
-        output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in own}))
+        output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in _OWN}))
         return 0
-    for name in ("model", "dataset", "reward"):
-        if not given.get(name):
-            raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
+    refuse_missing(given)
     dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
     if given.get("dry_run"):
         from covey.cli.plan import show
@@ -109,6 +106,22 @@ def run(given: Given) -> int:
     held_out = given.get("eval_dataset")
     eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
     return _train(config, given, dataset, eval_dataset, peft_config)
+
+
+def config_options(given: Given) -> dict[str, Any]:
+    """What GRPOConfig receives of the flags, with the next free run folder where none is named."""
+    wanted = {name: value for name, value in given.items() if name not in _OWN}
+    wanted.setdefault("output_dir", _next_run())
+    if given.get("dtype"):
+        wanted["model_init_kwargs"] = {**(wanted.get("model_init_kwargs") or {}), "dtype": given["dtype"]}
+    return wanted
+
+
+def refuse_missing(given: Given) -> None:
+    """Raise ConfigError for the first of model, dataset and reward that was not given."""
+    for name in ("model", "dataset", "reward"):
+        if not given.get(name):
+            raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
 
 
 def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any) -> int:
@@ -226,8 +239,8 @@ verb = Verb(
     flags=flags,
     quiet_flags=other_flags,
     types=config_types,
-    hints=_HINTS,
+    hints=HINTS,
     positional=("config",),
-    presets={"demo": {"model": "demo", "dataset": "demo", "reward": ["demo"]}},
+    presets=PRESETS,
     run=run,
 )

@@ -1,0 +1,110 @@
+"""`covey doctor`: what is wrong with a run, before anything is spent on it. It takes the options of `covey train`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output, train
+from covey.cli.fields import other_flags
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.doctor import Case, Finding
+
+_SAMPLE = Flag(
+    name="sample_prompts", help="Prompts that are answered and scored for a trial; 0: no trial.", type=int, default=16, group="run"
+)  # fmt: skip
+_WIDTH = 110
+
+
+def flags() -> tuple[Flag, ...]:
+    """Those of `covey train`, and how large the trial is."""
+    left_out = {"dry_run", "print_config", "resume"}
+    return (_SAMPLE, *(flag for flag in train.flags() if flag.name not in left_out))
+
+
+def run(given: Given) -> int:
+    """Print a row for each finding. Exit code 1 when one of them is FAIL."""
+    train.refuse_missing(given)
+    if given.get("sample_prompts", 0) < 0:
+        raise ConfigError("--sample-prompts is less than 0; give a number of prompts, 0 for no trial.")
+    from covey.doctor import examine
+
+    found = []
+    for finding in examine(case_of(given)):
+        found.append(finding)
+        if not given.get("json"):
+            output.result(row(finding))
+    counts: Counter[str] = Counter(finding.status for finding in found)
+    if given.get("json"):
+        output.result_json({"ok": not counts["FAIL"], "counts": dict(counts), "findings": [vars(one) for one in found]})
+    else:
+        output.result(
+            f"\n{counts['PASS']} passed, {counts['WARN']} warnings, {counts['FAIL']} failed: {_verdict(counts)}"
+        )
+    return 1 if counts["FAIL"] else 0
+
+
+def case_of(given: Given) -> Case:
+    """The run that the flags describe, nothing of it loaded yet."""
+    from covey.config import GRPOConfig
+    from covey.doctor import Case
+
+    wanted = train.config_options({name: value for name, value in given.items() if name != "sample_prompts"})
+    held_out = given.get("eval_dataset")
+    return Case(
+        model=given["model"],
+        rewards=list(given["reward"]),
+        configure=lambda: GRPOConfig(**wanted),
+        load_dataset=partial(train.load_prompts, given["dataset"], given, given.get("max_prompts")),
+        load_held_out=lambda: train.load_prompts(held_out, given, given.get("max_eval_prompts")) if held_out else None,
+        adapter=partial(train.adapter, given),
+        predict_memory=partial(predicted_peak, given),
+        prompts=given.get("sample_prompts", _SAMPLE.default),
+    )
+
+
+def predicted_peak(given: Given, config: Any, dataset: Any) -> int:
+    """Bytes of the estimate that `covey train --dry-run` shows."""
+    from covey.cli.plan import longest_prompt, memory_of
+    from covey.config import batch_arithmetic
+
+    counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
+    return memory_of(config, given, counts.prompts_per_generation, longest_prompt(dataset) // 3).peak
+
+
+def row(finding: Finding) -> str:
+    """`WARN  model        the sentence`, and what to do below it."""
+    start = f"{finding.status}  {finding.area:<12} "
+    lines = textwrap.wrap(finding.said, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+    if finding.fix:
+        indent = " " * len(start) + "-> "
+        lines += textwrap.wrap(finding.fix, _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+    return "\n".join(lines)
+
+
+def _verdict(counts: Mapping[str, int]) -> str:
+    if counts["FAIL"]:
+        return "mend what failed before you train."
+    return "ready to train; read the warnings." if counts["WARN"] else "ready to train."
+
+
+verb = Verb(
+    name="doctor",
+    usage="[CONFIG.yaml | demo] --model MODEL --dataset DATA --reward REWARD [options of covey train]",
+    sentence="Look at a run before it is paid for: machine, model, data, rewards, memory, time, and whether it would learn.",
+    examples=("covey doctor demo", "covey doctor run.yaml", "covey doctor run.yaml --sample-prompts 64 --json"),
+    flags=flags,
+    quiet_flags=other_flags,
+    types=train.config_types,
+    hints=train.HINTS,
+    positional=("config",),
+    presets=train.PRESETS,
+    run=run,
+)

@@ -1,0 +1,112 @@
+"""Prompts: how many, how long, how many twice, and whether held-out ones were seen in training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from covey.data.prompts import to_prompt
+from covey.doctor.finding import Finding, failed, passed, warned
+from covey.errors import CoveyError
+
+AREA = "data"
+ROWS = 2000
+"""Rows that are looked at; a longer data set is judged by them."""
+
+
+def data_findings(dataset: Any, held_out: Any, tokenizer: Any, args: Any, context: int | None) -> Iterator[Finding]:
+    """Findings on both data sets. `context`: the most tokens that the model has positions for."""
+    rows = first_rows(dataset)
+    if not rows:
+        yield failed(AREA, "the data set has no rows.", "give a file with at least one prompt")
+        return
+    total = len(dataset) if hasattr(dataset, "__len__") else None
+    columns = sorted(rows[0])
+    yield passed(
+        AREA, f"{'a stream' if total is None else f'{total:,} rows'} with the columns {', '.join(columns)}", rows=total
+    )
+    yield repeats(rows)
+    yield from empty_columns(rows)
+    yield lengths(rows, tokenizer, args, context)
+    if held_out is not None:
+        yield overlap(rows, first_rows(held_out))
+
+
+def first_rows(dataset: Any) -> list[Mapping[str, Any]]:
+    """The first rows, at most ROWS of them."""
+    count = min(ROWS, len(dataset)) if hasattr(dataset, "__len__") else ROWS
+    return list(dataset.select(range(count)) if hasattr(dataset, "select") else dataset.take(count))
+
+
+def repeats(rows: list[Mapping[str, Any]]) -> Finding:
+    """WARN when more than a tenth of the prompts are there more than once."""
+    extra = len(rows) - len({written(row["prompt"]) for row in rows})
+    share = extra / len(rows)
+    if share > 0.1:
+        return warned(
+            AREA,
+            f"{extra} of {len(rows)} prompts are repetitions of another row.",
+            "remove them, or the run learns these prompts by heart",
+            repeated=share,
+        )
+    return passed(AREA, f"{len(rows) - extra} different prompts in the {len(rows)} rows looked at", repeated=share)
+
+
+def empty_columns(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """WARN for a column that rewards receive and that is empty in some rows, or the same in all."""
+    for name in sorted(set().union(*rows) - {"prompt"}):
+        values = [row.get(name) for row in rows]
+        missing = [
+            i for i, value in enumerate(values) if value is None or (isinstance(value, str) and not value.strip())
+        ]
+        if missing:
+            said = (
+                f"column {name!r} is empty in {len(missing)} of {len(rows)} rows, the first of them row {missing[0]}."
+            )
+            yield warned(
+                AREA, said, f"fill or remove these rows, if a reward reads {name!r}", column=name, empty=len(missing)
+            )
+        elif len(rows) > 3 and name in ("answer", "solution") and len({written(value) for value in values}) == 1:
+            yield warned(
+                AREA, f"column {name!r} has the same value in every row.", "check how the file was made", column=name
+            )
+
+
+def lengths(rows: list[Mapping[str, Any]], tokenizer: Any, args: Any, context: int | None) -> Finding:
+    """FAIL when a prompt cannot be encoded, or when prompts do not fit beside a completion; WARN when they are dropped for it."""
+    template = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
+    try:
+        counts = [len(to_prompt(row, str(i), f"row {i}", tokenizer, template).token_ids) for i, row in enumerate(rows)]
+    except CoveyError as error:
+        return failed(AREA, str(error))
+    longest, middle = max(counts), sorted(counts)[len(counts) // 2]
+    facts = {"longest": longest, "median": middle}
+    room = None if context is None else context - args.max_completion_length
+    over = [i for i, count in enumerate(counts) if room is not None and count > room]
+    if not over:
+        shown = f"prompts of {middle} tokens (median) to {longest} (longest)"
+        fits = "" if room is None else f"; {room} fit beside a completion of {args.max_completion_length}"
+        return passed(AREA, shown + fits, **facts)
+    said = f"{len(over)} of {len(rows)} prompts are longer than the {room} tokens that fit beside a completion, the first of them row {over[0]}."
+    fix = "lower --max-completion-length, shorten them, or leave them out with --on-long-prompt drop"
+    if args.on_long_prompt == "drop" and len(over) < len(rows):
+        return warned(AREA, said + " They are left out.", fix, too_long=len(over), **facts)
+    return failed(AREA, said, fix, too_long=len(over), **facts)
+
+
+def overlap(rows: list[Mapping[str, Any]], held_out: list[Mapping[str, Any]]) -> Finding:
+    """WARN when prompts of the evaluation are trained on."""
+    seen = {written(row["prompt"]) for row in rows}
+    common = sum(written(row["prompt"]) in seen for row in held_out)
+    if common:
+        said = (
+            f"{common} of {len(held_out)} held-out prompts are in the training data too, so evaluation would flatter."
+        )
+        return warned(AREA, said, "remove them from one of the two", overlap=common)
+    return passed(AREA, f"none of the {len(held_out)} held-out prompts is in the training data looked at", overlap=0)
+
+
+def written(value: Any) -> str:
+    """A prompt or value as text that is the same for the same content."""
+    return value.strip() if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,103 @@
+"""The machine: versions that are supported, threads, the accelerator, and what it computes in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+
+from covey.doctor.finding import Finding, failed, passed, warned
+
+AREA = "environment"
+
+
+def environment(args: Any) -> Iterator[Finding]:
+    """Findings on everything that does not depend on model or data."""
+    yield from versions(metadata.requires("covey") or ())
+    yield threads(torch.get_num_threads(), usable_cores(), on_cpu=args.device.type == "cpu")
+    yield from device(args, has_card=shutil.which("nvidia-smi") is not None)
+    yield precision(args)
+
+
+def versions(requirements: Iterable[str]) -> Iterator[Finding]:
+    """FAIL for each required package that is missing or out of its tested range; else one PASS that names the main ones."""
+    is_clean = True
+    for line in requirements:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        installed = _version(wanted.name)
+        if installed is None or not wanted.specifier.contains(installed, prereleases=True):
+            is_clean = False
+            have = "is not installed" if installed is None else f"is {installed}"
+            yield failed(
+                AREA,
+                f"{wanted.name} {have}, and {wanted.specifier} is tested.",
+                f"pip install '{wanted.name}{wanted.specifier}'",
+            )
+    if is_clean:
+        shown = {name: _version(name) for name in ("torch", "transformers", "datasets", "accelerate")}
+        yield passed(AREA, "versions are supported: " + ", ".join(f"{n} {v}" for n, v in shown.items()), **shown)
+
+
+def threads(used: int, cores: int, *, on_cpu: bool) -> Finding:
+    """WARN for more threads than cores (they wait for each other), or for one of many cores where a CPU does the work."""
+    facts = {"threads": used, "cores": cores}
+    if used > cores:
+        fix = f"set OMP_NUM_THREADS={cores}"
+        return warned(
+            AREA, f"torch uses {used} threads on {cores} usable cores, so that they wait for each other.", fix, **facts
+        )
+    if on_cpu and cores > 1 and used == 1:
+        return warned(AREA, f"torch uses 1 thread of {cores} usable cores.", f"set OMP_NUM_THREADS={cores}", **facts)
+    return passed(AREA, f"{used} threads on {cores} usable cores", **facts)
+
+
+def device(args: Any, *, has_card: bool) -> Iterator[Finding]:
+    """Where the run computes, and whether a better place lies idle."""
+    name = args.device.type
+    if name == "cpu" and args.use_cpu and torch.cuda.is_available():
+        yield warned(AREA, "the run computes on the processor while a GPU is there.", "leave --use-cpu out")
+    elif name == "cpu" and has_card and not torch.cuda.is_available():
+        yield warned(
+            AREA,
+            "a GPU is there, but this torch cannot use it.",
+            "install the torch build for your CUDA driver (see pytorch.org), then check torch.cuda.is_available()",
+        )
+    elif name == "cuda":
+        card = torch.cuda.get_device_properties(args.device)
+        yield passed(AREA, f"computes on {card.name}, {card.total_memory / 2**30:.0f} GiB", device=card.name)
+    else:
+        yield passed(AREA, f"computes on the {'processor' if name == 'cpu' else name}", device=name)
+
+
+def precision(args: Any) -> Finding:
+    """What matrix products run in. Precisions that the machine cannot do are refused with the options already."""
+    if args.fp16:
+        said = "computes in float16, whose range is small: gradients need scaling, and sampled and learnt log-probabilities part."
+        return warned(AREA, said, "use --bf16 where the accelerator has bfloat16 (Ampere or newer)", compute="float16")
+    if args.bf16:
+        return passed(AREA, "computes in bfloat16", compute="bfloat16")
+    if args.device.type == "cuda":
+        said = (
+            "computes in float32 on a GPU, which takes about twice the memory and several times the time of bfloat16."
+        )
+        return warned(AREA, said, "use --bf16", compute="float32")
+    return passed(AREA, "computes in float32", compute="float32")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

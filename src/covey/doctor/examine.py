@@ -1,0 +1,211 @@
+"""The whole examination, in the order in which a run would fail; what cannot be looked at is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from covey.build import Given, advice_for, as_dict, build_algorithm, build_scorer, checked_dataset
+from covey.config import GRPOConfig, batch_arithmetic
+from covey.data import eos_ids, prepare_tokenizer
+from covey.doctor import data, model, plan, rewards, signal, trial
+from covey.doctor.environment import environment
+from covey.doctor.finding import Finding, attempt, failed, passed
+from covey.memory import is_out_of_memory
+from covey.models import context_limit, disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
+from covey.world import World
+
+AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that has not started: its options, and how to load what they name."""
+
+    model: str
+    rewards: list[Any]
+    configure: Callable[[], GRPOConfig]
+    load_dataset: Callable[[], Any]
+    load_held_out: Callable[[], Any] = lambda: None
+    adapter: Callable[[], Any] = lambda: None
+    predict_memory: Callable[[GRPOConfig, Any], int] | None = None
+    """Bytes at the peak, from options and data set. None: not predicted."""
+    prompts: int = 16
+    """Prompts that the trial answers; 0: no trial."""
+
+
+@dataclass
+class _Loaded:
+    """What the examination has found so far; None: could not be had."""
+
+    args: Any = None
+    dataset: Any = None
+    held_out: Any = None
+    scorer: Any = None
+    model: Any = None
+    tokenizer: Any = None
+    eos: tuple[int, ...] = ()
+    peft_config: Any = None
+    counts: Any = None
+    has_failed: set[str] = field(default_factory=set)
+
+
+def examine(case: Case) -> Iterator[Finding]:
+    """Findings as they come. After a FAIL, whatever does not depend on it is still looked at."""
+    so_far = _Loaded()
+    for stage in (_options, _data, _model, _rewards, _plan, _trial):
+        for finding in stage(case, so_far):
+            if finding.status == "FAIL":
+                so_far.has_failed.add(finding.area)
+            yield finding
+
+
+def _options(case: Case, so_far: _Loaded) -> Iterator[Finding]:
+    so_far.args, wrong = attempt("options", case.configure)
+    if wrong is not None:
+        yield wrong
+        return
+    set_seed(so_far.args.seed)
+    so_far.peft_config, wrong = attempt("options", case.adapter)
+    if wrong is not None:
+        yield wrong
+    algorithm, wrong = attempt("options", lambda: build_algorithm(so_far.args))
+    yield wrong or passed("options", f"the options fit together; the algorithm is {_name(so_far.args, algorithm)}")
+    yield from environment(so_far.args)
+    yield _output_folder(so_far.args)
+
+
+def _name(args: GRPOConfig, algorithm: Any) -> str:
+    return str(args.algorithm if isinstance(args.algorithm, str) else getattr(algorithm, "name", "") or args.loss_type)
+
+
+def _output_folder(args: GRPOConfig) -> Finding:
+    folder = Path(str(args.output_dir))
+    if (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").stat().st_size:
+        fix = "choose another --output-dir, or go on with that run: --resume auto"
+        return failed("disk", f"{folder} holds a run already.", fix)
+    return passed("disk", f"{folder} is free for a run")
+
+
+def _data(case: Case, so_far: _Loaded) -> Iterator[Finding]:
+    args = so_far.args
+    check = checked_dataset if args is not None else lambda dataset, name, args: dataset
+    so_far.dataset, wrong = attempt("data", lambda: check(case.load_dataset(), "the data set", args))
+    if wrong is not None:
+        yield wrong
+    so_far.held_out, wrong = attempt("data", lambda: check(case.load_held_out(), "the held-out set", args))
+    if wrong is not None:
+        yield wrong
+
+
+def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
+    if so_far.args is None:
+        return
+    _, wrong = attempt("model", lambda: _load(case, so_far))
+    if wrong is not None:
+        yield wrong
+        return
+    rows = data.first_rows(so_far.dataset) if so_far.dataset is not None else []
+    is_chat = bool(rows) and not isinstance(rows[0]["prompt"], str)
+    yield from model.model_findings(so_far.model, so_far.tokenizer, so_far.eos, so_far.args, is_chat=is_chat)
+    if so_far.dataset is not None:
+        limit = context_limit(so_far.model)
+        yield from data.data_findings(so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit)
+
+
+def _load(case: Case, so_far: _Loaded) -> None:
+    args = so_far.args
+    loaded = load_model(case.model, as_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(loaded, trust_remote_code=args.trust_remote_code)
+    so_far.tokenizer = prepare_tokenizer(tokenizer, loaded)
+    so_far.eos = eos_ids(loaded, so_far.tokenizer)
+    loaded = with_adapter(loaded, so_far.peft_config)
+    if args.disable_dropout:
+        disable_dropout(loaded)
+    so_far.model = prepare_for_training(loaded.to(args.device), args)
+
+
+def _rewards(case: Case, so_far: _Loaded) -> Iterator[Finding]:
+    if so_far.args is None:
+        return
+    so_far.scorer, wrong = attempt("rewards", lambda: _scorer(case, so_far))
+    yield wrong or passed("rewards", f"{', '.join(so_far.scorer.names)} can be called with the columns of the data")
+
+
+def _scorer(case: Case, so_far: _Loaded) -> Any:
+    scorer = build_scorer(so_far.args, case.rewards, None, lambda: None, so_far.args.device)
+    if so_far.dataset is not None:
+        scorer.check(so_far.dataset.column_names)
+    return scorer
+
+
+def _plan(case: Case, so_far: _Loaded) -> Iterator[Finding]:
+    args, dataset = so_far.args, so_far.dataset
+    if args is None or dataset is None:
+        return
+    num_prompts = len(dataset) if hasattr(dataset, "__len__") else None
+    so_far.counts, wrong = attempt("batches", lambda: batch_arithmetic(args, args.world_size, num_prompts))
+    if wrong is not None:
+        yield wrong
+        return
+    yield from plan.batches(so_far.counts, num_prompts)
+    if so_far.model is None:
+        return
+    if case.predict_memory is not None:
+        yield plan.memory(case.predict_memory(args, dataset), *plan.available_memory(args.device))
+    yield plan.disk(Path(str(args.output_dir)), so_far.model, args)
+    is_adapter = so_far.peft_config is not None
+    yield from plan.learning_rate(args, advice_for(args, so_far.model), is_adapter=is_adapter)
+
+
+def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
+    if not case.prompts:
+        return
+    if None in (so_far.dataset, so_far.model, so_far.scorer, so_far.counts) or "data" in so_far.has_failed:
+        yield failed(
+            "signal", "no trial: what failed above has to be mended first.", "mend it and run covey doctor again"
+        )
+        return
+    try:
+        found, wrong = attempt("rewards", lambda: _tried(case, so_far))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found, wrong = (
+            None,
+            failed(
+                "memory",
+                f"memory ran out in the trial: {error}",
+                "lower --per-device-train-batch-size or --max-completion-length",
+            ),
+        )
+    finally:
+        so_far.scorer.close()
+    if wrong is not None or found is None:
+        yield from filter(None, [wrong])
+        return
+    weights = so_far.scorer.weights
+    yield from rewards.reward_findings(found, so_far.scorer.names, weights.tolist())
+    args = so_far.args
+    limit, masks = args.max_completion_length, bool(args.mask_truncated_completions)
+    yield from signal.signal_findings(found, weights, max_tokens=limit, masks_truncated=masks)
+    yield plan.expected_time(found, so_far.counts)
+
+
+def _tried(case: Case, so_far: _Loaded) -> trial.Trial:
+    args = so_far.args
+    given = Given(
+        args=args,
+        model=so_far.model,
+        tokenizer=so_far.tokenizer,
+        eos_ids=so_far.eos,
+        algorithm=build_algorithm(args),
+        scorer=so_far.scorer,
+        train_dataset=so_far.dataset,
+        world=World.of(args),
+    )
+    return trial.attempt_step(trial.Bench.of(given, so_far.counts.total_steps), case.prompts)

@@ -1,0 +1,47 @@
+"""One thing that was looked at, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from covey.errors import CoveyError
+
+T = TypeVar("T")
+Status = Literal["PASS", "WARN", "FAIL"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """PASS: as it should be. WARN: it will run, and is probably not what was meant. FAIL: it will not run, or not learn."""
+
+    status: Status
+    area: str
+    """environment, options, model, data, rewards, batches, memory, disk, signal, time, learning rate."""
+    said: str
+    """One sentence, with the figures."""
+    fix: str = ""
+    """What to do; part of the sentence where that says it already."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The figures as numbers."""
+
+
+def passed(area: str, said: str, **facts: Any) -> Finding:
+    return Finding(status="PASS", area=area, said=said, facts=facts)
+
+
+def warned(area: str, said: str, fix: str, **facts: Any) -> Finding:
+    return Finding(status="WARN", area=area, said=said, fix=fix, facts=facts)
+
+
+def failed(area: str, said: str, fix: str = "", **facts: Any) -> Finding:
+    return Finding(status="FAIL", area=area, said=said, fix=fix, facts=facts)
+
+
+def attempt(area: str, work: Callable[[], T]) -> tuple[T | None, Finding | None]:
+    """What `work` returns, or the error that it raised on purpose as a finding; its sentence names the fix already."""
+    try:
+        return work(), None
+    except CoveyError as error:
+        return None, failed(area, str(error))

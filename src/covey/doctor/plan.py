@@ -1,0 +1,120 @@
+"""The plan: batch arithmetic, memory, disk, time, and how the learning rate compares with what is known to work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from covey.arithmetic import Arithmetic
+from covey.doctor.finding import Finding, failed, passed, warned
+from covey.doctor.trial import Trial
+
+
+def batches(counts: Arithmetic, num_prompts: int | None) -> Iterator[Finding]:
+    """How many prompts and completions make a step. What does not divide is an error of the options already."""
+    facts = {
+        "prompts": counts.prompts_per_generation,
+        "completions_a_step": counts.completions_per_step,
+        "steps": counts.total_steps,
+    }
+    said = f"{_prompts(counts.prompts_per_generation)} x {counts.num_generations} completions a generation batch, {counts.completions_per_step} "
+    yield passed("batches", said + f"completions a step, {counts.total_steps:,} steps", **facts)
+    if num_prompts is not None and num_prompts < counts.prompts_per_generation:
+        said = f"a generation batch takes {counts.prompts_per_generation} prompts, and the data set has {num_prompts}: each is drawn several times a batch."
+        yield warned("batches", said, "give more prompts, or lower --gradient-accumulation-steps")
+    if counts.prompts_per_generation < 4:
+        said = f"a step learns from {_prompts(counts.prompts_per_generation)}, so its direction is mostly chance."
+        yield warned("batches", said, "raise --gradient-accumulation-steps; it costs time, not memory")
+    if counts.epochs is not None and counts.epochs > 50:
+        said = f"{counts.epochs:.0f} passes over the same prompts: the run will learn them by heart."
+        yield warned("batches", said, "give more prompts, or fewer --max-steps")
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt" if count == 1 else f"{count} prompts"
+
+
+def memory(predicted: int, available: int, where: str) -> Finding:
+    """FAIL when the predicted peak is more than there is, WARN from 85% of it."""
+    facts = {"predicted": predicted, "available": available}
+    said = f"{predicted / 2**30:.2f} GiB predicted at the peak, {available / 2**30:.1f} GiB {where}"
+    fix = (
+        "lower --per-device-train-batch-size (more --gradient-accumulation-steps instead) or --max-completion-length, use "
+        "--gradient-checkpointing, or train an adapter, --lora-r 16"
+    )
+    if predicted > available:
+        return failed("memory", said + ".", fix, **facts)
+    return (
+        warned("memory", said + ".", fix, **facts) if predicted > 0.85 * available else passed("memory", said, **facts)
+    )
+
+
+def available_memory(device: torch.device) -> tuple[int, str]:
+    """Bytes that are free on the device, and in words where."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]), "free on the GPU"
+    return int(psutil.virtual_memory().available), "free in memory"
+
+
+def disk(folder: Path, model: Any, args: Any) -> Finding:
+    """Whether checkpoints fit: weights, and two moments of what is trained, each time."""
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+    one = (weights if trained == weights else trained) + (0 if args.save_only_model else 2 * trained)
+    kept = 0 if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no" else args.save_total_limit or 3
+    free = shutil.disk_usage(next(path for path in (folder, *folder.resolve().parents) if path.exists())).free
+    facts = {"checkpoint": one, "free": free}
+    said = f"a checkpoint takes about {one / 2**30:.2g} GiB, {free / 2**30:.1f} GiB are free"
+    fix = "free some space, choose another --output-dir, or set --save-total-limit 1"
+    if kept and one > free:
+        return failed("disk", said + ".", fix, **facts)
+    return warned("disk", said + ".", fix, **facts) if kept * one > free else passed("disk", said, **facts)
+
+
+def expected_time(trial: Trial, counts: Arithmetic) -> Finding:
+    """Seconds a step and hours of the run, from the trial by the number of completions; larger batches are quicker an answer."""
+    rolled = counts.completions_per_generation / trial.num_completions / counts.optimizer_steps_per_generation
+    learnt = counts.completions_per_step / trial.num_completions
+    step = (trial.seconds["rollout"] + trial.seconds["reward"]) * rolled + trial.seconds["learn"] * learnt
+    total = step * counts.total_steps
+    parts = ", ".join(
+        f"{name} {100 * spent / sum(trial.seconds.values()):.0f}%" for name, spent in trial.seconds.items()
+    )
+    said = f"about {step:.3g} s a step, {in_words(total)} for {counts.total_steps:,} steps ({parts}), measured on {trial.num_completions} completions"
+    return passed(
+        "time",
+        said,
+        seconds_a_step=step,
+        seconds=total,
+        **{f"trial_{name}": value for name, value in trial.seconds.items()},
+    )
+
+
+def in_words(seconds: float) -> str:
+    """A duration for a person.
+
+    >>> in_words(90), in_words(5400), in_words(260000)
+    ('90 s', '1.5 hours', '3.0 days')
+    """
+    for size, name in ((86400.0, "days"), (3600.0, "hours")):
+        if seconds >= 1.5 * size or (name == "hours" and seconds >= size):
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{seconds:.0f} s"
+
+
+def learning_rate(args: Any, said: Sequence[str], *, is_adapter: bool) -> Iterator[Finding]:
+    """Remarks on options far from what is known to work, each with its source."""
+    for one in said:
+        yield warned("options", one, "keep it only if you know that it suits your model")
+    if not any(one.startswith("learning_rate") for one in said):
+        kind = "an adapter" if is_adapter else "all weights"
+        yield passed(
+            "options",
+            f"learning_rate={args.learning_rate:g} for {kind} is within what is known to work, or the model is small",
+            rate=args.learning_rate,
+        )

@@ -1,0 +1,93 @@
+"""A few prompts answered, scored and learnt from by the run's own parts, timed; nothing is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from covey.build import Given, build_learner, build_prompts, sampler_options, sampling_params
+from covey.credit import with_advantages, with_greedy_rewards
+from covey.learner import Learner
+from covey.rollout import Backend, Sampler, choose_sampler
+from covey.types import Group, Prompt, StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """P scored groups of G completions with their advantages, and what they took."""
+
+    groups: tuple[Group, ...]
+    again: tuple[Group, ...]
+    """The same completions, scored a second time."""
+    report: StepReport
+    """Of the update that was tried."""
+    seconds: dict[str, float]
+    """By phase: rollout, reward, learn."""
+
+    @property
+    def num_completions(self) -> int:
+        return sum(group.size for group in self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a trial works with: the run's sampler, scorer and learner."""
+
+    given: Given
+    sampler: Sampler
+    learner: Learner
+
+    @staticmethod
+    def of(given: Given, total_steps: int) -> Bench:
+        args = given.args
+        return Bench(
+            given=given,
+            sampler=choose_sampler(
+                given.model,
+                given.tokenizer,
+                eos_ids=given.eos_ids,
+                backend=cast(Backend, args.rollout_backend),
+                **sampler_options(args, given),
+            ),
+            learner=build_learner(given, total_steps, (None, None), is_off_policy=False),
+        )
+
+    def prompts(self, count: int) -> list[Prompt]:
+        """The first prompts that the run will draw."""
+        return build_prompts(self.given, self.given.train_dataset, shuffle=self.given.args.shuffle_dataset).take(count)
+
+
+def attempt_step(bench: Bench, count: int) -> Trial:
+    """Answer `count` prompts, score the answers twice, and take one update on a model that is thrown away afterwards."""
+    given, seconds = bench.given, dict[str, float]()
+    args, algorithm = given.args, given.algorithm.resolve(given.algorithm.initial_controllers())
+    prompts = bench.prompts(count)
+    bench.sampler.load(given.model, version=0)
+    groups = timed(seconds, "rollout", partial(answers, bench, prompts, args.num_generations))
+    scored = timed(seconds, "reward", partial(given.scorer.score, groups))
+    again = given.scorer.score(groups)
+    judged = bench.learner.annotate(scored, algorithm)
+    if algorithm.needs.greedy:
+        judged = with_greedy_rewards(judged, given.scorer.score(answers(bench, prompts, 1, temperature=0.0)))
+    judged = with_advantages(judged, algorithm, given.scorer.weights, given.scorer.combiner(judged))
+    report = timed(seconds, "learn", partial(bench.learner.step, judged, algorithm, 1))
+    return Trial(groups=tuple(judged), again=tuple(again), report=report, seconds=seconds)
+
+
+def answers(bench: Bench, prompts: Sequence[Prompt], each: int, **changes: Any) -> list[Group]:
+    """`each` completions of every prompt, in the order of the prompts, drawn as training would."""
+    args = bench.given.args
+    sampling = replace(sampling_params(args), seed=args.seed * 1_000_003 % 2**31, **changes)
+    place = {prompt.uid: i for i, prompt in enumerate(prompts)}
+    return sorted(bench.sampler.sample(prompts, each, sampling), key=lambda group: place[group.prompt.uid])
+
+
+def timed(seconds: dict[str, float], phase: str, work: Any) -> Any:
+    """What `work` returns; its time is noted under `phase`."""
+    started = time.perf_counter()
+    result = work()
+    seconds[phase] = time.perf_counter() - started
+    return result
