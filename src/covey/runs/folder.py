@@ -14,7 +14,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from covey.errors import RunFolderError
-from covey.runs import checkpoint, evaluations, manifest, rollouts, seal, serial
+from covey.runs import checkpoint, evaluations, manifest, rollouts, seal, serial, status
 from covey.runs.lock import FolderLock
 from covey.runs.metrics import JsonLines, read
 from covey.runs.storage import refusal
@@ -99,12 +99,14 @@ class RunFolder:
         )
         before = manifest.read(self.path / manifest.NAME)
         attempt: dict[str, Any] = {"started": manifest.now(), "from_step": self._step, "process": os.getpid()}
+        attempt["process_mark"] = status.mark_of(os.getpid())
         attempt |= {"host": found["hardware"]["host"], "command": found["command"]}
         if before is not None:
             attempt["changed"] = manifest.changes(before, found)
             found |= {key: before[key] for key in ("id", "created", "parent") if key in before}
         found["parent"] = found.get("parent") or self._parent()
-        found["attempts"] = [*(before or {}).get("attempts", []), attempt]
+        earlier = [{"state": "died", **one} for one in (before or {}).get("attempts", [])]  # who ended well said so
+        found["attempts"] = [*earlier, attempt]
         found |= {"state": "running", "step": self._step}
         self._try("run.json", lambda: manifest.write(self.path / manifest.NAME, found))
         return found

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from covey.errors import RunFolderError, did_you_mean
-from covey.runs import manifest, metrics
+from covey.runs import manifest, metrics, status
 from covey.view.found import find_runs
 from covey.view.groups import GroupIndex
 from covey.view.series import SeriesIndex
@@ -37,8 +37,9 @@ class RunView:
         return self.groups.refresh(_FILES_AT_ONCE) and series_done
 
     def manifest(self) -> dict[str, Any]:
-        """`run.json`; empty when there is none."""
-        return manifest.read(self.path / manifest.NAME) or {}
+        """`run.json`, with the state that the run really is in."""
+        found = manifest.read(self.path / manifest.NAME) or {}
+        return found | {"state": status.state_of(found, self.path)}
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The rows of a small log (`alerts.jsonl`, `events.jsonl`), read again when it has changed."""

@@ -1,0 +1,72 @@
+"""Whether a run that says "running" still does: a process that was killed could not write that it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SILENT_SECONDS = 6 * 3600.0
+"""A run on another machine that has written nothing for so long is called silent: nobody here can ask its process."""
+_RECORDS = ("run.json", "metrics.jsonl", "events.jsonl")
+
+
+def state_of(manifest: Mapping[str, Any], folder: Path) -> str:
+    """What `run.json` says (`finished`, `stopped`, `failed`), or for one that says `running`: that, `died` or `silent`.
+
+    `died`: the process that wrote it ran on this machine and is gone, or another has its number now. `silent`: it ran on
+    another machine, and no record has grown for six hours. `unknown` where nothing is said.
+    """
+    said = str(manifest.get("state", "unknown"))
+    attempts = manifest.get("attempts")
+    last = attempts[-1] if isinstance(attempts, list) and attempts else {}
+    if said != "running" or not isinstance(last, Mapping) or not isinstance(last.get("process"), int):
+        return said
+    if last.get("host") == platform.node():
+        mark = last.get("process_mark")
+        return said if is_alive(last["process"], mark if isinstance(mark, str) else None) else "died"
+    return said if time.time() - _last_written(folder) < SILENT_SECONDS else "silent"
+
+
+def is_alive(process: int, mark: str | None = None) -> bool:
+    """Whether the process of this number lives and, where `mark` says which one was meant, is still that one."""
+    if not 0 < process < 2**31:
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it lives, under another user
+        return mark in (None, mark_of(process))
+    return not _has_ended(process) and mark in (None, mark_of(process))
+
+
+def mark_of(process: int) -> str | None:
+    """What tells a process from a later one with its number: the boot and the clock tick that it started at (Linux)."""
+    words = _words(process)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return f"{boot}/{words[19]}" if len(words) > 19 else None
+
+
+def _has_ended(process: int) -> bool:
+    """Whether it only waits for its parent to take note."""
+    return _words(process)[:1] in (["Z"], ["X"])
+
+
+def _words(process: int) -> list[str]:
+    """The fields of `/proc/PID/stat` after the name; none where there is no such file."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _last_written(folder: Path) -> float:
+    files = [folder / name for name in _RECORDS]
+    return max((path.stat().st_mtime for path in files if path.is_file()), default=0.0)
