@@ -170,7 +170,7 @@ EXAMPLES = {
     "pattern": "pattern(pattern='(a|b)+')",
 }
 """Built-in rewards that have a parameter without a default."""
-COLUMNS = {"solution": "4", "schema": {"type": "integer"}}
+COLUMNS = {"solution": "4", "schema": {"type": "integer"}, "language": "en"}
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))

@@ -14,8 +14,12 @@ import torch
 from covey import names
 from covey.errors import ConfigError, RewardError, did_you_mean
 from covey.rewards.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
+from covey.rewards.code import Code
 from covey.rewards.contract import RewardSpec, name_of
+from covey.rewards.diversity import Distinct, SelfBleu
+from covey.rewards.language import Language
 from covey.rewards.math import accuracy_reward, exact_reward, math_reward
+from covey.rewards.overlap import Bleu, Rouge
 from covey.rewards.scaled import CosineScaled, reasoning_accuracy_reward
 from covey.rewards.shape import JsonSchema, Pattern, Tags
 from covey.rewards.text import Length, Repetition, SoftOverlong, format_reward, think_format_reward
@@ -35,7 +39,13 @@ BUILTIN: dict[str, Any] = {
     "numeric": Numeric,
     "f1": TokenF1,
     "fuzzy": Fuzzy,
+    "rouge": Rouge,
+    "bleu": Bleu,
+    "distinct": Distinct,
+    "self_bleu": SelfBleu,
+    "language": Language,
     "cosine": CosineScaled,
+    "code": Code,
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
