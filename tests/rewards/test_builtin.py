@@ -170,7 +170,7 @@ EXAMPLES = {
     "pattern": "pattern(pattern='(a|b)+')",
 }
 """Built-in rewards that have a parameter without a default."""
-COLUMNS = {"solution": "4", "schema": {"type": "integer"}, "language": "en"}
+COLUMNS = {"solution": "4", "schema": {"type": "integer"}, "language": "en", "tests": ["assert f(1) == 2"]}
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))

@@ -13,6 +13,8 @@ from typing import Any
 from covey import __version__
 from covey.cli import output
 from covey.cli.verb import JSON, Given, Verb
+from covey.errors import RewardError
+from covey.rewards.sandbox import isolation
 
 _PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "peft",
@@ -31,6 +33,7 @@ def facts() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "memory_gib": _memory(),
         "gpus": _gpus(),
+        "sandbox": _sandbox(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         "environment": {name: _masked(name) for name in sorted(os.environ) if name.startswith(_PREFIXES)},
     }
@@ -48,6 +51,14 @@ def run(given: Given) -> None:
                 output.result(f"  {key:<16} {item}")
         else:
             output.result(f"{name:<18} {', '.join(value) or 'none' if isinstance(value, list) else value}")
+
+
+def _sandbox() -> str:
+    """What keeps model-written code in here, or why it cannot be run."""
+    try:
+        return str(isolation())
+    except RewardError as error:
+        return str(error)
 
 
 def _version(name: str) -> str | None:
