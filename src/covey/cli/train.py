@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from covey import options
-from covey.cli import output
+from covey.cli import output, rerun
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
@@ -36,6 +36,7 @@ _WHAT = (
     Flag(name="eval_dataset", help="Held-out prompts, like --dataset; evaluated at the end, and as --eval-strategy says.", group="what"),
     CONFIG,
     Flag(name="resume", help="auto: go on where this run stopped, or start; never: start; or the path of a checkpoint.", default="never", group="run"),
+    Flag(name="from_run", help="Repeat the run in this folder; other flags change what they name.", group="run"),
     Flag(name="dry_run", help="Show the options, the batch arithmetic and an estimate of memory, and stop.", type=bool, group="run"),
     Flag(name="print_config", help="Print every option as YAML that --config reads, and stop.", type=bool, group="run"),
     Flag(name="prompt_column", help="Column that holds the prompt: text or chat messages.", default="prompt", group="data"),
@@ -81,6 +82,12 @@ def config_types() -> Mapping[str, Any]:
 
 
 def run(given: Given) -> int:
+    chosen = given
+    if given.get("from_run"):
+        if given.get("resume") not in (None, "never"):
+            raise ConfigError("--from-run starts a run anew and --resume goes on with one; keep one of them.")
+        types = {**{flag.name: flag.type for flag in _WHAT}, **config_types()}
+        given = rerun.repeated(given, [*other_flags(), *flags()], types)
     if given.get("resume") == "auto" and "output_dir" not in given:
         raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
     wanted = config_options(given)
@@ -103,9 +110,12 @@ def run(given: Given) -> int:
             resolve(reward)
         show(config, given, wanted, dataset)
         return 0
+    if chosen.get("from_run"):
+        rerun.refuse_other_run(chosen, config, dataset)
     held_out = given.get("eval_dataset")
     eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
-    return _train(config, given, dataset, eval_dataset, peft_config)
+    record = rerun.recorder(wanted, {name: value for name, value in given.items() if name in _OWN})
+    return _train(config, given, dataset, eval_dataset, peft_config, record)
 
 
 def config_options(given: Given) -> dict[str, Any]:
@@ -124,7 +134,7 @@ def refuse_missing(given: Given) -> None:
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
 
 
-def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any) -> int:
+def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any) -> int:
     from covey.trainer import GRPOTrainer
 
     trainer = GRPOTrainer(
@@ -134,6 +144,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         peft_config=peft_config,
+        callbacks=[record],
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
     trained = trainer.train(resume_from_checkpoint=given.get("resume"))

@@ -24,7 +24,7 @@ Outcome = Literal["finished", "stopped", "failed"]
 BAD_STEPS = "bad_steps"
 _MOST_BAD_STEPS = 20
 _RECORDS = (
-    *("run.json", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts"),
+    *("run.json", "train.yaml", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts"),
     *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS),
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")

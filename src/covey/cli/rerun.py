@@ -1,0 +1,154 @@
+"""`covey train --from-run runs/x`: the same run again, from what its folder says, with changes where they are given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from covey import options
+from covey.cli import output
+from covey.cli.flags import Flag, read_yaml, typed
+from covey.cli.verb import Given
+from covey.errors import RunFolderError
+
+RECIPE = "train.yaml"
+"""In a run's folder: every option of the command that started it, as `--config` reads them."""
+NEVER = frozenset({"from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config"})
+"""What belongs to one call, not to the run."""
+_PATHS = ("model", "dataset", "eval_dataset", "reward", "algorithm")
+
+
+def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """A callback that writes RECIPE into the run's folder when training starts."""
+    from transformers import TrainerCallback
+
+    from covey.cli.plan import as_yaml
+    from covey.runs.masking import mask
+
+    text = as_yaml(mask(dict(wanted)), {name: value for name, value in mask(dict(own)).items() if name not in NEVER})
+
+    class Recorder(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                (Path(args.output_dir) / RECIPE).write_text(text + "\n")
+
+    return Recorder()
+
+
+def repeated(given: Given, flags: list[Flag], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the run that `from_run` names, with those that were given in their place.
+
+    Raises RunFolderError where the folder holds no run. A run that a script started knows its options only; what it does
+    not know is asked for by `covey train` itself.
+    """
+    from covey.runs import manifest
+
+    folder = Path(given["from_run"]).expanduser()
+    found = manifest.read(folder / manifest.NAME)
+    if found is None:
+        raise RunFolderError(f"{folder} holds no run.json of a run; give the folder of a run, such as runs/train-1.")
+    if (folder / RECIPE).is_file():
+        recorded = {k: v for k, v in read_yaml(folder / RECIPE, flags).items() if k not in NEVER}
+    else:
+        recorded = _from_script(found)
+    recorded, lost = _without_masks(recorded)
+    if missing := lost - set(given):
+        output.say(
+            f"warning: {', '.join(sorted(missing))} was a secret and is not in {folder}; give it again if the run needs it."
+        )
+    home = Path(found.get("working_folder") or ".")
+    recorded = {name: _placed(value, home) if name in _PATHS else value for name, value in recorded.items()}
+    chosen = {name: value for name, value in given.items() if name != "from_run"}
+    changed = {name: value for name, value in chosen.items() if name not in NEVER and recorded.get(name) != value}
+    shown = ", ".join(f"{name} {recorded.get(name)} -> {value}" for name, value in changed.items())
+    output.say(f"repeats {folder}" + (f" with {shown}" if shown else ""))
+    return {**typed(recorded, types), **chosen}
+
+
+def refuse_other_run(chosen: Given, config: Any, dataset: Any) -> None:
+    """Raise RunFolderError when the options do not make the recorded algorithm; warn of other versions, source and rows.
+
+    `chosen` is what was given beside `from_run`: an algorithm, or options of one, may differ on purpose.
+    """
+    from covey.build import build_algorithm
+    from covey.runs import manifest, provenance
+
+    folder = Path(chosen["from_run"]).expanduser()
+    found = manifest.read(folder / manifest.NAME) or {}
+    for said in _differences(found, dataset):
+        output.say(f"warning: {said}, so numbers may differ.")
+    if set(chosen) & {"algorithm", *options.ALGORITHM_OPTIONS}:
+        return
+    recorded, now = found.get("algorithm"), manifest.to_json(provenance.component(build_algorithm(config)))
+    if recorded is not None and _shape(recorded) != _shape(now):
+        raise RunFolderError(
+            f"{folder} used an algorithm that its options do not make (a script built it); give it as --algorithm file.py:name."
+        )
+
+
+def _differences(found: Mapping[str, Any], dataset: Any) -> Iterator[str]:
+    from covey.runs import provenance
+
+    now = provenance.package_versions()
+    before: Mapping[str, str] = found.get("versions") or {}
+    for name in sorted(set(before) & set(now)):
+        if before[name] != now[name]:
+            yield f"{name} was {before[name]} and is {now[name]}"
+    for name, kept in (found.get("sources") or {}).items():
+        path = Path(name)
+        if not path.is_file():
+            yield f"{name} is gone (run.json holds its text)"
+        elif hashlib.sha256(path.read_text(errors="replace").encode()).hexdigest() != kept["sha256"]:
+            yield f"{name} has changed since"
+    rows, facts = (found.get("dataset") or {}).get("rows"), provenance.dataset_facts(dataset) or {}
+    if rows is not None and facts.get("rows") != rows:
+        yield f"the data set had {rows} rows and has {facts.get('rows')}"
+
+
+def _shape(described: Any) -> Any:
+    """What an algorithm is made of, without places and texts of source, which `sources` compares."""
+    if isinstance(described, Mapping):
+        return {k: _shape(v) for k, v in described.items() if k not in ("file", "line", "source", "sha256")}
+    return [_shape(item) for item in described] if isinstance(described, list) else described
+
+
+def _from_script(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a run that a script started: the configuration, the model's name, and rewards that can be imported."""
+    config = found.get("config") or {}
+    kept = {name: value for name, value in config.items() if name in options.HONOURED and name not in NEVER}
+    kept = {name: value for name, value in kept.items() if not str(value).startswith("Algorithm(")}
+    name = (found.get("model") or {}).get("name")
+    rewards = [_importable(one) for one in found.get("rewards") or []]
+    more = {"model": name, "reward": rewards if rewards and all(rewards) else None}
+    return {**kept, **{key: value for key, value in more.items() if value}}
+
+
+def _importable(described: Any) -> str | None:
+    """`file.py:name` or `package.module:name` of a plain function; None for one that carries values or has no name."""
+    if not isinstance(described, Mapping) or set(described) & {"fields", "holds", "partial", "repr"}:
+        return None
+    module, _, name = str(described.get("name", "")).partition(":")
+    if not name.isidentifier():
+        return None
+    return f"{described['file']}:{name}" if described.get("file") else f"{module}:{name}"
+
+
+def _without_masks(recorded: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    from covey.runs.masking import MASK
+
+    lost = {name for name, value in recorded.items() if MASK in str(value)}
+    return {name: value for name, value in recorded.items() if name not in lost}, lost
+
+
+def _placed(value: Any, home: Path) -> Any:
+    """A path from the folder that the run was started in, where it is not here too."""
+    if isinstance(value, list):
+        return [_placed(item, home) for item in value]
+    if not isinstance(value, str):
+        return value
+    path, colon, rest = value.partition(":")
+    if not path or Path(path).expanduser().exists() or not (home / path).exists():
+        return value
+    return str(home / path) + colon + rest

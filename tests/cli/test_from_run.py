@@ -1,0 +1,126 @@
+"""`covey train --from-run`: a run can be repeated from its folder alone, and says what stands in the way."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+
+from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
+from covey.cli import main
+from kit import tiny_model, tiny_tokenizer
+
+REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
+SMALL = {
+    "max_completion_length": 6,
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 1e-3,
+    "max_steps": 3,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model(layers=1).save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(6)]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("mine.py").write_text(REWARD)
+    what = {"model": "model", "dataset": "sums.jsonl", "prompt_column": "question", "reward": ["mine.py:digits"]}
+    Path("run.yaml").write_text(yaml.safe_dump({**what, **SMALL, "beta": 0.01, "seed": 3}))
+    return tmp_path
+
+
+def numbers(run):
+    """What a run's steps computed, without times."""
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time", "seconds", "per_second", "memory")
+    return [{k: v for k, v in line.items() if not any(word in k for word in timed)} for line in lines]
+
+
+def test_a_repeated_run_has_the_same_numbers(place, capsys):
+    assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
+    assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b"]) == 0
+    first, second = numbers("runs/a"), numbers("runs/b")
+    assert len(first) == 3
+    assert first[0]["reward"] > 0
+    assert first == second
+    assert "repeats runs/a" in capsys.readouterr().err
+
+
+def test_an_option_beside_it_changes_the_run_and_is_said(place, capsys):
+    assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
+    assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b", "--seed", "4", "--max-steps", "1"]) == 0
+    assert "repeats runs/a with seed 3 -> 4, max_steps 3 -> 1" in capsys.readouterr().err
+    assert len(numbers("runs/b")) == 1
+    assert numbers("runs/b")[0] != numbers("runs/a")[0]
+    again = yaml.safe_load(Path("runs/b/train.yaml").read_text())
+    assert (again["seed"], again["beta"], again["model"]) == (4, 0.01, "model")
+
+
+def test_it_works_from_another_folder(place, capsys, monkeypatch):
+    assert main(["train", "run.yaml", "--output-dir", "runs/a"]) == 0
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    assert main(["train", "--from-run", "../runs/a", "--output-dir", "b"]) == 0
+    assert numbers("b") == numbers("../runs/a")
+
+
+def test_a_changed_reward_and_other_versions_are_warned_of(place, capsys):
+    assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "1"]) == 0
+    Path("mine.py").write_text(REWARD.replace("/ 8", "/ 4"))
+    found = json.loads(Path("runs/a/run.json").read_text())
+    found["versions"]["torch"] = "1.0"
+    Path("runs/a/run.json").write_text(json.dumps(found))
+    assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b"]) == 0
+    said = capsys.readouterr().err
+    assert "mine.py has changed since, so numbers may differ" in said
+    assert "torch was 1.0 and is" in said
+
+
+def test_a_folder_without_a_run_is_refused(place, capsys):
+    assert main(["train", "--from-run", "."]) == 2
+    assert "holds no run.json of a run" in capsys.readouterr().err
+
+
+def test_repeating_and_going_on_exclude_each_other(place, capsys):
+    assert main(["train", "--from-run", "runs/a", "--resume", "auto"]) == 2
+    assert "keep one of them" in capsys.readouterr().err
+
+
+def script(algorithm=None, reward=None):
+    rows = Dataset.from_list([{"prompt": f"What is {i} + {i}?"} for i in range(6)])
+    args = GRPOConfig(output_dir="runs/s", report_to="none", **{**SMALL, "max_steps": 1})
+    from covey.rewards import resolve
+
+    rewards = reward or resolve("mine.py:digits").call
+    GRPOTrainer(model="model", reward_funcs=rewards, args=args, train_dataset=rows, algorithm=algorithm).train()
+
+
+def test_a_run_that_a_script_started_asks_for_its_data_only(place, capsys):
+    script()
+    assert main(["train", "--from-run", "runs/s", "--output-dir", "runs/b"]) == 2
+    assert "--dataset is missing" in capsys.readouterr().err
+    more = ["--dataset", "sums.jsonl", "--prompt-column", "question", "--output-dir", "runs/b"]
+    assert main(["train", "--from-run", "runs/s", *more]) == 0
+    assert numbers("runs/b") == numbers("runs/s")
+
+
+def test_a_reward_that_cannot_be_imported_is_asked_for(place, capsys):
+    script(reward=lambda completions: [float(len(text)) for text in completions])
+    assert main(["train", "--from-run", "runs/s", "--dataset", "sums.jsonl", "--prompt-column", "question"]) == 2
+    assert "--reward is missing" in capsys.readouterr().err
+
+
+def test_an_algorithm_that_its_options_do_not_make_is_refused(place, capsys):
+    script(algorithm=alg.grpo().replace(advantage=alg.dr_grpo().advantage))
+    more = ["--dataset", "sums.jsonl", "--prompt-column", "question", "--output-dir", "runs/b"]
+    assert main(["train", "--from-run", "runs/s", *more]) == 2
+    assert "give it as --algorithm" in capsys.readouterr().err
