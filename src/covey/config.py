@@ -260,6 +260,8 @@ class GRPOConfig(TrainingArguments):
     """Metrics that must not fall while the reward rises, beside eval_reward and rewards of weight 0."""
     early_stopping_patience: int | None = None
     """Evaluations without a better `metric_for_best_model` before the run stops."""
+    save_async: bool = True
+    """Write checkpoints beside the steps that follow, from a copy in the host's memory; false: wait for the disk."""
     rollout_log_steps: int = 10
     """Write prompts, completions, rewards and advantages to `rollouts/` every so many steps; 0: never."""
 

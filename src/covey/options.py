@@ -56,7 +56,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "early_stopping_patience",
     ),
     "output": (
-        "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "resume_from_checkpoint",
+        "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_async", "resume_from_checkpoint",
         "rollout_log_steps", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
         "trackio_static_space_id", "logging_strategy", "logging_steps", "logging_first_step", "log_completions",
         "num_completions_to_print", "log_unique_prompts", "log_level", "log_level_replica", "disable_tqdm",

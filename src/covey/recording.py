@@ -18,11 +18,14 @@ from covey.state import TrainState
 from covey.types import Event, Group, StepReport
 
 
-def write_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Model (or adapter) and tokenizer as transformers writes them, so that any tool can open the folder."""
+def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any] | None = None) -> None:
+    """Model (or adapter) and tokenizer as transformers writes them, so that any tool can open the folder.
+
+    `weights` (None: the model's own, as they are now): a copy of its `state_dict`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with quiet_bars():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 

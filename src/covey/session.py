@@ -65,6 +65,8 @@ class Session:
     """Multiplies the learning rate of now and of every step to come."""
     show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
     """At each log; shows nothing unless it was asked for."""
+    look_at_saving: Callable[[], None] = lambda: None
+    """Tells of a checkpoint whose writing has ended or failed, without waiting for one."""
     finish_saving: Callable[[], None] = lambda: None
     """Waits until no checkpoint is being written any more."""
     agree: Callable[[bool], bool] = lambda flag: flag
@@ -114,6 +116,7 @@ class Session:
 
     def record(self, state: TrainState, groups: Sequence[Group], report: StepReport) -> None:
         """After a step: what it did goes to the run folder, the screen, the callbacks; then evaluate and save when due."""
+        self.look_at_saving()
         report = self.monitor.with_update(report)
         epoch_before = math.floor((state.step - 1) / self.steps_per_epoch + 1e-9)
         self.latest = state
@@ -143,6 +146,7 @@ class Session:
         self._hear_signals()
         if self.is_asked_to_stop and state.step > self.last_saved and self.args.save_strategy != "no":
             self._save(state)
+        self.finish_saving()
         seconds = time.perf_counter() - self.started
         summary = {
             "train_runtime": round(seconds, 4),
@@ -156,6 +160,13 @@ class Session:
         self.recorder.close("stopped" if self.is_asked_to_stop else "finished")
         self.display.close()
         return summary
+
+    def fail(self) -> None:
+        """An error ends the run: what is being written is finished, and `run.json` says so."""
+        try:
+            self.finish_saving()
+        finally:
+            self.recorder.close("failed")
 
     def samples_seen(self, state: TrainState) -> float:
         """Completions trained on."""

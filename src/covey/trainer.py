@@ -32,7 +32,7 @@ from covey.build import (
 )
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
-from covey.errors import ConfigError, CoveyError, DataError, StorageError
+from covey.errors import ConfigError, CoveyError, DataError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.models import disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
@@ -40,8 +40,6 @@ from covey.monitor import Progress, alert_shower, build_monitor, completions_sho
 from covey.parts import Parts
 from covey.recording import (
     Recording,
-    callback_states,
-    checkpoint_tree,
     load_weights,
     restore_history,
     restore_tree,
@@ -49,6 +47,7 @@ from covey.recording import (
 )
 from covey.recovery import lower_learning_rate
 from covey.runs import RunFolder, StopRequest, checkpoint
+from covey.saving import Saver
 from covey.session import Session
 from covey.state import TrainState
 from covey.world import World
@@ -271,6 +270,7 @@ class GRPOTrainer:
         monitor = build_monitor(args, self.scorer.names, self.model, outlets)
         learner.before_update = partial(self._event, "on_pre_optimizer_step", monitor.before_update)
         learner.after_update = partial(self._event, "on_optimizer_step", monitor.after_update)
+        saver = Saver(args, self.model, self.processing_class, self.callback_handler, self.state)
         session = Session(
             args=args,
             handler=self.callback_handler,
@@ -282,7 +282,9 @@ class GRPOTrainer:
             lower_learning_rate=partial(lower_learning_rate, learner),
             stop=stop,
             evaluate=self._evaluate_in_training,
-            save=self._save_checkpoint,
+            save=lambda state: saver.save(self._running, state),
+            look_at_saving=lambda: saver.poll(self._running),
+            finish_saving=lambda: saver.finish(self._running),
             steps_per_epoch=steps_per_epoch,
             agree=self.world.any,
             show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
@@ -313,8 +315,8 @@ class GRPOTrainer:
             is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
             saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and self.args.save_strategy != "no"
             if is_shared and saves and parts.session.latest.step > parts.session.last_saved:
-                self._save_checkpoint(parts.session.latest)
-            parts.session.recorder.close("failed")
+                parts.session.save(parts.session.latest)
+            parts.session.fail()
             raise
         finally:
             parts.session.monitor.close()
@@ -335,34 +337,10 @@ class GRPOTrainer:
         evaluate = partial(evaluator, prompts, count, latest.controllers, prefix)
         return self._parts.session.recorder.evaluation(latest.step, prefix, self.scorer.weights.tolist(), evaluate)
 
-    def _save_checkpoint(self, state: TrainState) -> None:
-        """Save; a disk that refuses is told once and training goes on, with the earlier checkpoints intact."""
+    @property
+    def _running(self) -> Parts:
         assert self._parts is not None
-        tree = {} if self.args.save_only_model else checkpoint_tree(self._parts, state)
-        if self.world.is_main:
-            self.state.stateful_callbacks = callback_states(self.callback_handler)  # type: ignore[assignment]
-            best = self.state.best_global_step
-            try:
-                path = checkpoint.save(
-                    self.output_dir,
-                    state.step,
-                    self._write_checkpoint,
-                    tree,
-                    keep=self.args.save_total_limit,
-                    best=f"checkpoint-{best}" if best is not None else None,
-                )
-            except StorageError as error:
-                logger.error("%s Training goes on; the next save tries again.", error)
-            else:
-                if best is not None and best == state.step:
-                    self.state.best_model_checkpoint = str(path)
-        self.world.barrier()
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        write_model(folder, self.model, self.processing_class)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(self.output_dir / f"checkpoint-{self.state.global_step}")
-        self.state.save_to_json(str(folder / "trainer_state.json"))
+        return self._parts
 
     def _resume(self, parts: Parts, start: Path) -> TrainState:
         state = restore_tree(parts, start)
@@ -371,9 +349,9 @@ class GRPOTrainer:
         return state
 
     def _load_best(self) -> None:
-        if not self.args.load_best_model_at_end or self.state.best_model_checkpoint is None:
-            return
-        load_weights(self.model, Path(self.state.best_model_checkpoint))
+        best = self.world.broadcast(self.state.best_model_checkpoint)  # only the main process knows what was saved
+        if self.args.load_best_model_at_end and best is not None:
+            load_weights(self.model, Path(best))
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

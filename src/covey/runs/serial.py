@@ -55,11 +55,27 @@ class StateError(CoveyError, TypeError):
     """A value that a checkpoint cannot hold exactly."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A tree as it was at one moment, ready to be written at another."""
+
+    document: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def snapshot(tree: Any) -> Snapshot:
+    """The tree as it is now, sharing no memory with it. Raises StateError as `write` does."""
+    return Snapshot(*encode(tree, copies=True))
+
+
 def write(tree: Any, stem: Path) -> None:
-    """Write `<stem>.json` and `<stem>.safetensors`. Raises StateError, naming the place, on a value that cannot be held."""
-    document, tensors = encode(tree)
-    save_file(tensors, f"{stem}.safetensors")
-    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    """Write `<stem>.json` and `<stem>.safetensors`, of a tree or of its snapshot.
+
+    Raises StateError, naming the place, on a value that cannot be held.
+    """
+    held = tree if isinstance(tree, Snapshot) else Snapshot(*encode(tree))
+    save_file(dict(held.tensors), f"{stem}.safetensors")
+    text = json.dumps(held.document, allow_nan=False, separators=(",", ":"))
     Path(f"{stem}.json").write_text(text, encoding="ascii")
 
 
@@ -78,9 +94,9 @@ def read(stem: Path) -> Any:
         ) from error
 
 
-def encode(tree: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A JSON document and the tensors it refers to by name."""
-    encoder = _Encoder()
+def encode(tree: Any, *, copies: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A JSON document and the tensors it refers to by name: those of the tree where they can be, or always `copies`."""
+    encoder = _Encoder(copies=copies)
     root = encoder.encode(tree, "state")
     return {"schema": SCHEMA, "objects": encoder.objects, "tree": root}, encoder.tensors
 
@@ -98,7 +114,8 @@ def decode(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
 class _Encoder:
     """Walks a tree once. Plain JSON values stand for themselves; the rest is `{"$kind": ...}`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = False) -> None:
+        self.copies = copies
         self.tensors: dict[str, Tensor] = {}
         self.objects: list[Any] = []
         self._storages: set[int] = set()
@@ -185,7 +202,8 @@ class _Encoder:
             name = f"{place}#{len(self.tensors)}"
         stored = value.resolve_conj().resolve_neg().cpu().contiguous()
         is_view = stored.untyped_storage().nbytes() != stored.numel() * stored.element_size()
-        shares = is_view or stored.data_ptr() in self._storages
+        is_live = self.copies and stored.data_ptr() == value.data_ptr()
+        shares = is_live or is_view or stored.data_ptr() in self._storages
         self.tensors[name] = stored.clone() if shares else stored  # safetensors refuses tensors that share memory
         self._storages.add(stored.data_ptr())
         return name

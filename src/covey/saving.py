@@ -1,0 +1,112 @@
+"""When a checkpoint is due: the run stands still while memory is copied, and the disk is written beside the steps that follow."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerState
+
+from covey.errors import StorageError
+from covey.parts import Parts
+from covey.recording import callback_states, checkpoint_tree, write_model
+from covey.runs import checkpoint, serial
+from covey.runs.background import Background
+from covey.runs.snapshot import weights_now
+from covey.state import TrainState
+from covey.types import Event
+
+logger = logging.getLogger(__name__)
+
+# Trackers that listen to every save but read the folder only where they were told to upload it.
+_UPLOADS: dict[str, Callable[[Any], bool]] = {
+    "WandbCallback": lambda callback: bool(callback._log_model.is_enabled),
+    "MLflowCallback": lambda callback: bool(getattr(callback, "_log_artifacts", True)),
+    "TrackioCallback": lambda callback: False,
+}
+
+
+@dataclass(eq=False)
+class Saver:
+    """Saves the checkpoints of a run, one at a time.
+
+    A disk that refuses is told once, in a sentence and in `events.jsonl`; training goes on with the earlier checkpoints
+    intact, and the next save tries again. Anything else that fails in the background is raised at the next look.
+    """
+
+    args: Any
+    model: Any
+    tokenizer: Any
+    handler: Any
+    """transformers.trainer_callback.CallbackHandler"""
+    trainer_state: TrainerState
+    background: Background[Path] = field(default_factory=Background)
+    writing: int = 0
+    """The step of the checkpoint that is being written, or was last."""
+
+    def save(self, parts: Parts, state: TrainState) -> None:
+        """Save the run as it is now. Every process must call it; the main one writes."""
+        tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
+        if not parts.world.is_main:
+            return
+        self.finish(parts)
+        self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
+        self.writing = state.step
+        waits = not self.args.save_async or any(map(_reads_checkpoints, self.handler.callbacks))
+        work = self._work(tree, copies=not waits)
+        self.background.start(work, name=f"covey-checkpoint-{state.step}")
+        if waits:
+            self.finish(parts)
+
+    def poll(self, parts: Parts) -> None:
+        """Take note of a write that has ended, without waiting for one that has not."""
+        if not self.background.is_busy:
+            self.finish(parts)
+
+    def finish(self, parts: Parts) -> None:
+        """Wait until nothing is being written."""
+        try:
+            path = self.background.finish()
+        except StorageError as error:
+            logger.error("%s Training goes on; the next save tries again.", error)
+            parts.session.recorder.event(self.writing, Event(kind="save_failed", said=str(error)))
+            return
+        if path is not None and self.trainer_state.best_global_step == checkpoint.step_of(path):
+            self.trainer_state.best_model_checkpoint = str(path)
+
+    def _work(self, tree: dict[str, Any], *, copies: bool) -> Callable[[], Path]:
+        """What writes the checkpoint of this moment: from copies where training goes on meanwhile."""
+        best, run_dir = self.trainer_state.best_global_step, Path(str(self.args.output_dir))
+        told = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
+        told.stateful_callbacks = copy.deepcopy(told.stateful_callbacks)
+        if best == self.writing:
+            told.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        weights = weights_now(self.model) if copies else None
+        return partial(
+            checkpoint.save,
+            run_dir,
+            self.writing,
+            partial(_write, self.model, weights, self.tokenizer, told),
+            serial.snapshot(tree) if copies else tree,
+            keep=self.args.save_total_limit,
+            best=f"checkpoint-{best}" if best is not None else None,
+        )
+
+
+def _write(model: Any, weights: Any, tokenizer: Any, told: TrainerState, folder: Path) -> None:
+    write_model(folder, model, tokenizer, weights)
+    told.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _reads_checkpoints(callback: Any) -> bool:
+    """Whether a callback expects the checkpoint to be on the disk when it is told of the save."""
+    if type(callback).on_save is TrainerCallback.on_save:
+        return False
+    uploads = _UPLOADS.get(type(callback).__name__)
+    return True if uploads is None else uploads(callback)

@@ -1,0 +1,170 @@
+"""Checkpoints written beside training: killed anywhere, refused by a full disk, asked to stop; nothing good is ever lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import trainer
+from transformers import TrainerCallback
+
+from covey.runs import checkpoint, seal
+from kit import tiny_model
+
+HERE = Path(__file__).parent
+
+
+class Runs:
+    """Asks the server for training runs, and kills them. Use as a context manager."""
+
+    def __enter__(self) -> Runs:
+        command = [sys.executable, str(HERE / "async_runs.py"), str(HERE.parent)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.server = subprocess.Popen(command, text=True, env=environment, **pipes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.communicate()
+
+    def train(self, folder: Path, steps: int, kill_after: float | None = None) -> int:
+        """Run to the end, or for so many seconds after its first save; the exit code, negative when it was killed."""
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(f"{folder} {steps}\n")
+        self.server.stdin.flush()
+        child = int(self.server.stdout.readline())
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(child, signal.SIGKILL)  # not yet waited for, so the id is still its own
+        return int(self.server.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with Runs() as server:
+        yield server
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "covey_state.safetensors")}
+
+
+@pytest.mark.parametrize("steps", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_run_killed_at_random_moments_of_its_writes_always_resumes_and_ends_bit_for_bit(
+    runs: Runs, tmp_path: Path, steps: int
+) -> None:
+    draw, killed, torn = random.Random(5), tmp_path / "killed", 0
+    last = 0
+    for _ in range(2 * steps):
+        if runs.train(killed, steps, kill_after=draw.uniform(0.0, 0.25)) == 0:
+            break
+        torn += any(".tmp-" in path.name for path in killed.iterdir())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a kill must not even leave a damaged checkpoint behind
+            newest = checkpoint.latest(killed)
+        if newest is not None:
+            assert seal.problems(newest) == []
+            assert checkpoint.load_state(newest)["state"]["step"] == checkpoint.step_of(newest)
+            assert checkpoint.step_of(newest) >= last  # what was saved once is never lost
+            last = checkpoint.step_of(newest)
+    assert torn, "the kills missed the writes; the test shows nothing"
+    assert runs.train(killed, steps) == 0
+    assert runs.train(tmp_path / "whole", steps) == 0
+    name = f"checkpoint-{steps}"
+    assert content(killed / name) == content(tmp_path / "whole" / name)
+
+
+def test_both_ways_of_saving_write_the_same_bytes(tmp_path: Path) -> None:
+    for is_async in (True, False):
+        trainer(tmp_path / str(is_async), max_steps=3, save_async=is_async).train()
+    for step in (1, 2, 3):
+        one, other = (tmp_path / str(is_async) / f"checkpoint-{step}" for is_async in (True, False))
+        assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
+        assert content(one) == content(other)
+
+
+class Ballast(TrainerCallback):
+    """Fills the disk at the start of a step and frees it at the start of another."""
+
+    def __init__(self, disk: Path, fill_at: int, free_at: int) -> None:
+        self.file, self.fill_at, self.free_at = disk / "ballast", fill_at, free_at
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.fill_at:
+            with open(self.file, "wb", buffering=0) as file:
+                while file_grows(file):
+                    pass
+        if state.global_step + 1 == self.free_at:
+            self.file.unlink()
+
+
+def file_grows(file: Any) -> bool:
+    try:
+        return bool(file.write(b"x" * 1024))
+    except OSError:
+        return False
+
+
+def test_a_full_disk_is_told_at_the_next_step_and_training_goes_on(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = small_disk / "run"
+    ballast = Ballast(small_disk, fill_at=3, free_at=6)
+    one = trainer(run, model=tiny_model("qwen2", hidden=8), max_steps=6, save_total_limit=1, callbacks=[ballast])
+    with caplog.at_level(logging.ERROR, logger="covey.saving"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the logs tell of the full disk too
+        one.train()
+    told = [record.message for record in caplog.records if record.name == "covey.saving"]
+    assert {"checkpoint-3", "checkpoint-4"} <= {said.split()[0] for said in told}  # 2 and 5 meet the disk as it changes
+    assert all("no space is left on the disk" in said and "the next save tries again" in said for said in told)
+    assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-6"]
+    assert seal.problems(run / "checkpoint-6") == []
+
+
+class Look(TrainerCallback):
+    """Reads the checkpoint it is told of."""
+
+    def __init__(self) -> None:
+        self.found: list[list[str]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(seal.problems(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
+
+
+def test_a_callback_that_is_told_of_a_save_finds_it_whole(tmp_path: Path) -> None:
+    look = Look()
+    trainer(tmp_path, max_steps=2, callbacks=[look]).train()
+    assert look.found == [[], []]
+
+
+class Stop(TrainerCallback):
+    """SIGTERM right after the first save has begun."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_signal_waits_for_the_write(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # of its own process, were the run not to catch it
+    try:
+        one = trainer(tmp_path, save_steps=1, callbacks=[Stop()])
+        one.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert one.exit_code == 75
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+    assert json.loads((tmp_path / "run.json").read_text())["state"] == "stopped"
+    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]

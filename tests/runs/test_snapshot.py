@@ -1,0 +1,63 @@
+"""A snapshot holds what was there, whatever is done to the originals next; background work is told of once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from covey.runs import serial
+from covey.runs.background import Background
+from covey.runs.snapshot import weights_now
+from kit import tiny_model
+
+
+def test_a_snapshot_of_a_tree_keeps_every_value_of_its_moment(tmp_path: Path) -> None:
+    live = {"x": torch.arange(4.0), "steps": [1, 2], "more": {"mean": torch.zeros(())}}
+    live["tied"] = live["x"]
+    held = serial.snapshot(live)
+    live["x"].zero_()
+    live["more"]["mean"].add_(1)
+    live["steps"].append(3)
+    serial.write(held, tmp_path / "state")
+    back = serial.read(tmp_path / "state")
+    assert back["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert back["tied"] is back["x"]
+    assert back["more"]["mean"].item() == 0.0
+    assert back["steps"] == [1, 2]
+
+
+def test_copied_weights_do_not_follow_the_model_and_stay_tied() -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    held = weights_now(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert list(held) == list(before)
+    assert all(torch.equal(held[name], before[name]) for name in before)
+    assert held["lm_head.weight"] is held["model.embed_tokens.weight"]
+
+
+def test_frozen_weights_are_not_copied() -> None:
+    model = get_peft_model(tiny_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    live, held = model.state_dict(), weights_now(model)
+    shared = {name for name in live if held[name].data_ptr() == live[name].data_ptr()}
+    assert {name for name in live if "lora_" not in name} == shared
+
+
+def test_background_work_is_returned_once_and_its_error_raised_once() -> None:
+    background, gate = Background[int](), threading.Event()
+    assert background.finish() is None
+    background.start(lambda: gate.wait(10) and 7, "seven")
+    assert background.is_busy
+    gate.set()
+    assert background.finish() == 7
+    assert background.finish() is None
+    background.start(lambda: 1 // 0, "fails")
+    with pytest.raises(ZeroDivisionError):
+        background.finish()
+    assert background.finish() is None
