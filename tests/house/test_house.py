@@ -21,7 +21,7 @@ LEVELS = [
     {"checks"},
     {"config", "algorithms"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},
-    {"monitor", "credit", "comparison"},
+    {"monitor", "credit", "comparison", "cleaning"},
     {"session", "evaluation", "assessment"},
     {"parts"},
     {"recording"},

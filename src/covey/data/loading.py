@@ -36,7 +36,7 @@ def load(
 
     Raises DataError, in one sentence that names the input and the fix, for whatever is not there or cannot be used.
     """
-    source, split = _parted(source, split)
+    source, split = parted(source, split)
     name = shown(source)
     dataset = opened(source, split, streaming, config_name)
     dataset = _renamed(dataset, columns or {}, prompt_column, name)
@@ -46,7 +46,7 @@ def load(
     return dataset if system_prompt is None else _with_system(dataset, system_prompt, name)
 
 
-def _parted(source: Any, split: str | None) -> tuple[Any, str | None]:
+def parted(source: Any, split: str | None) -> tuple[Any, str | None]:
     """`path:split` in two. A source that exists as it is written has no split in it."""
     if not isinstance(source, str) or Path(source).exists():
         return source, split

@@ -1,0 +1,96 @@
+"""Texts as words, words as numbers, and runs of words as numbers: what duplicates and overlap are found with."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import xxhash
+
+# Scripts without spaces between words count by character; signs of a formula count, those of a sentence do not.
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_QUOTES = "\u00ab\u00bb\u00b4\u2013\u2014\u2018-\u201f\u2026\u3001\u3002\uff01\uff0c\uff1f"
+_TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+|[^\w\s.,;:!?\"'`{_QUOTES}]")
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_ODD = numpy.uint64(0x9E3779B97F4A7C15)
+_MOST_KNOWN = 1_000_000
+
+Hashes = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
+
+
+class Words:
+    """Words of texts as 64-bit numbers. Remembers the words that it has seen, up to a million, which only saves time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        """A number for each word and each sign of a formula; case, width and the signs of sentences do not count."""
+        known = self._known
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
+        found = []
+        for word in _TOKEN.findall(plain.casefold()):
+            number = known.get(word)
+            if number is None:
+                number = known[word] = xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
+            found.append(number)
+        return found
+
+
+def text_of(prompt: Any) -> str:
+    """The words of a prompt, which is text or chat messages; empty where there is no text."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        return ""
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    return "\n".join(content if isinstance(content, str) else _parts(content) for content in contents)
+
+
+def _parts(content: Any) -> str:
+    """The text of a message whose content is a list of parts."""
+    if not isinstance(content, Sequence):
+        return ""
+    return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+
+
+def same_text(text: str) -> int:
+    """A number that two texts share when they differ in white space and Unicode form alone."""
+    plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
+    return xxhash.xxh3_64_intdigest(" ".join(plain.split()).encode("utf-8", "surrogatepass"))
+
+
+def numbers_in(text: str) -> int:
+    """A number that two texts share when the same numbers stand in them in the same order."""
+    return xxhash.xxh3_64_intdigest(" ".join(_NUMBER.findall(text)).replace(",", "").encode())
+
+
+def grams(rows: Sequence[Sequence[int]], size: int) -> tuple[Hashes, numpy.ndarray]:
+    """Every run of `size` words of every row, as [M] numbers, and the [R + 1] places where each row's begin.
+
+    A row with fewer words has one run, of all its words; a row without words has none.
+    """
+    padded = [list(row) + [0] * (size - len(row)) if 0 < len(row) < size else row for row in rows]
+    lengths = numpy.array([len(row) for row in padded], dtype=numpy.int64)
+    flat = numpy.fromiter(itertools.chain.from_iterable(padded), numpy.uint64, int(lengths.sum()))
+    counts = numpy.maximum(lengths - size + 1, 0)
+    begins = numpy.concatenate([[0], numpy.cumsum(lengths)[:-1]]).astype(numpy.int64)
+    places = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(numpy.int64)
+    starts = numpy.repeat(begins - places[:-1], counts) + numpy.arange(places[-1])
+    found = numpy.zeros(len(starts), dtype=numpy.uint64)
+    for step in range(size):
+        found = mixed(found * _ODD + flat[starts + step])
+    return found, places
+
+
+def mixed(numbers: Hashes) -> Hashes:
+    """The numbers with all their bits stirred (the end of MurmurHash3)."""
+    numbers = (numbers ^ (numbers >> numpy.uint64(33))) * numpy.uint64(0xFF51AFD7ED558CCD)
+    numbers = (numbers ^ (numbers >> numpy.uint64(33))) * numpy.uint64(0xC4CEB9FE1A85EC53)
+    return numbers ^ (numbers >> numpy.uint64(33))
