@@ -18,6 +18,8 @@ _BANDS, _ROWS_IN_BAND = 16, 4
 """64 minima in 16 bands of 4: a pair that shares 0.8 of its runs is met with probability 0.9998, one of 0.7 with 0.99."""
 _SHORT = 20
 """Words below which one word makes another question ("the surface of a cube", "of a cone"): such texts must have the same words."""
+_COMMON, _ENOUGH = 0.1, 200
+"""Runs of words in a tenth of the first rows that come together, if they are so many, are instructions, and do not count."""
 _FEW = 64
 """Up to so many rows with the same band each meets each; of more, each meets the first so many."""
 
@@ -44,6 +46,7 @@ class Duplicates:
         self._folder = tempfile.TemporaryDirectory(prefix="covey-duplicates-")
         path = Path(self._folder.name)
         names = ["rows", "texts", "answers", "counts", "runs", *(f"band-{band}" for band in range(_BANDS))]
+        self._instructions: Hashes | None = None
         self._files = {name: (path / name).open("w+b") for name in names}
         random = numpy.random.default_rng(20_240_317)
         self._factors = random.integers(1, 2**63, _BANDS * _ROWS_IN_BAND, dtype=numpy.uint64) * numpy.uint64(2) + numpy.uint64(1)  # fmt: skip
@@ -70,7 +73,7 @@ class Duplicates:
         self._write("answers", numpy.array(answers, dtype=numpy.uint64))
         if self.near is None:
             return
-        runs, places = grams(words, SHINGLE)
+        runs, places = self._without_instructions(*grams(words, SHINGLE))
         counts = numpy.diff(places)
         self._write("counts", counts)
         self._write("runs", (runs >> numpy.uint64(32)).astype(numpy.uint32))
@@ -125,6 +128,20 @@ class Duplicates:
             if likeness >= (self.near if min(len(mine), len(theirs)) > _SHORT - SHINGLE else 1.0):
                 dropped[later] = Twin(int(rows[later]), int(rows[earlier]), likeness)
         return list(dropped.values())
+
+    def _without_instructions(self, runs: Hashes, places: numpy.ndarray) -> tuple[Hashes, numpy.ndarray]:
+        """The runs but those that very many rows share; a row that has no others keeps them."""
+        count = len(places) - 1
+        owners = numpy.repeat(numpy.arange(count), numpy.diff(places))
+        if self._instructions is None:
+            once = numpy.unique(numpy.stack([runs, owners.astype(numpy.uint64)], axis=1), axis=0)[:, 0]
+            known, counts = numpy.unique(once, return_counts=True)
+            self._instructions = known[counts > _COMMON * count] if count >= _ENOUGH else known[:0]
+        is_own = ~numpy.isin(runs, self._instructions)
+        is_bare = numpy.bincount(owners[is_own], minlength=count) == 0
+        kept = is_own | is_bare[owners]
+        counts = numpy.bincount(owners[kept], minlength=count)
+        return runs[kept], numpy.concatenate([[0], numpy.cumsum(counts)])
 
     def _write(self, name: str, numbers: numpy.ndarray) -> None:
         self._files[name].write(numbers.tobytes())

@@ -1,0 +1,73 @@
+"""Training rows that hold evaluation questions are found, whatever stands around the question."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from covey.cleaning.grams import Words
+from covey.cleaning.overlap import Overlap
+
+FOLDER = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+QUESTION = "a farmer has nine black hens and every hen lays two eggs on each day of the week"
+
+
+def found(questions, rows, size=8, least=0.5):
+    words = Words()
+    return Overlap(questions, size, words).of([words(row) for row in rows], least)
+
+
+def test_a_question_is_found_though_its_case_signs_and_surroundings_differ():
+    row = "Solve this one: " + QUESTION.upper().replace(" AND", ", and") + "!"
+    assert [(one.place, one.question) for one in found(["other words", QUESTION], ["nothing of it", row])] == [(1, 1)]
+
+
+def test_the_share_is_that_of_the_words_in_common_runs():
+    words = QUESTION.split()
+    (one,) = found([QUESTION], [" ".join([*words[:8], *"ABCDEFGH"])])
+    assert one.share == 0.5
+
+
+def test_a_run_shorter_than_asked_for_is_no_overlap():
+    words = QUESTION.split()
+    assert found([QUESTION], [" ".join([*words[:7], "or", *words[8:15], "or"])]) == []
+
+
+def test_short_questions_must_be_the_same():
+    assert [one.place for one in found(["What is DNA?"], ["what is dna", "what is rna", "what is dna made of"])] == [0]
+
+
+def test_an_instruction_that_all_questions_share_is_no_overlap_and_hides_none():
+    ask = "Think step by step, then write the final answer in a box at the end of your answer. "
+    things = [f"{word}{tail}" for word in "abcdefghijklmnop" for tail in ("x", "y")]
+    questions = [f"{ask} {thing} runs past {thing} while one big {thing} looks at it" for thing in things]
+    rows = [ask + "something else entirely is asked for in this row", questions[3]]
+    assert [(one.place, one.question, one.share) for one in found(questions, rows)] == [(1, 3, 1.0)]
+
+
+def test_an_empty_evaluation_set_is_met_by_nothing():
+    assert found([], ["a b c"]) == []
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="needs GSM8K beside the repository, in ../shared/data/gsm8k")
+def test_planted_test_questions_in_gsm8k_are_found_and_little_else():
+    random.seed(5)
+    train, test = (
+        [json.loads(line)["question"] for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    )
+    planted = []
+    for number, place in enumerate(random.sample(range(len(test)), 200)):
+        words = test[place].split()
+        if number % 2 and len(words) > 24:  # one word in twelve replaced
+            words = [("something" if index % 12 == 5 else word) for index, word in enumerate(words)]
+        planted.append(" ".join(words))
+    hit = {one.place for one in found(test, train + planted)}
+    truth = set(range(len(train), len(train) + 200))
+    assert len(hit & truth) >= 196
+    assert (
+        len(hit - truth) <= 5
+    )  # three are true: "Bella bought stamps" and two on trains stand in both sets, with other numbers
