@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-trl
 
-.PHONY: install demo test test-all check bench clean
+.PHONY: install demo test test-all check bench soak clean
 
 install: $(STAMP)
 
@@ -33,6 +33,9 @@ bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory b
 	$(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision bf16-autocast --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
+
+soak: $(STAMP)           ## every known fault against tiny real runs for an hour; MINUTES=10 for less
+	$(BIN)/covey faults --minutes $(or $(MINUTES),60)
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)

@@ -29,6 +29,7 @@ LEVELS = [
     {"build", "view"},
     {"loop", "doctor"},
     {"trainer"},
+    {"faults"},
     {"cli", "__init__", "__main__"},
 ]
 

@@ -18,9 +18,11 @@ VERBS = {
     "train": "post-train a model on your data with your rewards",
     "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
+    "reward": "whether a reward pays right answers and nothing else, before training",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
+    "faults": "kill, starve and poison a tiny real run in every known way; what each costs",
     "env": "versions and devices, for a bug report",
 }
 """Each is `covey.cli.<name>` with a `verb` in it."""

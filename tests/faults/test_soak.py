@@ -1,0 +1,83 @@
+"""A short soak: real faults against real runs, and the table that `covey faults` prints of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from covey.cli import main
+from covey.faults import FAULTS, Bench, Outcome, soak
+from covey.faults.bench import end_of
+from covey.faults.victim import Plan
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    one = Bench(tmp_path_factory.mktemp("soak"), seed=7)
+    yield one
+    one.close()
+
+
+QUICK = ("kill -9", "SIGTERM", "newest checkpoint damaged", "disk full", "NaN gradient", "reward returns rubbish")
+
+
+@pytest.mark.parametrize(
+    "fault", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
+def test_a_run_survives(fault: str, bench: Bench) -> None:
+    outcome = FAULTS[fault](bench)
+    assert outcome.survived, outcome.said
+    assert outcome.lost <= 3, "no more than the steps since the newest checkpoint that verifies, and the one before"
+
+
+@pytest.mark.slow
+def test_a_run_survives_fifty_kills_at_random_moments(bench: Bench) -> None:
+    tallies = soak(bench, ["kill -9"], minutes=10, count=50)
+    assert tallies[0].survived == len(tallies[0].outcomes) > 30, tallies[0].to_json()["wrong"]
+
+
+def test_a_run_that_is_not_survived_is_counted_and_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(bench: Bench) -> Outcome:
+        bench.run(Plan(str(bench.fresh()), steps=2))
+        return Outcome(False, 2, "on purpose")
+
+    monkeypatch.setitem(FAULTS, "lost", lose)
+    heard: list[str] = []
+    (tally,) = soak(bench, ["lost"], minutes=1, count=2, tell=lambda fault, outcome: heard.append(outcome.said))
+    assert tally.to_json() | {"seconds": 0} == {
+        "fault": "lost",
+        "injected": 2,
+        "survived": 0,
+        "lost_mean": 2.0,
+        "lost_most": 2,
+        "seconds": 0,
+        "wrong": ["on purpose", "on purpose"],
+    }
+    assert heard == ["on purpose"] * 2
+    kept = sorted(bench.folder.glob("run-*/weights.sha256"))
+    assert len(kept) >= 2
+    assert end_of(kept[-1].parent)
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["faults", "--only", "NaN gradient", "--count", "1", "--folder", str(tmp_path / "runs")]
+    assert main(words) == 0
+    shown = capfd.readouterr()
+    assert "| NaN gradient | 1 | 1 | 1 | 1 |" in shown.out
+    assert "NaN gradient: survived, 1 steps lost" in shown.err
+
+
+def test_a_fault_that_does_not_exist_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--only", "NaN gradent"]) == 2
+    assert "Did you mean NaN gradient?" in capfd.readouterr().err
+    assert main(["faults", "--list"]) == 0
+    assert "SIGKILL at a random moment" in capfd.readouterr().out
+
+
+def test_the_command_gives_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--minutes", "1e-9", "--folder", str(tmp_path / "runs"), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert {row["fault"] for row in found["faults"]} == set(FAULTS)
