@@ -1,0 +1,174 @@
+"""`covey reward test`: whether a reward pays what it should, before a run learns what it pays in truth."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.errors import ConfigError, DataError, RewardError
+
+if TYPE_CHECKING:
+    from covey.rewards.examination import Examination, Tried
+    from covey.rewards.verdicts import Verdict
+
+_GOLD = ("answer", "solution", "reference", "summary", "label", "target")
+
+_FLAGS = (
+    Flag(name="reward", help="Built-in name, import path or reward model; may be repeated.", type="list[str]", group="reward"),
+    Flag(name="dataset", help="Prompts with gold answers: a file, a folder or a hub id; left out: sums of two numbers.", group="data"),
+    Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
+    Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
+    Flag(name="gold_column", help="Column of the right answer; left out: answer, solution, reference, ...", group="data"),
+    Flag(name="completion_column", help="Column of completions to score beside those made up here.", group="data"),
+    Flag(name="rows", help="How many rows are tried, from all over the data set.", type=int, default=16, group="data"),
+    Flag(name="timeout", help="Seconds that one call may take.", type=float, default=60.0, group="reward"),
+    Flag(name="strict", help="Warnings fail too.", type=bool, default=False, group="output"),
+    JSON,
+    CONFIG,
+)  # fmt: skip
+
+
+def run(given: Given) -> int:
+    """Try every reward and say what is wrong. Exit code 0 without a FAIL, 3 with one."""
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    _check(options)
+    from covey.rewards.builtin import resolve
+    from covey.rewards.contract import check_signature
+
+    specs = [resolve(reward) for reward in options["reward"]]
+    data = _data(options)
+    columns = list(data[0])
+    gold = _gold_column(options["gold_column"], columns)
+    for spec in specs:
+        check_signature(spec, columns)
+    logging.getLogger("covey.rewards.scoring").setLevel(logging.ERROR)  # completions without a score are counted below
+    examined = [_examined(spec, data, gold, options) for spec in specs]
+    if options["json"]:
+        output.result_json({"ok": all(_is_ok(v, options) for _, v in examined), "gold_column": gold,
+                            "rewards": [_as_json(found, verdicts) for found, verdicts in examined]})  # fmt: skip
+    else:
+        for spec, (found, verdicts) in zip(specs, examined, strict=True):
+            _show(spec.name, found, verdicts, len(data))
+    return 0 if all(_is_ok(verdicts, options) for _, verdicts in examined) else RewardError.exit_code
+
+
+def _check(options: dict[str, Any]) -> None:
+    if options.get("what") != "test":
+        raise ConfigError("covey reward has one thing to do: covey reward test --reward math --dataset train.jsonl.")
+    if not options["reward"]:
+        raise ConfigError("covey reward test needs --reward: a built-in name, or file.py:function.")
+    if options["rows"] < 1:
+        raise ConfigError(f"--rows {options['rows']} leaves nothing to try; use at least 1.")
+    if not options["timeout"] > 0:
+        raise ConfigError(f"--timeout {options['timeout']} leaves no time; give seconds above 0.")
+
+
+def _data(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows from all over the data set, at equal distances."""
+    if options["dataset"] is None:
+        return _sums(options["rows"])
+    from covey.cli.columns import column_map
+    from covey.data import load
+
+    columns = column_map(options["columns"])
+    dataset = load(options["dataset"], prompt_column=options["prompt_column"], columns=columns)
+    count = min(options["rows"], len(dataset))
+    return [dict(dataset[i * len(dataset) // count]) for i in range(count)]
+
+
+def _sums(count: int) -> list[dict[str, Any]]:
+    pairs = [(7 * i % 53 + 3, 11 * i % 61 + 5) for i in range(count)]
+    return [{"prompt": f"What is {a} + {b}?", "answer": str(a + b), "solution": str(a + b)} for a, b in pairs]
+
+
+def _gold_column(wanted: str | None, columns: list[str]) -> str | None:
+    if wanted is not None and wanted not in columns:
+        raise DataError(f"--gold-column {wanted}: the data set has {', '.join(columns)}.")
+    return wanted or next((name for name in _GOLD if name in columns), None)
+
+
+def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]) -> Any:
+    from covey.rewards.examination import examine
+    from covey.rewards.probes import rows_of
+    from covey.rewards.verdicts import Verdict, judge
+
+    output.say(f"{spec.name}: {len(data)} rows ...")
+    given = options["completion_column"]
+    if given is not None and given not in data[0]:
+        raise DataError(f"--completion-column {given}: the data set has {', '.join(data[0])}.")
+    try:
+        found = examine(spec, rows_of(data, gold, given), timeout_seconds=options["timeout"])
+    except RewardError as error:
+        return None, [Verdict("FAIL", "contract", str(error))]
+    return found, judge(found)
+
+
+def _is_ok(verdicts: list[Verdict], options: dict[str, Any]) -> bool:
+    return not any(v.level == "FAIL" or (options["strict"] and v.level == "WARN") for v in verdicts)
+
+
+def _show(name: str, found: Examination | None, verdicts: list[Verdict], num_rows: int) -> None:
+    output.result(f"{name} ({num_rows} rows)")
+    if found is not None:
+        output.result(f"  {'completion':<34}{'mean':>9}{'min':>9}{'max':>9}{'none':>6}{'ms each':>9}")
+        for tried in found.tried:
+            output.result(_line(tried, is_main=tried.probe.name == found.wording))
+        known = [score for tried in found.tried for score in tried.known]
+        seconds, size = sum(t.seconds for t in found.tried), sum(t.size for t in found.tried)
+        output.result(
+            f"  {size} completions, {len(set(known))} different scores, {1000 * seconds / max(size, 1):.3g} ms each"
+        )
+    for verdict in verdicts:
+        output.result(f"  {verdict.level}  {verdict.check}: {verdict.said}")
+    if not verdicts:
+        output.result("  nothing wrong was found")
+
+
+def _line(tried: Tried, *, is_main: bool) -> str:
+    label = f"{tried.probe.kind}: {tried.probe.name}" + (" *" if is_main and tried.probe.kind == "gold" else "")
+    low, high = (min(tried.known), max(tried.known)) if tried.known else (math.nan, math.nan)
+    none = tried.size - len(tried.known)
+    each = 1000 * tried.seconds / max(tried.size, 1)
+    return f"  {label:<34}{tried.mean:>9.3f}{low:>9.3f}{high:>9.3f}{none:>6}{each:>9.2f}"
+
+
+def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, Any]:
+    told = [{"level": v.level, "check": v.check, "said": v.said, **v.facts} for v in verdicts]
+    if found is None:
+        return {"verdicts": told}
+    return {
+        "name": found.name,
+        "reads_gold": found.reads_gold,
+        "wording": found.wording,
+        "rows": len(found.rows),
+        "verdicts": told,
+        "probes": [
+            {
+                "kind": tried.probe.kind,
+                "name": tried.probe.name,
+                "mean": tried.mean,
+                "scores": tried.scores,
+                "seconds": tried.seconds,
+                "errors": tried.errors,
+            }
+            for tried in found.tried
+        ],
+    }
+
+
+verb = Verb(
+    name="reward",
+    usage="test --reward REWARD [--dataset DATA] [options]",
+    sentence="Tries a reward on right, wrong, empty, endless and cheating completions and says what is wrong with it.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("what",),
+    examples=(
+        "covey reward test --reward math --dataset train.jsonl --prompt-column question",
+        "covey reward test --reward my_rewards.py:short_and_right --reward format --dataset demo",
+    ),
+)

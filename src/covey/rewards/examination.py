@@ -1,0 +1,170 @@
+"""A reward tried on a data set's own answers, on wrong ones and on attempts to cheat, before a run is paid for."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from covey.errors import RewardError
+from covey.rewards.contract import RewardSpec
+from covey.rewards.probes import Probe, Row, garbage, gold_probes, hedges
+from covey.rewards.scoring import Scorer
+from covey.types import Completion, Group
+
+_PIECE = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a reward made of one probe: a score a row, NaN where it abstained, failed or there was nothing to score."""
+
+    probe: Probe
+    scores: list[float]
+    seconds: float
+    errors: list[str] = field(default_factory=list)
+    """What went wrong, in a sentence each."""
+    lost: int = 0
+    """Completions that got no score for it."""
+
+    @property
+    def size(self) -> int:
+        return sum(text is not None for text in self.probe.texts)
+
+    @property
+    def known(self) -> list[float]:
+        return [score for score in self.scores if not math.isnan(score)]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.known) / len(self.known) if self.known else math.nan
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Everything that was tried with one reward."""
+
+    name: str
+    rows: list[Row]
+    tried: list[Tried]
+    wording: str | None = None
+    """The wording of the gold answer that pays most beside a wrong one; `None` without gold answers."""
+    reads_gold: bool = False
+    """Whether a right answer ever scored other than a wrong one in the same words."""
+    moved: list[str] = field(default_factory=list)
+    """Probes whose scores were others the second time."""
+    reordered: list[str] = field(default_factory=list)
+    """Probes whose scores were others when the rows came in another order, and in that order alone."""
+
+    def of(self, kind: str, name: str | None = None) -> list[Tried]:
+        return [t for t in self.tried if t.probe.kind == kind and name in (None, t.probe.name)]
+
+    def scores(self, kind: str) -> list[float]:
+        """A score a row of the gold answer in its best wording, or of the wrong one in the same."""
+        found = self.of(kind, self.wording) if self.wording is not None else []
+        return found[0].scores if found else [math.nan] * len(self.rows)
+
+
+def examine(spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | None = 20.0) -> Examination:
+    """Try a reward. A probe is one call with one completion of every row, so that what fails or is slow has a name.
+
+    Raises RewardError for what no call can mend: a wrong number of values, values that are no numbers.
+    """
+    session = _Session(replace(spec, weight=1.0), list(rows), timeout_seconds)
+    try:
+        found = [session.attempt(probe) for probe in gold_probes(rows)]
+        wording, reads_gold = _best_wording(found)
+        given = Probe("given completions", "given", [row.given for row in rows])
+        rest = [*([given] if any(row.given for row in rows) else []), *garbage(rows)]
+        found += [session.attempt(probe) for probe in [*(hedges(rows, wording) if wording else []), *rest]]
+        moved, reordered = _changes(session, found, wording)
+    finally:
+        session.close()
+    return Examination(spec.name, list(rows), found, wording, reads_gold, moved, reordered)
+
+
+def _best_wording(found: Sequence[Tried]) -> tuple[str | None, bool]:
+    """The wording whose right answers most often beat their wrong twins, then the one with the highest mean."""
+    wrong = {t.probe.name: t.scores for t in found if t.probe.kind == "wrong"}
+    ranked: list[tuple[int, float, int, str]] = []
+    reads_gold = False
+    for one in (t for t in found if t.probe.kind == "gold"):
+        pairs = zip(one.scores, wrong.get(one.probe.name, []), strict=False)
+        known = [(a, b) for a, b in pairs if not (math.isnan(a) or math.isnan(b))]
+        reads_gold = reads_gold or any(a != b for a, b in known)
+        wins = sum(a > b for a, b in known)
+        ranked.append((wins, -math.inf if math.isnan(one.mean) else one.mean, -len(ranked), one.probe.name))
+    return (max(ranked)[3], reads_gold) if ranked else (None, False)
+
+
+def _changes(session: _Session, found: Sequence[Tried], wording: str | None) -> tuple[list[str], list[str]]:
+    """Names of probes that scored otherwise when repeated, and of those that did so in another order alone."""
+    moved, reordered = [], []
+    for one in found:
+        is_main = one.probe.name == wording or one.probe.kind == "given"
+        if not (is_main or one.probe.name in ("a refusal", "the prompt again")) or one.errors:
+            continue
+        again, backwards = session.attempt(one.probe).scores, session.attempt(one.probe, backwards=True).scores
+        if not _equal(one.scores, again):
+            moved.append(one.probe.name)
+        elif not _equal(one.scores, backwards):
+            reordered.append(one.probe.name)
+    return list(dict.fromkeys(moved)), list(dict.fromkeys(reordered))
+
+
+def _equal(first: Sequence[float], second: Sequence[float]) -> bool:
+    return all(
+        (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+class _Session:
+    """One reward and its rows; every attempt has a scorer of its own, so that nothing is remembered in between."""
+
+    def __init__(self, spec: RewardSpec, rows: list[Row], timeout_seconds: float | None) -> None:
+        self.spec, self.rows, self.timeout_seconds = spec, rows, timeout_seconds
+        self._scorer: Scorer | None = None
+
+    def attempt(self, probe: Probe, *, backwards: bool = False) -> Tried:
+        """Score one completion a row, in groups of one."""
+        held = [i for i, text in enumerate(probe.texts) if text is not None]
+        order = held[::-1] if backwards else held
+        groups = [Group(prompt=self.rows[i].prompt, completions=(_completion(probe.texts[i] or ""),)) for i in order]
+        scorer = self._fresh()
+        started = time.perf_counter()
+        scored = scorer.score(groups)
+        seconds = time.perf_counter() - started
+        scores, errors, lost = [math.nan] * len(self.rows), [], 0
+        for i, group in zip(order, scored, strict=True):
+            if group.rewards is None:
+                raise RewardError(f"the reward {self.spec.name!r} gave a prompt no scores.")
+            scores[i] = float(group.rewards[0, 0])
+            for event in (event for event in group.events if event.kind.startswith("reward")):
+                errors.append(f"row {i}: {event.said}")
+                lost += int(event.details.get("completions", 1))
+        return Tried(probe, scores, seconds, errors, lost)
+
+    def close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+
+    def _fresh(self) -> Scorer:
+        if self._scorer is None or self.spec.how.pure:  # what is pure would only be remembered
+            self.close()
+            options: dict[str, Any] = {"timeout_seconds": self.timeout_seconds, "error_limit": 10**9}
+            self._scorer = Scorer([self.spec], **options)
+        return self._scorer
+
+
+def _completion(text: str) -> Completion:
+    """A completion whose ids are made up: one a word or sign, the same for the same word."""
+    ids = [zlib.crc32(piece.encode(errors="surrogatepass")) % 50_000 for piece in _PIECE.findall(text)]
+    return Completion(token_ids=torch.tensor(ids, dtype=torch.int64), text=text, finish="stop")
