@@ -1,0 +1,98 @@
+"""Text that was garbled on its way: what can be mended, mended; what is lost, said."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""Colours and titles of a terminal."""
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u200b\u2060\u202d\u202e\ufeff\ufff9-\ufffb]")
+"""Signs that nobody sees: controls but tab and line ends, spaces of no width, marks that turn the direction of reading."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ASCII_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+FAULTS: Mapping[str, str] = {
+    "mojibake": "text read in the wrong encoding",
+    "controls": "control or invisible characters",
+    "surrogates": "half of a character",
+    "form": "characters in a Unicode form that is not NFC",
+}
+
+
+def repaired(text: str) -> tuple[str, tuple[str, ...]]:
+    """The text mended, and the FAULTS that it had; mending it again changes nothing.
+
+    >>> repaired("caf\\u00c3\\u00a9 \\u200bnoir")
+    ('café noir', ('mojibake', 'controls'))
+    """
+    if text.isascii() and not _ASCII_CONTROLS.search(text):
+        return text, ()
+    faults: dict[str, None] = {}
+    before = None
+    while before != text:  # what one step lays bare, such as an accent behind a control character, the next round mends
+        before = text
+        for fault, mend in _MENDERS.items():
+            mended = mend(text)
+            if mended != text:
+                faults[fault] = None
+            text = mended
+    return text, tuple(faults)
+
+
+def is_lossy(text: str) -> bool:
+    """True where characters were replaced by U+FFFD: nobody knows any more which they were."""
+    return "\ufffd" in text
+
+
+def repaired_row(value: Any) -> tuple[Any, dict[str, None]]:
+    """The value with every text in it mended, through lists and objects; and the faults they had."""
+    if isinstance(value, str):
+        text, faults = repaired(value)
+        return text, dict.fromkeys(faults)
+    found: dict[str, None] = {}
+    if isinstance(value, Mapping):
+        row = {}
+        for name, item in value.items():
+            row[name], faults = repaired_row(item)
+            found |= faults
+        return row, found
+    if isinstance(value, list | tuple):
+        items = []
+        for item in value:
+            mended, faults = repaired_row(item)
+            items.append(mended)
+            found |= faults
+        return items, found
+    return value, found
+
+
+def _without_surrogates(text: str) -> str:
+    """Pairs become the character they stand for, single ones U+FFFD."""
+    if not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _without_mojibake(text: str) -> str:
+    import ftfy
+
+    return text if text.isascii() else ftfy.fix_encoding(text)
+
+
+def _without_controls(text: str) -> str:
+    return _CONTROLS.sub("", _ESCAPES.sub("", text))
+
+
+def _in_one_form(text: str) -> str:
+    return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
+
+
+_MENDERS = {
+    "surrogates": _without_surrogates,
+    "mojibake": _without_mojibake,
+    "controls": _without_controls,
+    "form": _in_one_form,
+}
