@@ -208,7 +208,7 @@ def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
     return {} if wanted == "auto" else {"dtype": wanted}
 
 
-def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
+def build_prompts(given: Given, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
     args = given.args
     limit = context_limit(given.model)
     return PromptStream(
@@ -216,6 +216,7 @@ def build_prompts(given: Given, dataset: Any, *, shuffle: bool) -> PromptStream:
         given.tokenizer,
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=shuffle,
+        curriculum=curriculum,
         chat_template_kwargs=as_dict(args.chat_template_kwargs),
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
@@ -290,7 +291,7 @@ def build_parts(
     learner = build_learner(given, counts.total_steps, optimizers, is_off_policy)
     steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
     return Parts(
-        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset),
+        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
         sampler=choose_sampler(
             given.model,
             given.tokenizer,
@@ -306,6 +307,7 @@ def build_parts(
         sampling=sampling_params(args),
         prompts_per_rollout=counts.prompts_per_generation,
         num_generations=args.num_generations,
+        dynamic_sampling=args.dynamic_sampling,
         batches_per_rollout=counts.optimizer_steps_per_generation // args.num_iterations,
         num_iterations=args.num_iterations,
         total_steps=counts.total_steps,

@@ -56,6 +56,7 @@ _AT_LEAST: Mapping[str, float] = {
     "early_stopping_patience": 1,
     "ref_model_sync_steps": 1,
     "rollout_log_steps": 0,
+    "dynamic_sampling": 0,
     "reward_workers": 0,
     "top_k": 0,
     "learning_rate": 0,

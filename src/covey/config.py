@@ -238,6 +238,10 @@ class GRPOConfig(TrainingArguments):
     """Keep activations in the host's memory between forward and backward; for accelerators."""
     logits_chunk_tokens: int | None = None
     """Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value."""
+    curriculum: str = "none"
+    """Order of prompts: frontier (most often those that are solved sometimes), or a column, from low to high (-column: high to low)."""
+    dynamic_sampling: int = 0
+    """Times that further prompts are drawn in place of groups whose rewards are all equal (DAPO); 0: such groups stay."""
     on_long_prompt: str = "error"
     """A prompt that does not fit beside a completion in the model's context: error, or drop to leave it out and count it."""
     on_bad_numbers: str = "skip"

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm
+from covey.data import Outcome
+from covey.rewards import has_signal, mean_score
 from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
 
 
@@ -27,6 +29,11 @@ def with_advantages(
         own_returns = None if returns is None else returns[p, : group.size]
         out.append(replace(group, advantages=judged[p, : group.size], returns=own_returns))
     return out
+
+
+def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
+    """What became of each prompt, by its uid, for an order that learns from it."""
+    return {group.prompt.uid: Outcome(mean_score(group, weights), has_signal(group, weights)) for group in groups}
 
 
 def with_greedy_rewards(groups: Sequence[Group], answers: Sequence[Group]) -> list[Group]:

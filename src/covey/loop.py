@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from covey.credit import completion_metrics, with_advantages, with_greedy_rewards
+from covey.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
 from covey.data import PromptStream
 from covey.errors import RewardError
 from covey.parts import Parts
 from covey.recovery import after_step, take
-from covey.rewards import Scoring, advantage_shares, reward_metrics
+from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
 from covey.rollout import SamplingParams
 from covey.state import TrainState
-from covey.types import Group, Prompt
+from covey.types import Group, Mean, Prompt
 
 
 def run(parts: Parts, state: TrainState) -> TrainState:
@@ -48,12 +48,11 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
     with rewound_on_failure(parts.prompts):
-        prompts = take(parts.prompts, parts.prompts_per_rollout, state.set_aside)
-        scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
-        with timed(seconds, "rollout"):
-            groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), scoring.add)
-        with timed(seconds, "reward"):
-            groups = parts.world.interleave(score(parts, groups, scoring))
+        drawn = groups = answered(parts, state, parts.prompts_per_rollout, seconds)
+        for _ in range(parts.dynamic_sampling):
+            if dull := sum(not has_signal(group, parts.scorer.weights) for group in groups):
+                more = answered(parts, state, dull, seconds)
+                drawn, groups = [*drawn, *more], with_signal_first([*groups, *more], parts)
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(groups, algorithm)
         if algorithm.needs.greedy:
@@ -61,7 +60,8 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         scaled = parts.scorer.combiner(groups)
         groups = with_advantages(groups, algorithm, parts.scorer.weights, scaled)
     metrics = {
-        **reward_metrics(groups, parts.scorer.names, parts.scorer.weights),
+        **reward_metrics(drawn, parts.scorer.names, parts.scorer.weights),
+        "groups/drawn": Mean(len(drawn), 1),
         **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
         **parts.world.merge(parts.scorer.take_metrics()),
         **completion_metrics(groups),
@@ -69,6 +69,27 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     }
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
     return state.queued(batches * parts.num_iterations, metrics, seconds)
+
+
+def answered(parts: Parts, state: TrainState, n: int, seconds: dict[str, float]) -> list[Group]:
+    """The next `n` prompts with their scored completions, in the order of the prompts."""
+    prompts = take(parts.prompts, n, state.set_aside)
+    scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
+    with timed(seconds, "rollout"):
+        groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), scoring.add)
+    with timed(seconds, "reward"):
+        groups = parts.world.interleave(score(parts, groups, scoring))
+    parts.prompts.learn(outcomes(groups, parts.scorer.weights))
+    return groups
+
+
+def with_signal_first(groups: Sequence[Group], parts: Parts) -> list[Group]:
+    """As many groups as a rollout has, those whose rewards differ before the others: DAPO's dynamic sampling, bounded.
+
+    Yu et al. 2025, section 3.2, <https://arxiv.org/abs/2503.14476>.
+    """
+    ranked = sorted(groups, key=lambda group: not has_signal(group, parts.scorer.weights))
+    return ranked[: parts.prompts_per_rollout]
 
 
 def draw(

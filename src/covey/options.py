@@ -21,7 +21,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "num_generations", "generation_batch_size", "steps_per_generation", "num_iterations",
     ),
     "sampling": (
-        "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
+        "curriculum", "dynamic_sampling", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
         "rollout_backend", "rollout_dtype",
     ),
     "loss": (

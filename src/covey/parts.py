@@ -28,6 +28,8 @@ class Parts:
     prompts_per_rollout: int
     num_generations: int
     """G, completions a prompt."""
+    dynamic_sampling: int
+    """Times that further prompts are drawn in place of groups without signal."""
     batches_per_rollout: int
     """Optimizer steps that share one rollout, each on its own part of it."""
     num_iterations: int

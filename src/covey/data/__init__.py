@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from covey.data.checks import check_dataset
+    from covey.data.curriculum import Outcome
     from covey.data.loading import load
+    from covey.data.mixing import mix
     from covey.data.stream import PromptStream
     from covey.data.tokenizer import eos_ids, prepare_tokenizer
 
 _WHERE = {
+    "Outcome": "curriculum",
     "PromptStream": "stream",
     "check_dataset": "checks",
     "eos_ids": "tokenizer",
     "load": "loading",
+    "mix": "mixing",
     "prepare_tokenizer": "tokenizer",
 }
-__all__ = ["PromptStream", "check_dataset", "eos_ids", "load", "prepare_tokenizer"]
+__all__ = ["Outcome", "PromptStream", "check_dataset", "eos_ids", "load", "mix", "prepare_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 
 from covey.data.checks import check_dataset, row_of
+from covey.data.mixing import mix, terms
 from covey.data.sources import AnyDataset, opened, shown
 from covey.errors import DataError, did_you_mean
 
@@ -31,19 +32,38 @@ def load(
 
     `source` is a JSONL, JSON, CSV, TSV or Parquet file, a list or glob of them, a folder of them, a folder that
     `Dataset.save_to_disk` wrote, a hub id, or `demo`; `:split` may follow (`org/name:test`, `data/:train[:100]`). Without a
-    split, `train` is taken, or the only one. `columns` renames, new name to old; `prompt_column` is what becomes `prompt`.
+    split, `train` is taken, or the only one. `0.7*a.jsonl + 0.3*b.jsonl` mixes sets, see `covey.data.mix`. `columns` renames, new name to old; `prompt_column` is what becomes `prompt`.
     With `system_prompt`, text prompts become chat messages after it. `limit` keeps the first rows.
 
     Raises DataError, in one sentence that names the input and the fix, for whatever is not there or cannot be used.
     """
+    renames = {**(columns or {}), **({} if prompt_column == "prompt" else {"prompt": prompt_column})}
+    weights = terms(source)
+    if weights is None:
+        dataset = _checked(source, split, renames, streaming, config_name)
+    else:
+        sets = {one: _checked(one, split, renames, streaming, config_name, is_mixed=True) for one in weights}
+        dataset = mix(sets, weights)
+    if limit is not None:
+        dataset = _first(dataset, limit)
+    return dataset if system_prompt is None else _with_system(dataset, system_prompt, shown(source))
+
+
+def _checked(
+    source: Any,
+    split: str | None,
+    renames: Mapping[str, str],
+    streaming: bool,
+    config_name: str | None,
+    is_mixed: bool = False,
+) -> AnyDataset:
+    """One source with its columns renamed; in a mixture a set that has the new name already keeps its own."""
     source, split = parted(source, split)
     name = shown(source)
     dataset = opened(source, split, streaming, config_name)
-    dataset = _renamed(dataset, columns or {}, prompt_column, name)
-    if limit is not None:
-        dataset = _first(dataset, limit)
-    dataset = check_dataset(dataset, name)
-    return dataset if system_prompt is None else _with_system(dataset, system_prompt, name)
+    have = dataset.column_names or []
+    wanted = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
+    return check_dataset(_renamed(dataset, wanted, name), name)
 
 
 def parted(source: Any, split: str | None) -> tuple[Any, str | None]:
@@ -60,11 +80,9 @@ def parted(source: Any, split: str | None) -> tuple[Any, str | None]:
     return match["source"], match["split"]
 
 
-def _renamed(dataset: AnyDataset, columns: Mapping[str, str], prompt_column: str, name: str) -> AnyDataset:
+def _renamed(dataset: AnyDataset, columns: Mapping[str, str], name: str) -> AnyDataset:
     have = dataset.column_names
     renames = {new: old for new, old in columns.items() if new != old}
-    if prompt_column != "prompt":
-        renames["prompt"] = prompt_column
     for new, old in renames.items():
         if have is not None and old not in have:
             raise DataError(f"{name} has no column {old!r}; it has {', '.join(have)}.{did_you_mean(old, have)}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from covey.data.checks import row_of
-from covey.data.order import BlockOrder, Permutation
+from covey.data.curriculum import Outcome, order_of
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
 from covey.types import Prompt
@@ -23,7 +23,8 @@ class PromptStream:
     """The prompts of a data set without end: each row once an epoch, then the next epoch in a new order.
 
     `take` gives the same prompts in every process; a process shares them out itself. The first epoch's order is that of
-    TRL's `RepeatSampler` with the same seed, and a streamed data set is shuffled in blocks of `block_size` rows. A prompt of
+    TRL's `RepeatSampler` with the same seed, and a streamed data set is shuffled in blocks of `block_size` rows. `curriculum`
+    chooses another order, see `covey.data.curriculum`. A prompt of
     more than `max_prompt_length` tokens raises DataError (those of the first 100,000 rows already here), or is left out
     and counted with `on_too_long="drop"`; it is never cut.
     """
@@ -35,6 +36,7 @@ class PromptStream:
         *,
         seed: int = 42,
         shuffle: bool = True,
+        curriculum: str = "none",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_length: int | None = None,
         on_too_long: Literal["error", "drop"] = "error",
@@ -48,18 +50,13 @@ class PromptStream:
         self.name = name
         self.num_dropped = 0
         self._dataset = dataset
-        self._seed, self._shuffle = seed, shuffle
-        is_finite = hasattr(dataset, "__len__")
-        self._order: Permutation | BlockOrder = (
-            Permutation(dataset, seed=seed, shuffle=shuffle)
-            if is_finite
-            else BlockOrder(dataset, seed=seed, shuffle=shuffle, block_size=block_size)
-        )
+        self._seed, self._shuffle, self._curriculum = seed, shuffle, curriculum
+        self._order = order_of(dataset, curriculum=curriculum, seed=seed, shuffle=shuffle, block_size=block_size)
         if max_prompt_length is not None and max_prompt_length < 1:
             raise DataError(
                 f"No room for a prompt: max_completion_length takes the whole context and leaves {max_prompt_length} tokens; lower it."
             )
-        if is_finite:
+        if hasattr(dataset, "__len__"):
             self._check_lengths()
 
     @property
@@ -90,23 +87,30 @@ class PromptStream:
                 )
         return taken
 
+    def learn(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Tell the order what became of prompts, by their uid; one that does not learn from it goes on as before."""
+        learn = getattr(self._order, "learn", None)
+        if learn is not None:
+            learn({int(uid.partition(":")[2]): outcome for uid, outcome in outcomes.items()})
+
     def state_dict(self) -> dict[str, Any]:
         """The exact position, as plain values that JSON can hold."""
         return {
             "order": self._order.state_dict(),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "curriculum": self._curriculum,
             "dropped": self.num_dropped,
             "fingerprint": self._fingerprint(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises DataError when the data or its order is not the one it was taken from."""
-        now = {"seed": self._seed, "shuffle": self._shuffle}
+        now = {"seed": self._seed, "shuffle": self._shuffle, "curriculum": self._curriculum}
         for name, value in now.items():
-            if state[name] != value:
+            if state.get(name, "none") != value:
                 raise DataError(
-                    f"The checkpoint drew its prompts with {name}={state[name]!r} and this run has {value!r}; resume with the same, "
+                    f"The checkpoint drew its prompts with {name}={state.get(name, 'none')!r} and this run has {value!r}; resume with the same, "
                     "or start a new run from the checkpoint's model."
                 )
         if state["fingerprint"] != self._fingerprint():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from covey.rewards.contract import RewardSpec, check
     from covey.rewards.manner import per_completion, reward
     from covey.rewards.math import accuracy_reward
-    from covey.rewards.metrics import reward_metrics
+    from covey.rewards.metrics import has_signal, mean_score, reward_metrics
     from covey.rewards.model import ModelReward
     from covey.rewards.scaled import get_cosine_scaled_reward, reasoning_accuracy_reward
     from covey.rewards.scoring import Scorer, Scoring
@@ -30,6 +30,8 @@ _WHERE = {
     "get_cosine_scaled_reward": "scaled:get_cosine_scaled_reward",
     "get_repetition_penalty_reward": "text:get_repetition_penalty_reward",
     "get_soft_overlong_punishment": "text:get_soft_overlong_punishment",
+    "has_signal": "metrics:has_signal",
+    "mean_score": "metrics:mean_score",
     "per_completion": "manner:per_completion",
     "reasoning_accuracy_reward": "scaled:reasoning_accuracy_reward",
     "resolve": "builtin:resolve",
@@ -52,6 +54,8 @@ __all__ = [
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "has_signal",
+    "mean_score",
     "per_completion",
     "reasoning_accuracy_reward",
     "resolve",

@@ -44,6 +44,27 @@ def reward_metrics(
     )
 
 
+def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
+    """Whether any two completions of a scored group have different weighted sums; a tied group has no gradient."""
+    if group.rewards is None:
+        raise ValueError("has_signal needs a scored group; pass it through the scorer first.")
+    known = _known(group.rewards, torch.as_tensor(weights, dtype=torch.float32))
+    return bool(known.numel() > 1 and known.max() - known.min() > _TIED)
+
+
+def mean_score(group: Group, weights: Tensor | Sequence[float]) -> float:
+    """Mean weighted sum of a scored group over the sum of the positive weights, within 0 and 1; 0 where nothing was scored."""
+    weights = torch.as_tensor(weights, dtype=torch.float32)
+    known = _known(group.rewards if group.rewards is not None else torch.empty(0, len(weights)), weights)
+    full_marks = float(weights.clamp(min=0).sum())
+    return min(max(float(known.mean()) / full_marks, 0.0), 1.0) if known.numel() and full_marks else 0.0
+
+
+def _known(rewards: Tensor, weights: Tensor) -> Tensor:
+    total = _total(rewards, weights)
+    return total[~total.isnan()]  # [<= G]
+
+
 def _group_metrics(totals: Sequence[Tensor], weights: Tensor) -> dict[str, Metric]:
     full_marks = float(weights.clamp(min=0).sum())
     tied = passed = failed = 0

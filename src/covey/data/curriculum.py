@@ -1,0 +1,254 @@
+"""Orders that know how hard a row is: from a column, or from what the policy made of it. And mixtures of several sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from covey.data.order import BlockOrder, Permutation, Row, permutation
+from covey.errors import DataError, did_you_mean
+
+WEIGHT_COLUMN, NAME_COLUMN = "dataset_weight", "dataset"
+"""A mixture says of each row which set it is from, and how much of all prompts that set shall be."""
+_LEARN_RATE = 0.5
+_UNSEEN, _MASTERED, _UNSOLVED = 0.5, 0.05, 0.1
+"""Weights of rows: never drawn; drawn, without signal, solved; drawn, without signal, unsolved."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one drawn prompt: its completions' mean reward, 1 for full marks, and whether they differed."""
+
+    score: float
+    has_signal: bool
+
+
+class Order(Protocol):
+    """Which row comes next; resumes from its `state_dict`."""
+
+    @property
+    def num_rows(self) -> int | None: ...
+
+    @property
+    def epoch(self) -> float: ...
+
+    def next(self) -> tuple[str, Row]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_size: int) -> Order:
+    """The order that `curriculum` names, of each set of a mixture by itself. Raises DataError where it cannot be had."""
+    if not hasattr(dataset, "__len__"):
+        if curriculum != "none":
+            raise DataError(f"curriculum={curriculum!r} needs a data set with a length; leave streaming out.")
+        return BlockOrder(dataset, seed=seed, shuffle=shuffle, block_size=block_size)
+    columns = getattr(dataset, "column_names", None) or []
+    if WEIGHT_COLUMN in columns and NAME_COLUMN in columns:
+        return Mixture(dataset, curriculum=curriculum, seed=seed, shuffle=shuffle)
+    return _finite(dataset, curriculum, seed, shuffle)
+
+
+def _finite(dataset: Any, curriculum: str, seed: int, shuffle: bool) -> Order:
+    if curriculum == "none":
+        return Permutation(dataset, seed=seed, shuffle=shuffle)
+    if curriculum == "frontier":
+        return Frontier(dataset, seed=seed)
+    return ByColumn(dataset, curriculum, seed=seed)
+
+
+class ByColumn(Permutation):
+    """Every epoch from low to high values of a column of numbers (`-column`: from high to low), ties in an order of the seed."""
+
+    def __init__(self, dataset: Any, column: str, *, seed: int) -> None:
+        name = column.removeprefix("-")
+        have = list(dataset.column_names)
+        if name not in have:
+            raise DataError(
+                f"curriculum={column!r} is neither none, nor frontier, nor a column of the data set, which has "
+                f"{', '.join(have)}.{did_you_mean(name, have)}"
+            )
+        values = list(dataset[name])
+        for index, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                raise DataError(
+                    f"curriculum={column!r} needs numbers, and row {index} (counting from 0) has {value!r} there."
+                )
+        self._values = torch.tensor(values, dtype=torch.float64) * (-1 if column.startswith("-") else 1)
+        super().__init__(dataset, seed=seed, shuffle=True)
+
+    def _permuted(self, epoch: int) -> torch.Tensor:
+        mixed = permutation(self.num_rows, self.seed, epoch)
+        return mixed[torch.argsort(self._values[mixed], stable=True)]
+
+
+class Frontier:
+    """Rows that the policy sometimes solves come most often: they alone have a gradient (zero-variance groups have none).
+
+    After each rollout a row's weight is the decayed share of its groups whose rewards differed, `w <- (w + signal) / 2`; rows
+    never drawn count 0.5, and rows without signal keep 0.05 (solved) or 0.1 (unsolved), so that both are seen again as the
+    policy moves. A rollout is drawn without replacement in proportion to the weights (Gumbel-top-k, Kool et al. 2019,
+    <https://arxiv.org/abs/1903.06059>). `epoch` counts draws over rows; an epoch no longer has every row once.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int) -> None:
+        if not len(dataset):
+            raise DataError("The data set is empty; there is nothing to draw from.")
+        self.dataset, self.seed = dataset, seed
+        self.num_rows: int = len(dataset)
+        self._drawn = torch.zeros(self.num_rows, dtype=torch.int32)
+        self._signal = torch.full((self.num_rows,), torch.nan)
+        self._score = torch.zeros(self.num_rows)
+        self._rounds, self._position = 0, 0
+        self._is_old = True
+        self._rows = torch.arange(0)
+
+    @property
+    def epoch(self) -> float:
+        return float(self._drawn.sum()) / self.num_rows
+
+    def next(self) -> tuple[str, Row]:
+        """The uid `draws:row` of the next draw, and the row."""
+        if self._is_old or self._position == self.num_rows:
+            self._rounds, self._position, self._is_old = self._rounds + 1, 0, False
+            self._rows = self._ranked()
+        row = int(self._rows[self._position])
+        self._position += 1
+        self._drawn[row] += 1
+        return f"{int(self._drawn[row]) - 1}:{row}", self.dataset[row]
+
+    def learn(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Take note of what became of rows; the next draw goes by it."""
+        for row, outcome in outcomes.items():
+            new = float(outcome.has_signal)
+            before = float(self._signal[row])
+            self._signal[row] = new if before != before else before + _LEARN_RATE * (new - before)
+            self._score[row] = outcome.score
+            self._is_old = True
+
+    def weights(self) -> torch.Tensor:
+        """[rows] in proportion to which rows are drawn."""
+        floor = torch.where(self._score > 0.5, _MASTERED, _UNSOLVED)
+        return torch.where(self._signal.isnan(), _UNSEEN, torch.maximum(self._signal, floor))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and of every row that was drawn: its draws, signal and score."""
+        rows = self._drawn.nonzero()[:, 0]
+        kept = {name: getattr(self, name)[rows].tolist() for name in ("_drawn", "_signal", "_score")}
+        position = {"rounds": self._rounds, "position": self._position, "is_old": self._is_old}
+        signal = [None if value != value else value for value in kept["_signal"]]  # JSON has no NaN
+        return {**position, "rows": rows.tolist(), "drawn": kept["_drawn"], "signal": signal, "score": kept["_score"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rows = torch.tensor(state["rows"], dtype=torch.long)
+        signal = [torch.nan if value is None else value for value in state["signal"]]
+        for name, values, empty in (
+            ("_drawn", state["drawn"], 0),
+            ("_signal", signal, torch.nan),
+            ("_score", state["score"], 0),
+        ):
+            tensor = getattr(self, name).fill_(empty)
+            tensor[rows] = torch.tensor(values, dtype=tensor.dtype)
+        self._rounds, self._position, self._is_old = state["rounds"], state["position"], state["is_old"]
+        self._rows = torch.arange(0) if self._is_old else self._ranked()
+
+    def _ranked(self) -> torch.Tensor:
+        """All rows, in the order of a draw without replacement by weight."""
+        uniform = torch.rand(self.num_rows, generator=_generator(self.seed, self._rounds), dtype=torch.float64)
+        keys = self.weights().double().log() - (-uniform.clamp_min(1e-300).log()).log()
+        return torch.argsort(keys, descending=True, stable=True)
+
+
+def _generator(seed: int, turn: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 1_000_003 + turn) % 2**63)
+
+
+class Mixture:
+    """Several sets in one, each drawn so that its share of all prompts is its weight: always the set that lags most comes next.
+
+    Each set has its own order and epochs. `epoch` counts all draws over all rows.
+    """
+
+    def __init__(self, dataset: Any, *, curriculum: str, seed: int, shuffle: bool) -> None:
+        names, weights = list(dataset[NAME_COLUMN]), list(dataset[WEIGHT_COLUMN])
+        self.num_rows: int = len(names)
+        if not self.num_rows:
+            raise DataError("The data set is empty; there is nothing to draw from.")
+        places: dict[str, list[int]] = {}
+        shares: dict[str, float] = {}
+        for row, (name, weight) in enumerate(zip(names, weights, strict=True)):
+            places.setdefault(str(name), []).append(row)
+            if shares.setdefault(str(name), weight) != weight:
+                raise DataError(
+                    f"{WEIGHT_COLUMN} of {name!r} is {shares[str(name)]} and, in row {row}, {weight}; a set has one weight."
+                )
+        if any(not isinstance(weight, int | float) or not 0 < weight < float("inf") for weight in shares.values()):
+            raise DataError(f"{WEIGHT_COLUMN} must be numbers above 0; the sets have {shares}.")
+        total = sum(shares.values())
+        self._shares = {name: weight / total for name, weight in shares.items()}
+        self._places = places
+        self._where = {row: (name, local) for name, rows in places.items() for local, row in enumerate(rows)}
+        self._orders = {
+            name: _finite(_Part(dataset, rows), curriculum, seed + number, shuffle)
+            for number, (name, rows) in enumerate(places.items())
+        }
+        self._drawn = dict.fromkeys(places, 0)
+
+    @property
+    def epoch(self) -> float:
+        return sum(self._drawn.values()) / self.num_rows
+
+    def next(self) -> tuple[str, Row]:
+        """The uid `epoch:row` of the next draw, `row` in the whole and `epoch` of its set, and the row."""
+        total = sum(self._drawn.values()) + 1
+        name = max(self._shares, key=lambda name: self._shares[name] * total - self._drawn[name])
+        self._drawn[name] += 1
+        uid, row = self._orders[name].next()
+        epoch, _, local = uid.partition(":")
+        return f"{epoch}:{self._places[name][int(local)]}", row
+
+    def learn(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Pass on what became of rows to the order of their set, where it learns."""
+        parts: dict[str, dict[int, Outcome]] = {}
+        for row, outcome in outcomes.items():
+            name, local = self._where[row]
+            parts.setdefault(name, {})[local] = outcome
+        for name, part in parts.items():
+            order = self._orders[name]
+            if isinstance(order, Frontier):
+                order.learn(part)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "drawn": dict(self._drawn),
+            "orders": {name: order.state_dict() for name, order in self._orders.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state["orders"]) != set(self._orders):
+            raise DataError("The checkpoint's mixture has other sets; resume with the same, or start a new run.")
+        self._drawn = {name: int(count) for name, count in state["drawn"].items()}
+        for name, order in self._orders.items():
+            order.load_state_dict(state["orders"][name])
+
+
+class _Part:
+    """Some rows of a data set, as one of their own."""
+
+    def __init__(self, dataset: Any, rows: Sequence[int]) -> None:
+        self._dataset, self._places = dataset, rows
+        self.column_names = dataset.column_names
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, str):
+            column = self._dataset[key]
+            return [column[place] for place in self._places]
+        return self._dataset[self._places[key]]

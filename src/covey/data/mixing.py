@@ -1,0 +1,89 @@
+"""Several data sets as one, with the share of each: `mix({"math": a, "code": b}, weights={"math": 0.7, "code": 0.3})`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+
+from covey.data.curriculum import NAME_COLUMN, WEIGHT_COLUMN
+from covey.data.sources import AnyDataset
+from covey.errors import DataError
+
+_TERM = re.compile(r"\s*(?P<weight>\d*\.?\d+)\s*\*\s*(?P<source>\S.*?)\s*")
+
+
+def terms(source: Any) -> dict[str, float] | None:
+    """`"0.7*a.jsonl + 0.3*b.jsonl"` as `{"a.jsonl": 0.7, "b.jsonl": 0.3}`; `None` for what is not written so."""
+    if not isinstance(source, str):
+        return None
+    matches = [_TERM.fullmatch(part) for part in source.split(" + ")]
+    if not all(matches):
+        return None
+    named = [(match["source"], float(match["weight"])) for match in matches if match]
+    if len({name for name, _ in named}) < len(named):
+        raise DataError(f"The mixture {source!r} names a data set twice; add its weights.")
+    return dict(named)
+
+
+def mix(sets: Mapping[str, AnyDataset], weights: Mapping[str, float] | None = None, *, seed: int = 42) -> AnyDataset:
+    """All rows of `sets`, with a column `dataset` that names their set and `dataset_weight`, its share of the prompts drawn.
+
+    `weights` are relative; without them a set's share is its size. A column that only some sets have is `None` for the others.
+    Sets with a length are drawn in exactly these shares, each with epochs of its own. Streams are interleaved at random by
+    `datasets.interleave_datasets`, until the longest has ended. Raises DataError for weights that fit no set, and for columns of
+    one name and two types.
+    """
+    if not sets:
+        raise DataError("A mixture needs at least one data set.")
+    streams = [name for name, dataset in sets.items() if not hasattr(dataset, "__len__")]
+    if streams and len(streams) < len(sets):
+        raise DataError(f"The mixture has streams ({', '.join(streams)}) and sets with a length; use one kind.")
+    chosen = _checked(weights, sets, bool(streams))
+    try:
+        if streams:
+            total = sum(chosen.values())
+            parts = [dataset.map(_Named(name)) for name, dataset in sets.items()]
+            return datasets.interleave_datasets(
+                parts,
+                probabilities=[chosen[name] / total for name in sets],
+                seed=seed,
+                stopping_strategy="all_exhausted",
+            )
+        return datasets.concatenate_datasets([_labelled(dataset, name, chosen[name]) for name, dataset in sets.items()])
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"The sets of the mixture do not fit together: {error}. Give columns of one name one type, or rename them."
+        ) from error
+
+
+def _labelled(dataset: datasets.Dataset, name: str, weight: float) -> datasets.Dataset:
+    kept = dataset.remove_columns([column for column in (NAME_COLUMN, WEIGHT_COLUMN) if column in dataset.column_names])
+    return kept.add_column(NAME_COLUMN, [name] * len(kept)).add_column(WEIGHT_COLUMN, [weight] * len(kept))
+
+
+class _Named:
+    """Adds the set's name to its rows."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**row, NAME_COLUMN: self._name}
+
+
+def _checked(weights: Mapping[str, float] | None, sets: Mapping[str, Any], is_stream: bool) -> dict[str, float]:
+    if weights is None:
+        if is_stream:
+            raise DataError("A mixture of streams needs weights, since their sizes are not known.")
+        return {name: float(len(dataset)) for name, dataset in sets.items()}
+    if set(weights) != set(sets):
+        raise DataError(
+            f"The weights name {sorted(weights)} and the mixture has {sorted(sets)}; give one weight for each set."
+        )
+    for name, weight in weights.items():
+        if not 0 < weight < float("inf"):
+            raise DataError(f"The weight of {name} is {weight!r}; use a number above 0, or leave the set out.")
+    return {name: float(weight) for name, weight in weights.items()}

@@ -1,0 +1,189 @@
+"""Orders that know how hard a row is, mixtures, and replacing groups without signal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+
+from covey.data import Outcome, PromptStream, load, mix
+from covey.errors import DataError
+from kit import tiny_tokenizer
+
+
+def table(n: int = 20, **columns) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"prompt": [f"{i} + 1 =" for i in range(n)], **columns})
+
+
+def stream(dataset, curriculum: str = "none", **options) -> PromptStream:
+    return PromptStream(dataset, tiny_tokenizer(), curriculum=curriculum, **{"seed": 3, **options})
+
+
+def rows(prompts) -> list[int]:
+    return [int(prompt.uid.partition(":")[2]) for prompt in prompts]
+
+
+# -- a column ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_column_orders_from_low_to_high_and_ties_by_the_seed():
+    difficulty = [3, 1, 2, 1, 3, 2, 1, 1]
+    data = table(8, difficulty=difficulty)
+    for curriculum, expected in (("difficulty", sorted(difficulty)), ("-difficulty", sorted(difficulty)[::-1])):
+        prompts = stream(data, curriculum)
+        first, second = rows(prompts.take(8)), rows(prompts.take(8))
+        assert [difficulty[row] for row in first] == expected == [difficulty[row] for row in second]
+        assert first != second  # ties are mixed anew
+        assert sorted(first) == list(range(8))
+
+
+def test_a_column_that_cannot_order_is_refused_in_a_sentence():
+    with pytest.raises(
+        DataError, match=r"'difficult' is neither none, nor frontier, nor a column .*Did you mean difficulty\?"
+    ):
+        stream(table(2, difficulty=[1, 2]), "difficult")
+    with pytest.raises(DataError, match=r"needs numbers, and row 1 .* has None"):
+        stream(table(2, difficulty=[1.0, None]), "difficulty")
+    with pytest.raises(DataError, match="needs a data set with a length"):
+        stream(table(2).to_iterable_dataset(), "frontier")
+
+
+# -- the frontier ------------------------------------------------------------------------------------------------------------
+
+
+def learn_round(prompts: PromptStream, n: int, solved, unsolved) -> list[int]:
+    drawn = prompts.take(n)
+    prompts.learn(
+        {
+            prompt.uid: Outcome(
+                score=1.0 if row in solved else 0.0 if row in unsolved else 0.5, has_signal=row not in solved | unsolved
+            )
+            for prompt, row in zip(drawn, rows(drawn), strict=True)
+        }
+    )
+    return rows(drawn)
+
+
+def test_rows_on_the_frontier_are_drawn_most_often_and_no_row_is_forgotten():
+    solved, unsolved = set(range(0, 40)), set(range(40, 80))
+    prompts = stream(table(100), "frontier")
+    for _ in range(20):  # every row has been seen by then
+        learn_round(prompts, 20, solved, unsolved)
+    counts = Counter(row for _ in range(100) for row in learn_round(prompts, 20, solved, unsolved))
+    mean = lambda which: sum(counts[row] for row in which) / len(which)
+    frontier = mean(set(range(80, 100)))
+    assert frontier > 4 * mean(unsolved) > 4 * mean(solved) > 0
+    assert frontier == pytest.approx(100 * 20 / 100 * 3, rel=0.35)  # most of each draw of 20, out of 20 frontier rows
+
+
+def test_the_first_draws_see_every_row_before_dull_ones_come_again():
+    prompts = stream(table(64), "frontier")
+    seen = [row for _ in range(4) for row in learn_round(prompts, 16, set(range(64)), set())]
+    assert len(set(seen)) > 54  # weights of 0.5 against 0.05
+
+
+def test_a_rollout_never_holds_a_row_twice():
+    prompts = stream(table(10), "frontier")
+    for _ in range(5):
+        assert len(set(learn_round(prompts, 10, {1, 2}, {3}))) == 10
+
+
+def test_a_row_that_changes_changes_its_weight():
+    prompts = stream(table(50), "frontier")
+    for _ in range(15):
+        learn_round(prompts, 10, set(), set(range(50)))
+    before = prompts._order.weights()[:10].mean()
+    for _ in range(40):
+        learn_round(prompts, 10, set(), set(range(10, 50)))
+    assert prompts._order.weights()[:10].mean() > 3 * before
+
+
+@pytest.mark.parametrize("curriculum", ["none", "frontier", "difficulty"])
+def test_every_order_resumes_exactly_through_json(curriculum: str):
+    data = table(30, difficulty=list(range(30)))
+    for cut in (0, 3, 7):
+        first, again = stream(data, curriculum), stream(data, curriculum)
+        for _ in range(cut):
+            learn_round(first, 7, {1, 2, 3}, {4, 5})
+        first.take(2)  # in the middle of a rollout
+        again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for _ in range(6):
+            assert learn_round(first, 7, {1, 2, 3}, {4, 5}) == learn_round(again, 7, {1, 2, 3}, {4, 5})
+        assert first.state_dict() == again.state_dict()
+
+
+def test_another_curriculum_cannot_resume():
+    data = table(4, difficulty=[1, 2, 3, 4])
+    with pytest.raises(DataError, match="drew its prompts with curriculum='none' and this run has 'frontier'"):
+        stream(data, "frontier").load_state_dict(stream(data).state_dict())
+
+
+# -- mixtures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mixture_draws_each_set_in_exactly_its_share_at_any_time():
+    data = mix({"big": table(100), "small": table(5, extra=list("abcde"))}, {"big": 3, "small": 1})
+    prompts = stream(data)
+    counts: Counter[str] = Counter()
+    for n in range(1, 200):
+        (prompt,) = prompts.take(1)
+        counts[prompt.columns["dataset"]] += 1
+        assert abs(counts["big"] - 0.75 * n) <= 1
+        assert (prompt.columns["extra"] is None) == (prompt.columns["dataset"] == "big")
+
+
+def test_each_set_of_a_mixture_has_epochs_of_its_own():
+    prompts = stream(mix({"a": table(40), "b": table(4)}, {"a": 1, "b": 1}))
+    drawn = prompts.take(80)
+    of_a = [row for row in rows(drawn) if row < 40]
+    of_b = [row for row in rows(drawn) if row >= 40]
+    assert sorted(of_a) == list(range(40))
+    assert Counter(of_b) == dict.fromkeys(range(40, 44), 10)
+    assert len({prompt.uid for prompt in drawn}) == 80
+
+
+@pytest.mark.parametrize("curriculum", ["none", "frontier"])
+def test_a_mixture_resumes_exactly(curriculum: str):
+    data = mix({"a": table(9), "b": table(4)}, {"a": 0.7, "b": 0.3})
+    first, again = stream(data, curriculum), stream(data, curriculum)
+    for _ in range(3):
+        learn_round(first, 5, {1, 2}, {10})
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for _ in range(5):
+        assert learn_round(first, 5, {1, 2}, {10}) == learn_round(again, 5, {1, 2}, {10})
+
+
+def test_streams_are_mixed_too():
+    sets = {"a": table(60).to_iterable_dataset(), "b": table(60).to_iterable_dataset()}
+    drawn = stream(mix(sets, {"a": 0.8, "b": 0.2})).take(60)
+    assert 38 <= Counter(prompt.columns["dataset"] for prompt in drawn)["a"] <= 58
+
+
+def test_a_mixture_can_be_written_as_a_sum(tmp_path: Path):
+    for name, column in (("a", "question"), ("b", "prompt")):
+        lines = [json.dumps({column: f"{name} {i}", "answer": str(i)}) for i in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    data = load(f"0.75*{tmp_path}/a.jsonl + .25*{tmp_path}/b.jsonl", prompt_column="question")
+    assert data.column_names == ["prompt", "answer", "dataset", "dataset_weight"]
+    drawn = stream(data).take(8)
+    assert Counter(prompt.text[0] for prompt in drawn) == {"a": 6, "b": 2}
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [
+        (lambda: mix({}), "at least one"),
+        (lambda: mix({"a": table()}, {"b": 1}), r"The weights name \['b'\] and the mixture has \['a'\]"),
+        (lambda: mix({"a": table()}, {"a": 0}), "The weight of a is 0"),
+        (lambda: mix({"a": table(), "b": table().to_iterable_dataset()}), "streams .b. and sets with a length"),
+        (lambda: mix({"a": table().to_iterable_dataset()}), "needs weights"),
+        (lambda: mix({"a": table(2, x=[1, 2]), "b": table(2, x=["1", "2"])}), "do not fit together"),
+        (lambda: load("0.5*demo + 0.5*demo"), "names a data set twice"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused_in_a_sentence(make, sentence: str):
+    with pytest.raises(DataError, match=sentence):
+        make()
