@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from covey import options
-from covey.cli import output, rerun
+from covey.cli import output, rerun, seeds
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
@@ -31,12 +31,13 @@ _COMMON = frozenset(
 
 _WHAT = (
     Flag(name="model", help="Model to train: a folder, a hub id, or demo for the one that ships with Covey.", group="what"),
-    Flag(name="dataset", help="Prompts: a JSONL, CSV or Parquet file, a folder, a hub id, or demo; PATH:SPLIT picks a split.", group="what"),
+    Flag(name="dataset", help="Prompts: a JSONL, CSV or Parquet file, a folder, a hub id, or demo; PATH:SPLIT picks a split, '0.7*A + 0.3*B' mixes.", group="what"),
     Flag(name="reward", help="Reward by name, or your own as file.py:function or package.module:function; several may be given.", type=list[str], group="what"),
     Flag(name="eval_dataset", help="Held-out prompts, like --dataset; evaluated at the end, and as --eval-strategy says.", group="what"),
     CONFIG,
     Flag(name="resume", help="auto: go on where this run stopped, or start; never: start; or the path of a checkpoint.", default="never", group="run"),
     Flag(name="from_run", help="Repeat the run in this folder; other flags change what they name.", group="run"),
+    Flag(name="seeds", help="Train with so many seeds, one after another, and show their mean with its interval.", type=int, group="run"),
     Flag(name="dry_run", help="Show the options, the batch arithmetic and an estimate of memory, and stop.", type=bool, group="run"),
     Flag(name="print_config", help="Print every option as YAML that --config reads, and stop.", type=bool, group="run"),
     Flag(name="prompt_column", help="Column that holds the prompt: text or chat messages.", default="prompt", group="data"),
@@ -112,10 +113,12 @@ def run(given: Given) -> int:
         return 0
     if chosen.get("from_run"):
         rerun.refuse_other_run(chosen, config, dataset)
+    own = {name: value for name, value in given.items() if name in _OWN}
+    if given.get("seeds") is not None:
+        return seeds.run(given, wanted, own)
     held_out = given.get("eval_dataset")
     eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
-    record = rerun.recorder(wanted, {name: value for name, value in given.items() if name in _OWN})
-    return _train(config, given, dataset, eval_dataset, peft_config, record)
+    return _train(config, given, dataset, eval_dataset, peft_config, rerun.recorder(wanted, own))
 
 
 def config_options(given: Given) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
         return trainer.exit_code
     trainer.save_model(str(Path(config.output_dir) / FINAL))
     metrics = {**_last(trainer.state.log_history), **trained.metrics}
-    if eval_dataset is not None and getattr(config.eval_strategy, "value", config.eval_strategy) == "no":
+    if eval_dataset is not None and _last_evaluation(trainer.state.log_history) < trained.global_step:
         metrics |= trainer.evaluate()
     if trainer.is_world_process_zero():
         _report(config, given, trained.global_step, metrics)
@@ -172,6 +175,11 @@ def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any]) -
         if isinstance(metrics.get(name), float):
             output.result(f"  {name:<24}{metrics[name]:.4g}")
     output.say(f"talk to it: covey chat {config.output_dir}")
+
+
+def _last_evaluation(history: Sequence[Mapping[str, Any]]) -> int:
+    """The step of the newest evaluation, -1 for none."""
+    return max((int(entry["step"]) for entry in history if "eval_reward" in entry), default=-1)
 
 
 def _last(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
