@@ -1,0 +1,19 @@
+"""The page of alerts knows every rule, action and option."""
+
+from pathlib import Path
+
+import pytest
+
+from covey.options import ALERT_ACTIONS, ALERT_RULES, GROUPS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
+
+
+@pytest.mark.parametrize("rule", ALERT_RULES)
+def test_every_rule_has_one_entry(rule):
+    assert PAGE.count(f"\n| `{rule}` (") == 1
+
+
+@pytest.mark.parametrize("name", [*ALERT_ACTIONS, *GROUPS["alerts"]])
+def test_every_action_and_option_is_explained(name):
+    assert f"\n| `{name}` | " in PAGE
