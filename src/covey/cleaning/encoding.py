@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import unicodedata
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -56,15 +58,15 @@ def repaired_row(value: Any) -> tuple[Any, dict[str, None]]:
     if isinstance(value, Mapping):
         row = {}
         for name, item in value.items():
-            row[name], faults = repaired_row(item)
-            found |= faults
+            row[name], its_faults = repaired_row(item)
+            found |= its_faults
         return row, found
     if isinstance(value, list | tuple):
         items = []
         for item in value:
-            mended, faults = repaired_row(item)
+            mended, its_faults = repaired_row(item)
             items.append(mended)
-            found |= faults
+            found |= its_faults
         return items, found
     return value, found
 
@@ -76,10 +78,18 @@ def _without_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+@lru_cache
+def knows_mojibake() -> bool:
+    """Whether text in the wrong encoding can be told from other text on this machine, which needs ftfy."""
+    return importlib.util.find_spec("ftfy") is not None
+
+
 def _without_mojibake(text: str) -> str:
+    if text.isascii() or not knows_mojibake():
+        return text
     import ftfy
 
-    return text if text.isascii() else ftfy.fix_encoding(text)
+    return ftfy.fix_encoding(text)
 
 
 def _without_controls(text: str) -> str:

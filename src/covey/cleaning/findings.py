@@ -21,14 +21,14 @@ class Kind:
     """In the table."""
     action: Action
     why: str
-    """The end of "row 7: ..."; `{other}` is another row's number, `{amount}` a figure."""
+    """The end of "row 7 ..."; `{other}` names another row, `{amount}` is a figure."""
     fix: str
 
     @property
     def must_be_mended(self) -> bool:
         return self.action != "look"
 
-    def reason(self, other: int = -1, amount: float = math.nan) -> str:
+    def reason(self, other: str = "", amount: float = math.nan) -> str:
         """`why` with its figures."""
         figure = f"{amount:.2f}" if amount == amount and amount != int(amount) else f"{amount:.0f}"
         return self.why.format(other=other, amount=figure)
@@ -40,13 +40,13 @@ _ALL = (
     Kind(name="no_prompt", title="no usable prompt", action="drop",
          why="has no prompt, or one that is neither text nor chat messages", fix="clean leaves them out; or name the column with --prompt-column"),
     Kind(name="duplicate", title="duplicates", action="drop",
-         why="has the prompt and the answer of row {other}", fix="clean keeps the first"),
+         why="has the prompt and the answer of {other}", fix="clean keeps the first"),
     Kind(name="disputed", title="same prompt, other answer", action="drop",
-         why="has the prompt of row {other}, but another answer", fix="correct the wrong one; clean leaves all of them out"),
+         why="has the prompt of {other}, but another answer", fix="correct the wrong one; clean leaves all of them out"),
     Kind(name="near_duplicate", title="near duplicates", action="drop",
-         why="shares {amount} of its runs of words with row {other}", fix="clean keeps the first; --near sets the share"),
+         why="shares {amount} of its runs of words with {other}", fix="clean keeps the first; --near sets the share"),
     Kind(name="contaminated", title="evaluation questions", action="drop",
-         why="shares {amount} of its words with row {other} of the evaluation set", fix="clean leaves them out; --overlap sets the share"),
+         why="shares {amount} of its words with {other}", fix="clean leaves them out; --overlap sets the share"),
     Kind(name="too_long", title="longer than the context", action="drop",
          why="loses {amount} tokens to the limit", fix="raise --max-prompt-length, shorten them, or clean leaves them out"),
     Kind(name="template", title="refused by the chat template", action="drop",
@@ -108,6 +108,10 @@ class Findings:
         found.rows.append(row)
         found.others.append(other)
         found.amounts.append(amount)
+
+    def drop(self, kind: str) -> None:
+        """Forget a kind."""
+        self._found.pop(kind, None)
 
     def kinds(self) -> list[Kind]:
         """The kinds that were found, in the order of KINDS."""

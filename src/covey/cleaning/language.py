@@ -34,6 +34,10 @@ _LANGUAGES = {
     name: frozenset(words.split()) - (_ALSO_ENGLISH if name != "en" else frozenset())
     for name, words in _SMALL_WORDS.items()
 }
+_OF_WORD = {
+    word: tuple(name for name, known in _LANGUAGES.items() if word in known)
+    for word in frozenset[str]().union(*_LANGUAGES.values())
+}
 _FEWEST_SMALL_WORDS = 3
 
 
@@ -50,7 +54,7 @@ def language(text: str) -> str | None:
         for name, signs in _OF_SCRIPT.items():  # Japanese first: it has Chinese characters too
             if len(signs.findall(text)) > letters * (0.1 if name == "ja" else 0.5):
                 return name
-    words = Counter(_WORD.findall(text.casefold()))
-    scores = sorted(((sum(words[word] for word in known), name) for name, known in _LANGUAGES.items()), reverse=True)
-    (best, name), (second, _) = scores[:2]
+    scores = Counter(name for word in _WORD.findall(text.casefold()) for name in _OF_WORD.get(word, ()))
+    ranked = [*scores.most_common(2), ("", 0), ("", 0)]
+    (name, best), (_, second) = ranked[:2]
     return name if best >= _FEWEST_SMALL_WORDS and best > second else None

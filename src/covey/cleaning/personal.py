@@ -15,6 +15,7 @@ _KEY = re.compile(
     r"|\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{20,200}\b|\bxox[abprs]-[A-Za-z0-9-]{10,100}\b|\bAIza[0-9A-Za-z_-]{35}\b"
     r"|\beyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{10,2000}"
 )
+_KEY_MARKS = ("-----BEGIN ", "AKIA", "gh", "hf_", "sk-", "xox", "AIza", "eyJ")
 _CARD = re.compile(r"(?<![\d.-])\d(?:[ -]?\d){12,18}(?![\d.-])")
 _IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b")
 
@@ -30,6 +31,14 @@ def personal(text: str) -> tuple[str, ...]:
 
 def _has_email(text: str) -> bool:
     return "@" in text and _EMAIL.search(text) is not None
+
+
+def _has_phone(text: str) -> bool:
+    return any(sign in text for sign in "+-.(") and _PHONE.search(text) is not None
+
+
+def _has_key(text: str) -> bool:
+    return any(mark in text for mark in _KEY_MARKS) and _KEY.search(text) is not None
 
 
 def _has_card(text: str) -> bool:
@@ -53,8 +62,8 @@ def _luhn(digits: str) -> bool:
 
 _FINDERS: Mapping[str, Callable[[str], bool]] = {
     "email": _has_email,
-    "phone": lambda text: _PHONE.search(text) is not None,
-    "key": lambda text: _KEY.search(text) is not None,
+    "phone": _has_phone,
+    "key": _has_key,
     "card": _has_card,
     "iban": _has_iban,
 }

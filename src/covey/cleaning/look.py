@@ -1,0 +1,137 @@
+"""One row looked at: what is wrong with it alone, and what is needed to hold it against others."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from covey.cleaning.encoding import is_lossy, repaired_row
+from covey.cleaning.findings import Findings
+from covey.cleaning.grams import text_of
+from covey.cleaning.language import language
+from covey.cleaning.personal import personal
+from covey.cleaning.settings import Settings
+from covey.data.prompts import check_prompt, encode_chat
+from covey.errors import DataError
+from covey.rewards.answers import gold_answer, is_plain, number
+
+_SIGN = re.compile(r"[^\w\s]|_")
+_MOST_SIGNS = 0.5
+_FEWEST_CHARACTERS = 40
+"""Below, the share of signs says nothing: `3 + 4 = ?` is a fine prompt."""
+_LONGEST_VALUE = 100
+"""Characters up to which two answers that differ contradict each other; two programs or essays that differ need not."""
+_LEAKED = 24
+"""Characters from which an answer that stands in its prompt is no chance, nor one of the choices."""
+
+
+@dataclass
+class Traits:
+    """Of every row that has a prompt, what the others are compared by: 33 bytes a row."""
+
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    characters: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    """-1 without a tokenizer."""
+    answers: array[int] = field(default_factory=lambda: array("b"))
+    """1: a number, 0: another answer, -1: none."""
+    languages: list[str | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the comparison with other rows needs."""
+
+    row: int
+    text: str
+    answer: int
+    """The same for the same answer."""
+
+
+class Looker:
+    """Looks at rows one by one and writes down what it finds."""
+
+    def __init__(self, settings: Settings, answer_column: str | None, findings: Findings, traits: Traits) -> None:
+        self._settings, self._answer_column = settings, answer_column
+        self._findings, self.traits = findings, traits
+
+    def look(self, number_: int, row: Mapping[str, Any]) -> Looked | None:
+        """The row for comparing it, or None when it has no prompt to compare."""
+        mended, faults = repaired_row(dict(row))
+        for fault in faults:
+            self._findings.add(fault, number_)
+        prompt = mended.get(self._settings.prompt_column)
+        try:
+            check_prompt(prompt, "")
+        except DataError:  # its sentence is the kind's
+            self._findings.add("no_prompt", number_)
+            return None
+        text = text_of(prompt)
+        if is_lossy(text):
+            self._findings.add("lost", number_)
+        for kind in personal(text):
+            self._findings.add(kind, number_)
+        signs = len(_SIGN.findall(text))
+        if len(text) >= _FEWEST_CHARACTERS and signs > _MOST_SIGNS * len(text):
+            self._findings.add("symbols", number_, amount=signs / len(text))
+        answer = self._answer(number_, mended, text)
+        self.traits.rows.append(number_)
+        self.traits.characters.append(len(text))
+        self.traits.languages.append(language(text))
+        self.traits.tokens.append(self._tokens(number_, prompt))
+        return Looked(number_, text, answer)
+
+    def _answer(self, number_: int, row: Mapping[str, Any], text: str) -> int:
+        """The answer as a number; 0 where the data set has no answers."""
+        if self._answer_column is None:
+            self.traits.answers.append(-1)
+            return 0
+        value = row.get(self._answer_column)
+        gold = "" if value is None else gold_answer(str(value))
+        if not gold:
+            self._findings.add("no_answer", number_)
+            self.traits.answers.append(-1)
+            return 1
+        if len(gold) >= _LEAKED and gold in text:
+            self._findings.add("leak", number_)
+        exact = number(gold)
+        self.traits.answers.append(int(exact is not None))
+        if self._settings.answers == "math" and not _parses(gold):
+            self._findings.add("odd_answer", number_)
+        if exact is None and (self._settings.answers == "text" or len(gold) > _LONGEST_VALUE):
+            return 1
+        plain = " ".join(gold.split()).casefold() if exact is None else str(exact)
+        return xxhash.xxh3_64_intdigest(plain.encode("utf-8", "surrogatepass")) | 1
+
+    def _tokens(self, number_: int, prompt: Any) -> int:
+        tokenizer, most = self._settings.tokenizer, self._settings.max_prompt_length
+        if tokenizer is None or most is None:
+            return -1
+        if isinstance(prompt, str):
+            count = len(tokenizer(text=prompt)["input_ids"])
+        else:
+            try:
+                count = len(encode_chat(prompt, f"Row {number_}", tokenizer, {}))
+            except DataError:  # its sentence is the kind's
+                self._findings.add("template", number_)
+                return -1
+        if count > most:
+            self._findings.add("too_long", number_, amount=count - most)
+        return count
+
+
+def _parses(gold: str) -> bool:
+    """Whether the verifier sees a value in an answer: what it cannot parse equals only its own letters, a value also itself in
+    brackets or times one."""
+    if is_plain(gold):
+        return True
+    from covey.rewards import verify
+
+    is_equal = verify.shared().is_equal
+    spellings = (f"\\left({gold}\\right)", f"1 \\cdot {gold}")
+    return any(is_equal(f"\\boxed{{{gold}}}", f"\\boxed{{{spelling}}}") for spelling in spellings)
