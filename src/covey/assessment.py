@@ -86,15 +86,15 @@ def assess(
     if not prompts:
         raise ConfigError("there are no prompts to evaluate on; give a data set with at least one row.")
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    answers = list(_scored(sampler, scorer, prompts, 1, greedy, batch_size))
+    answers = list(scored_answers(sampler, scorer, prompts, 1, greedy, batch_size))
     drawn: list[Group] = []
     if num_samples:
         params = replace(sampling or SamplingParams(), max_tokens=max_tokens, seed=seed)
-        drawn = list(_scored(sampler, scorer, prompts, num_samples, params, batch_size))
+        drawn = list(scored_answers(sampler, scorer, prompts, num_samples, params, batch_size))
     lengths = [group.completions[0].num_tokens for group in answers]
     return Assessment(
-        greedy=tuple(_totals(group, scorer)[0] for group in answers),
-        sampled=tuple(_totals(group, scorer) for group in drawn),
+        greedy=tuple(totals(group, scorer)[0] for group in answers),
+        sampled=tuple(totals(group, scorer) for group in drawn),
         texts=tuple(group.completions[0].text for group in answers),
         mean_length=sum(lengths) / len(lengths),
         threshold=threshold,
@@ -106,7 +106,7 @@ def compare(a: Assessment, b: Assessment) -> dict[str, Difference]:
     return {"accuracy": paired_difference(a.right(), b.right()), "reward": paired_difference(a.greedy, b.greedy)}
 
 
-def _scored(
+def scored_answers(
     sampler: Sampler, scorer: Scorer, prompts: Sequence[Prompt], n: int, params: SamplingParams, batch_size: int
 ) -> Iterator[Group]:
     """Scored groups in the order of the prompts."""
@@ -118,7 +118,8 @@ def _scored(
         yield from scorer.score(groups)
 
 
-def _totals(group: Group, scorer: Scorer) -> tuple[float, ...]:
+def totals(group: Group, scorer: Scorer) -> tuple[float, ...]:
+    """Weighted reward of each completion of a scored group; NaN where no reward scored it."""
     assert group.rewards is not None
     scored = ~group.rewards.isnan()
     total = (group.rewards.nan_to_num(0.0) * scorer.weights).sum(-1)

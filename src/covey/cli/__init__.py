@@ -16,9 +16,11 @@ from covey.errors import ConfigError, CoveyError, did_you_mean
 VERBS = {
     "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
     "train": "post-train a model on your data with your rewards",
+    "tune": "try options in many runs, end the hopeless early, keep the best",
     "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
     "reward": "whether a reward pays right answers and nothing else, before training",
+    "features": "describe a data set's rows in columns: length, language, how often a model solves them",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",

@@ -1,0 +1,157 @@
+"""`covey features`: columns that describe a data set's rows, among them how often a model solves each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.errors import ConfigError
+
+_FLAGS = (
+    Flag(name="output", help="Where the rows go: a .jsonl or .parquet file.", group="data"),
+    Flag(name="features", help="length, readability, language, embedding, relevance, pass_rate, difficulty; several with commas.", type="list[str]", group="data"),
+    Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
+    Flag(name="columns", help="Rename columns: new=old, so that a reward finds them.", type="list[str]", group="data"),
+    Flag(name="answer_column", help="Column of the answer, for relevance.", default="answer", group="data"),
+    Flag(name="max_prompts", help="Use only the first so many rows.", type=int, group="data"),
+    Flag(name="overwrite", help="Replace the output file, and columns of the same names.", type=bool, default=False, group="data"),
+    Flag(name="model", help="Model whose answers say how hard a prompt is; its tokenizer counts tokens.", group="difficulty"),
+    Flag(name="reward", help="Built-in name or import path that says which answers are right; may be repeated.", type="list[str]", group="difficulty"),
+    Flag(name="num_samples", help="Answers drawn for each prompt.", type=int, default=8, group="difficulty"),
+    Flag(name="max_tokens", help="Most tokens of an answer.", type=int, default=256, group="difficulty"),
+    Flag(name="temperature", help="Sampling temperature.", type=float, default=1.0, group="difficulty"),
+    Flag(name="threshold", help="An answer is right from this reward on.", type=float, default=0.5, group="difficulty"),
+    Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="difficulty"),
+    Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="difficulty"),
+    Flag(name="embedding_model", help="Folder or hub id of the model that makes vectors.", group="vectors"),
+    JSON,
+    CONFIG,
+)  # fmt: skip
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+def run(given: Given) -> None:
+    """Read, add the columns, write; print what each column is like."""
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options["features"] = [name.strip() for text in options["features"] or [] for name in text.split(",")]
+    _check(options)
+    from covey.cli.columns import column_map
+    from covey.data import load
+    from covey.features import add_features
+    from covey.features.embedding import Embedder
+
+    dataset = load(
+        options["data"],
+        prompt_column=options["prompt_column"],
+        columns=column_map(options["columns"]),
+        limit=options["max_prompts"],
+    )
+    wants = set(options["features"])
+    tokenizer, rates = _judge(options, bool(wants & {"pass_rate", "difficulty"}))
+    embedder = Embedder.of(options["embedding_model"]) if options["embedding_model"] else None
+    found = add_features(
+        dataset,
+        options["features"],
+        tokenizer=tokenizer,
+        embedder=embedder,
+        pass_rates=rates,
+        answer_column=options["answer_column"],
+        overwrite=options["overwrite"],
+    )
+    path = Path(options["output"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        found.to_parquet(str(path))
+    else:
+        found.to_json(str(path), force_ascii=False)
+    told = {name: _summary(found[name]) for name in options["features"]}
+    if options["json"]:
+        output.result_json({"rows": len(found), "output": str(path), "features": told})
+        return
+    output.result(f"{path}: {len(found)} rows")
+    for name, summary in told.items():
+        output.result(f"  {name:<12} {'  '.join(f'{key} {value}' for key, value in summary.items())}")
+
+
+def _check(options: dict[str, Any]) -> None:
+    if not options.get("data"):
+        raise ConfigError(
+            "covey features needs a data set: covey features train.jsonl --features length --output out.jsonl."
+        )
+    if not options["features"]:
+        raise ConfigError("covey features needs --features, such as --features length,readability.")
+    if not options["output"] or Path(options["output"]).suffix not in _SUFFIXES:
+        raise ConfigError(f"--output {options['output'] or ''} must be a file that ends in .jsonl or .parquet.")
+    if Path(options["output"]).exists() and not options["overwrite"]:
+        raise ConfigError(f"{options['output']} is there already; give another --output, or --overwrite.")
+    wants = set(options["features"])
+    if wants & {"pass_rate", "difficulty"} and not (options["model"] and options["reward"]):
+        raise ConfigError(
+            "difficulty and pass_rate need --model and --reward: whose answers, and which of them are right."
+        )
+    if wants & {"embedding", "relevance"} and not options["embedding_model"]:
+        raise ConfigError("embedding and relevance need --embedding-model, a folder or a hub id.")
+    if options["num_samples"] < 1:
+        raise ConfigError(f"--num-samples {options['num_samples']} draws nothing; use at least 1.")
+
+
+def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
+    """The model's tokenizer, and what measures pass rates with it; None for what is not wanted."""
+    if not options["model"]:
+        return None, None
+    from covey.cli.checkpoints import model_folder
+    from covey.data import eos_ids, prepare_tokenizer
+    from covey.features.difficulty import PassRates
+    from covey.models import context_limit, load_model, load_tokenizer
+    from covey.rewards import Scorer
+    from covey.rollout import SamplingParams, choose_sampler
+
+    folder = model_folder(options["model"])
+    model = load_model(folder)
+    tokenizer = prepare_tokenizer(load_tokenizer(model, folder), model)
+    if not is_sampled:
+        return tokenizer, None
+    limit = context_limit(model)
+    rates = PassRates(
+        sampler=choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer)),
+        scorer=Scorer.of(options["reward"]),
+        tokenizer=tokenizer,
+        sampling=SamplingParams(
+            max_tokens=options["max_tokens"], temperature=options["temperature"], seed=options["seed"]
+        ),
+        num_samples=options["num_samples"],
+        threshold=options["threshold"],
+        batch_size=options["batch_size"],
+        max_prompt_length=None if limit is None else limit - options["max_tokens"],
+    )
+    return tokenizer, rates
+
+
+def _summary(values: list[Any]) -> dict[str, Any]:
+    known = [value for value in values if value is not None]
+    missing = {"none": len(values) - len(known)} if len(known) < len(values) else {}
+    if known and isinstance(known[0], str):
+        counts = sorted({value: known.count(value) for value in set(known)}.items(), key=lambda item: -item[1])
+        return {**dict(counts[:5]), **missing}
+    if known and isinstance(known[0], list):
+        return {"numbers": len(known[0]), **missing}
+    ranked = sorted(known)
+    at = lambda share: round(float(ranked[min(int(share * len(ranked)), len(ranked) - 1)]), 3)
+    return {"10%": at(0.1), "median": at(0.5), "90%": at(0.9), **missing} if ranked else missing
+
+
+verb = Verb(
+    name="features",
+    usage="DATA --features NAMES --output FILE [options]",
+    sentence="Add columns that describe rows: length, readability, language, vectors, and how often a model solves them.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("data",),
+    examples=(
+        "covey features train.jsonl --features length,readability,language --output described.jsonl",
+        "covey features train.jsonl --features difficulty --model runs/x --reward math --output graded.jsonl",
+    ),
+)
