@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from covey.rewards.builtin import BUILTIN, resolve
     from covey.rewards.combining import Combiner, advantage_shares
     from covey.rewards.contract import RewardSpec, check
+    from covey.rewards.judging import JudgeReward, PairwiseJudgeReward
     from covey.rewards.manner import per_completion, reward
     from covey.rewards.math import accuracy_reward
     from covey.rewards.metrics import has_signal, mean_score, reward_metrics
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 _WHERE = {
     "BUILTIN": "builtin:BUILTIN",
     "Combiner": "combining:Combiner",
+    "JudgeReward": "judging:JudgeReward",
     "ModelReward": "model:ModelReward",
+    "PairwiseJudgeReward": "judging:PairwiseJudgeReward",
     "RewardSpec": "contract:RewardSpec",
     "Scorer": "scoring:Scorer",
     "Scoring": "scoring:Scoring",
@@ -44,7 +47,9 @@ _WHERE = {
 __all__ = [
     "BUILTIN",
     "Combiner",
+    "JudgeReward",
     "ModelReward",
+    "PairwiseJudgeReward",
     "RewardSpec",
     "Scorer",
     "Scoring",

@@ -1,0 +1,264 @@
+"""A chat model behind an OpenAI-compatible HTTP address: asked with retries, back-off, a deadline and a memory on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import random
+import sqlite3
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from covey.errors import ConfigError, RewardError
+
+Message = Mapping[str, str]
+
+_PASSING = frozenset({408, 409, 425, 429})
+"""Refusals that may pass; so may every 5xx."""
+_MOST_BYTES = 4 * 2**20
+_LONGEST_WAIT = 30.0
+
+
+class ReplyError(ValueError):
+    """The judge answered, but not in the form that was asked for."""
+
+
+class _PassingError(ConnectionError):
+    """What may be gone at the next attempt; `wait` is what the server asked for."""
+
+    def __init__(self, said: str, wait: float = 0.0) -> None:
+        super().__init__(said)
+        self.wait = wait
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model wrote, and what it cost."""
+
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_requests: int = 1
+    """HTTP requests that it took; 0 for a remembered one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a judge is, and how long one waits for it. The key is read from the environment when a request is sent."""
+
+    url: str
+    """Up to and with `/v1`, as `http://localhost:8000/v1`."""
+    model: str
+    key_env: str = "OPENAI_API_KEY"
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of the request's body."""
+    request_seconds: float = 60.0
+    """The longest that one request may take, connecting and reading together."""
+    retries: int = 4
+    backoff_seconds: float = 0.5
+    """Before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"judge(url={self.url!r}): give an address such as http://localhost:8000/v1.")
+        if not self.model:
+            raise ConfigError("judge(model='') names no model; give the one that the endpoint serves.")
+        if self.request_seconds <= 0 or self.retries < 0 or self.backoff_seconds < 0 or self.max_tokens < 1:
+            raise ConfigError(
+                "judge: request_seconds and max_tokens must be above 0, retries and backoff_seconds 0 or above."
+            )
+
+    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """The request as JSON; what is remembered is remembered by it."""
+        shape = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {**shape, **self.extra, "messages": [dict(message) for message in messages]}
+
+    def ask(self, messages: Sequence[Message], until: float) -> Reply:
+        """The model's reply, at the latest at `until` (time.monotonic).
+
+        Raises TimeoutError or ConnectionError when nothing came in time or in `retries` more attempts, RewardError for what
+        no attempt can mend: a wrong key, model or address.
+        """
+        data = json.dumps(self.body(messages)).encode()
+        for attempt in range(self.retries + 1):
+            try:
+                reply = self._once(data, min(until, time.monotonic() + self.request_seconds))
+                return Reply(reply.text, reply.prompt_tokens, reply.completion_tokens, attempt + 1)
+            except (_PassingError, TimeoutError) as error:
+                wait = getattr(error, "wait", 0.0) or self._pause(attempt)
+                if attempt == self.retries:
+                    kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
+                    raise kind(f"the judge at {self.url} failed {attempt + 1} times; last: {error}") from error
+                if time.monotonic() + wait >= until:
+                    raise TimeoutError(f"no answer from the judge at {self.url} in time; last: {error}") from error
+                time.sleep(wait)
+        raise AssertionError("unreachable")
+
+    def _pause(self, attempt: int) -> float:
+        return min(_LONGEST_WAIT, self.backoff_seconds * 2.0**attempt) * random.uniform(0.5, 1.0)
+
+    def _once(self, data: bytes, until: float) -> Reply:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        key = os.environ.get(self.key_env)
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", data, headers, method="POST")
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no time was left to ask")
+        try:
+            with _opener(self.url).open(request, timeout=left) as response:
+                return _reply_of(_read(response, until))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refusal(error) from error
+        except TimeoutError:
+            raise
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError):
+                raise TimeoutError("it could not be reached in time") from error
+            raise _PassingError(f"it cannot be reached ({error.reason})") from error
+        except (http.client.HTTPException, OSError) as error:
+            raise _PassingError(f"the connection broke ({type(error).__name__}: {error})") from error
+
+    def _refusal(self, error: urllib.error.HTTPError) -> Exception:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            said = " ".join(error.read(2000).decode(errors="replace").split())[:200]
+            if error.code in _PASSING or error.code >= 500:
+                return _PassingError(f"HTTP {error.code} {said}".strip(), _retry_after(error.headers))
+            key = f" The key is read from ${self.key_env}." if error.code in (401, 403) else ""
+            return RewardError(f"The judge at {self.url} refuses model {self.model!r}: HTTP {error.code} {said}.{key}")
+        return _PassingError(f"HTTP {error.code}, and the connection broke")
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Proxies from the environment, except to this machine; no redirects, which would drop the question."""
+    is_here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    return urllib.request.build_opener(_NoRedirect(), *([urllib.request.ProxyHandler({})] if is_here else []))
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *where: Any, **more: Any) -> None:
+        return None
+
+
+def _read(response: Any, until: float) -> bytes:
+    """The whole body, which may neither drip past `until` nor grow without end."""
+    parts: list[bytes] = []
+    size = 0
+    while piece := response.read1(65536):
+        parts.append(piece)
+        size += len(piece)
+        if size > _MOST_BYTES:
+            raise _PassingError(f"its reply is longer than {_MOST_BYTES} bytes")
+        if time.monotonic() > until:
+            raise TimeoutError("its reply did not end in time")
+    announced = response.headers.get("Content-Length")
+    if announced is not None and announced.isdigit() and size < int(announced):
+        raise _PassingError("its reply was cut off")
+    return b"".join(parts)
+
+
+def _reply_of(body: bytes) -> Reply:
+    try:
+        found = json.loads(body)
+        text = found["choices"][0]["message"]["content"]
+        usage = found.get("usage") or {}
+        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        shown = body[:80].decode(errors="replace")
+        raise _PassingError(f"its reply is no chat completion ({shown!r})") from error
+    if not isinstance(text, str):
+        raise _PassingError("its reply holds no text")
+    return Reply(text, *counts)
+
+
+def _retry_after(headers: Any) -> float:
+    value = str(headers.get("Retry-After") or "") if headers is not None else ""
+    return min(_LONGEST_WAIT, float(value)) if value.replace(".", "", 1).isdigit() else 0.0
+
+
+class ReplyCache:
+    """Replies by request, in memory or in an SQLite file that several processes may share."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._lock = threading.Lock()
+        where = ":memory:" if path is None else str(Path(path).expanduser())
+        try:
+            if path is not None:
+                Path(where).parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(where, timeout=30.0, check_same_thread=False, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute("CREATE TABLE IF NOT EXISTS replies (asked BLOB PRIMARY KEY, text TEXT NOT NULL)")
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(
+                f"judge(cache={where!r}) cannot be used as a cache: {error}; give another path."
+            ) from error
+
+    def get(self, asked: Mapping[str, Any]) -> str | None:
+        with self._lock:
+            row = self._file.execute("SELECT text FROM replies WHERE asked = ?", (_digest(asked),)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, asked: Mapping[str, Any], text: str) -> None:
+        with self._lock:
+            self._file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (_digest(asked), _storable(text)))
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def _digest(asked: Mapping[str, Any]) -> bytes:
+    return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _storable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def side_by_side(work: Sequence[Callable[[], Any]], gate: threading.Semaphore, most: int, until: float) -> list[Any]:
+    """What each piece of work returned or raised, done at most `most` at a time, and `gate` permitting.
+
+    What is not done at `until` is a TimeoutError here; its thread is a daemon and ends with its own time limit.
+    """
+    results: list[Any] = [TimeoutError("the judge was not done in time")] * len(work)
+    todo = list(range(len(work)))[::-1]
+    lock, done = threading.Lock(), threading.Semaphore(0)
+
+    def serve() -> None:
+        while True:
+            with lock:
+                if not todo:
+                    return
+                index = todo.pop()
+            try:
+                with gate:
+                    found = work[index]()
+            except Exception as error:  # noqa: BLE001 - handed to the caller, who raises or counts it
+                found = error
+            with lock:
+                results[index] = found
+            done.release()
+
+    for _ in range(min(most, len(work))):
+        threading.Thread(target=serve, daemon=True, name="judge").start()
+    for _ in work:
+        if not done.acquire(timeout=max(0.0, until - time.monotonic())):
+            break
+    with lock:
+        todo.clear()
+        return list(results)
