@@ -60,6 +60,12 @@ class MemoryLimitError(CoveyError):
     exit_code = 71
 
 
+class InvariantError(CoveyError):
+    """What must not change during a run has changed: no checkpoint is made of it."""
+
+    exit_code = 72
+
+
 class StorageError(CoveyError):
     """The disk refused: full, read-only or failing."""
 

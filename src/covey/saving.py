@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 
 from covey.errors import StorageError
+from covey.invariants import Watch, expect_adapter_reloads, expect_same_weights
 from covey.parts import Parts
 from covey.recording import callback_states, checkpoint_tree, write_model
 from covey.runs import checkpoint, serial
@@ -47,11 +48,14 @@ class Saver:
     """transformers.trainer_callback.CallbackHandler"""
     trainer_state: TrainerState
     background: Background[Path] = field(default_factory=Background)
+    watch: Watch | None = None
+    """Set at the first look, before the first step."""
     writing: int = 0
     """The step of the checkpoint that is being written, or was last."""
 
     def save(self, parts: Parts, state: TrainState) -> None:
         """Save the run as it is now. Every process must call it; the main one writes."""
+        expect_same_weights(self.model, parts.world)
         tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
         if not parts.world.is_main:
             return
@@ -59,15 +63,23 @@ class Saver:
         self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
         self.writing = state.step
         waits = not self.args.save_async or any(map(_reads_checkpoints, self.handler.callbacks))
-        work = self._work(tree, copies=not waits)
+        work = self._work(tree, self._watch(parts).later(), copies=not waits)
         self.background.start(work, name=f"covey-checkpoint-{state.step}")
         if waits:
             self.finish(parts)
 
     def poll(self, parts: Parts) -> None:
         """Take note of a write that has ended, without waiting for one that has not."""
-        if not self.background.is_busy:
-            self.finish(parts)
+        if parts.world.is_main:
+            self._watch(parts)
+            if not self.background.is_busy:
+                self.finish(parts)
+
+    def _watch(self, parts: Parts) -> Watch:
+        if self.watch is None:
+            self.watch = Watch(parts.learner)
+            self.watch.later()()
+        return self.watch
 
     def finish(self, parts: Parts) -> None:
         """Wait until nothing is being written."""
@@ -80,7 +92,7 @@ class Saver:
         if path is not None and self.trainer_state.best_global_step == checkpoint.step_of(path):
             self.trainer_state.best_model_checkpoint = str(path)
 
-    def _work(self, tree: dict[str, Any], *, copies: bool) -> Callable[[], Path]:
+    def _work(self, tree: dict[str, Any], look: Callable[[], None], *, copies: bool) -> Callable[[], Path]:
         """What writes the checkpoint of this moment: from copies where training goes on meanwhile."""
         best, run_dir = self.trainer_state.best_global_step, Path(str(self.args.output_dir))
         told = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
@@ -92,15 +104,19 @@ class Saver:
             checkpoint.save,
             run_dir,
             self.writing,
-            partial(_write, self.model, weights, self.tokenizer, told),
+            partial(_write, look, self.model, weights, self.tokenizer, told),
             serial.snapshot(tree) if copies else tree,
             keep=self.args.save_total_limit,
             best=f"checkpoint-{best}" if best is not None else None,
         )
 
 
-def _write(model: Any, weights: Any, tokenizer: Any, told: TrainerState, folder: Path) -> None:
+def _write(
+    look: Callable[[], None], model: Any, weights: Any, tokenizer: Any, told: TrainerState, folder: Path
+) -> None:
+    look()
     write_model(folder, model, tokenizer, weights)
+    expect_adapter_reloads(model, folder, weights)
     told.save_to_json(str(folder / "trainer_state.json"))
 
 

@@ -104,6 +104,7 @@ class Session:
 
     def begin(self, state: TrainState) -> None:
         """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""
+        self.look_at_saving()
         self.latest = state
         self.trainer_state.global_step = state.step
         self.started = time.perf_counter()

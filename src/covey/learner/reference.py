@@ -19,6 +19,13 @@ from covey.learner.policy import Against, Measured, Policy
 class Reference(Protocol):
     """A model that stands still unless its rule says otherwise."""
 
+    moves: int
+    """How often its weights were changed on purpose: by its rule, or from a checkpoint."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its own weights, those that it does not share with the policy."""
+        ...
+
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         """The reference's log-probabilities; None when there is no reference."""
         ...
@@ -40,6 +47,11 @@ class Reference(Protocol):
 
 class NoReference:
     """Nothing to compare with, nothing in memory."""
+
+    moves = 0
+
+    def weights(self) -> dict[str, Tensor]:
+        return {}
 
     def measure(self, rows: Sequence[Row]) -> Measured | None:
         return None
@@ -65,6 +77,7 @@ class FrozenCopy:
     has_moved: bool = False
     follows: bool = False
     """Whether its rule may move it: a checkpoint then holds it from the start, so that a run can go back to any."""
+    moves: int = 0
 
     @staticmethod
     def of(policy: Policy, *, follows: bool = False) -> FrozenCopy:
@@ -84,14 +97,19 @@ class FrozenCopy:
         if alpha == 0.0:
             return
         self.has_moved = True
+        self.moves += 1
         for mine, theirs in zip(self.policy.model.parameters(), policy.model.parameters(), strict=True):
             mine.lerp_(theirs.to(mine.dtype), alpha) if alpha < 1.0 else mine.copy_(theirs)
 
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.policy.model.named_parameters())
+
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.policy.model.named_parameters()) if self.has_moved or self.follows else {}
+        return self.weights() if self.has_moved or self.follows else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _load(dict(self.policy.model.named_parameters()), state)
+        self.moves += 1
+        _load(self.weights(), state)
         self.has_moved = bool(state)
 
 
@@ -106,6 +124,7 @@ class AdapterCopy:
     policy: Policy
     kept: dict[str, Tensor]
     has_moved: bool = False
+    moves: int = 0
 
     @staticmethod
     def of(policy: Policy) -> AdapterCopy:
@@ -145,13 +164,18 @@ class AdapterCopy:
         if alpha == 0.0:
             return
         self.has_moved = True
+        self.moves += 1
         for name, parameter in _trainable(policy.model).items():
             self.kept[name].lerp_(parameter.detach().to(self.kept[name].dtype), alpha)
 
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.kept)
+
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.kept)  # always: a resumed adapter is no longer the one that training started from
+        return self.weights()  # always: a resumed adapter is no longer the one that training started from
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.moves += 1
         _load(self.kept, state)
 
 
