@@ -165,6 +165,22 @@ def test_a_reward_for_form_is_not_blamed_for_paying_wrong_answers():
     assert not checks(found, "FAIL")
 
 
+def test_a_reward_for_form_is_told_by_its_scores_not_by_the_texts_that_it_gets():
+    longer = [
+        row | {"answer": "because " * i + row["answer"]} for i, row in enumerate(DATA)
+    ]  # form differs from row to row
+    assert checks(verdicts("length", rows_of(longer, "answer"))) <= {"form"}
+
+
+def test_a_reward_that_reads_the_prompt_alone_is_judged_by_right_and_wrong():
+    def doubled(prompts, completions):
+        return [
+            float(last_number(c) == str(2 * int(last_number(p)))) for p, c in zip(prompts, completions, strict=True)
+        ]
+
+    assert examine(resolve(doubled), ROWS).reads_gold
+
+
 def test_a_reward_for_short_texts_is_told_to_pay_empty_ones():
     (form,) = [v for v in verdicts("length(target=0)") if v.check == "form"]
     assert "empty" in form.facts["highest_for"]

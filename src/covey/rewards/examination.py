@@ -56,7 +56,7 @@ class Examination:
     wording: str | None = None
     """The wording of the gold answer that pays most beside a wrong one; `None` without gold answers."""
     reads_gold: bool = False
-    """Whether a right answer ever scored other than a wrong one in the same words."""
+    """Whether a right answer ever scored otherwise beside another row's prompt and columns."""
     moved: list[str] = field(default_factory=list)
     """Probes whose scores were others the second time."""
     reordered: list[str] = field(default_factory=list)
@@ -79,7 +79,8 @@ def examine(spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | N
     session = _Session(replace(spec, weight=1.0), list(rows), timeout_seconds)
     try:
         found = [session.attempt(probe) for probe in gold_probes(rows)]
-        wording, reads_gold = _best_wording(found)
+        wording = _best_wording(found)
+        reads_gold = wording is not None and _reads_gold(session, found, wording)
         given = Probe("given completions", "given", [row.given for row in rows])
         rest = [*([given] if any(row.given for row in rows) else []), *garbage(rows)]
         found += [session.attempt(probe) for probe in [*(hedges(rows, wording) if wording else []), *rest]]
@@ -89,18 +90,43 @@ def examine(spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | N
     return Examination(spec.name, list(rows), found, wording, reads_gold, moved, reordered)
 
 
-def _best_wording(found: Sequence[Tried]) -> tuple[str | None, bool]:
+def _best_wording(found: Sequence[Tried]) -> str | None:
     """The wording whose right answers most often beat their wrong twins, then the one with the highest mean."""
     wrong = {t.probe.name: t.scores for t in found if t.probe.kind == "wrong"}
     ranked: list[tuple[int, float, int, str]] = []
-    reads_gold = False
     for one in (t for t in found if t.probe.kind == "gold"):
         pairs = zip(one.scores, wrong.get(one.probe.name, []), strict=False)
         known = [(a, b) for a, b in pairs if not (math.isnan(a) or math.isnan(b))]
-        reads_gold = reads_gold or any(a != b for a, b in known)
         wins = sum(a > b for a, b in known)
         ranked.append((wins, -math.inf if math.isnan(one.mean) else one.mean, -len(ranked), one.probe.name))
-    return (max(ranked)[3], reads_gold) if ranked else (None, False)
+    return max(ranked)[3] if ranked else None
+
+
+def _reads_gold(session: _Session, found: Sequence[Tried], wording: str) -> bool:
+    """Whether the same right answers score otherwise beside the prompts and columns of rows with other answers.
+
+    Where every row has the same answer: whether they score other than wrong ones in the same words.
+    """
+    gold = next(t for t in found if t.probe.kind == "gold" and t.probe.name == wording)
+    others = [_partner(session.rows, i) for i in range(len(session.rows))]
+    if all(other is None for other in others):
+        wrong = next((t for t in found if t.probe.kind == "wrong" and t.probe.name == wording), gold)
+        return not _equal(gold.scores, wrong.scores)
+    texts = [None if other is None else text for text, other in zip(gold.probe.texts, others, strict=True)]
+    exchanged = _Session(session.spec, [session.rows[other or 0] for other in others], session.timeout_seconds)
+    try:
+        again = exchanged.attempt(Probe(wording, "gold", texts)).scores
+    finally:
+        exchanged.close()
+    pairs = [(a, b) for a, b, text in zip(gold.scores, again, texts, strict=True) if text is not None]
+    return not _equal([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _partner(rows: Sequence[Row], own: int) -> int | None:
+    """The row that the wrong answer of this one comes from."""
+    if rows[own].gold is None or rows[own].other is None:
+        return None
+    return next((i for i, row in enumerate(rows) if row.gold == rows[own].other), None)
 
 
 def _changes(session: _Session, found: Sequence[Tried], wording: str | None) -> tuple[list[str], list[str]]:

@@ -66,12 +66,16 @@ def exact_reward(
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
     r"""TRL's reward of this name: math-verify's verdict, with the answer taken only from `\boxed{}` or dollar signs.
 
-    `None` where the solution cannot be parsed. Needs math-verify; each comparison has 3 seconds in a process of its own.
+    `None` where the solution cannot be parsed. Needs math-verify; each comparison has 3 seconds in a process of its own, a
+    batch has 20, and what it has not seen by then is `None`.
     """
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")
-    judge = verify.shared().is_equal
-    verdicts = [judge(gold, text_of(c), anchored=True) for c, gold in zip(completions, solution, strict=True)]
+    judge, until = verify.shared().is_equal, time.monotonic() + _VERIFY_SECONDS
+    verdicts = [
+        judge(gold, text_of(c), anchored=True) if time.monotonic() < until else None
+        for c, gold in zip(completions, solution, strict=True)
+    ]
     return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
