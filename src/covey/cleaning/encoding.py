@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,8 +24,8 @@ FAULTS: Mapping[str, str] = {
 }
 
 
-def repaired(text: str) -> tuple[str, tuple[str, ...]]:
-    """The text mended, and the FAULTS that it had; mending it again changes nothing.
+def repaired(text: str, mend: Collection[str] = FAULTS.keys()) -> tuple[str, tuple[str, ...]]:
+    """The text without the faults that are to be mended, and those that it had; mending it again changes nothing.
 
     >>> repaired("caf\\u00c3\\u00a9 \\u200bnoir")
     ('café noir', ('mojibake', 'controls'))
@@ -36,8 +36,8 @@ def repaired(text: str) -> tuple[str, tuple[str, ...]]:
     before = None
     while before != text:  # what one step lays bare, such as an accent behind a control character, the next round mends
         before = text
-        for fault, mend in _MENDERS.items():
-            mended = mend(text)
+        for fault, mender in _MENDERS.items():
+            mended = mender(text) if fault in mend else text
             if mended != text:
                 faults[fault] = None
             text = mended
@@ -49,22 +49,22 @@ def is_lossy(text: str) -> bool:
     return "\ufffd" in text
 
 
-def repaired_row(value: Any) -> tuple[Any, dict[str, None]]:
+def repaired_row(value: Any, mend: Collection[str] = FAULTS.keys()) -> tuple[Any, dict[str, None]]:
     """The value with every text in it mended, through lists and objects; and the faults they had."""
     if isinstance(value, str):
-        text, faults = repaired(value)
+        text, faults = repaired(value, mend)
         return text, dict.fromkeys(faults)
     found: dict[str, None] = {}
     if isinstance(value, Mapping):
         row = {}
         for name, item in value.items():
-            row[name], its_faults = repaired_row(item)
+            row[name], its_faults = repaired_row(item, mend)
             found |= its_faults
         return row, found
     if isinstance(value, list | tuple):
         items = []
         for item in value:
-            mended, its_faults = repaired_row(item)
+            mended, its_faults = repaired_row(item, mend)
             items.append(mended)
             found |= its_faults
         return items, found

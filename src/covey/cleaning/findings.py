@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy
 
 Action = Literal["drop", "change", "look"]
 """What `covey data clean` does: leave the row out, mend its text, or nothing, because only a person can judge."""
@@ -129,7 +133,18 @@ class Findings:
         """Row, other row and amount of each finding of a kind, by row."""
         found = self._found.get(kind)
         if found is not None:
-            yield from sorted(zip(found.rows, found.others, found.amounts, strict=True))
+            for place in numpy.argsort(numpy.array(found.rows), kind="stable"):
+                yield found.rows[place], found.others[place], found.amounts[place]
+
+    def by_row(self) -> Iterator[tuple[int, list[tuple[Kind, int, float]]]]:
+        """Each row that has findings, in ascending order, with the kind, other row and amount of each."""
+        merged = heapq.merge(*(self._with_kind(kind) for kind in self.kinds()), key=lambda one: one[0])
+        for row, its in itertools.groupby(merged, key=lambda one: one[0]):
+            yield row, [(kind, other, amount) for _, kind, other, amount in its]
+
+    def _with_kind(self, kind: Kind) -> Iterator[tuple[int, Kind, int, float]]:
+        for row, other, amount in self.of(kind.name):
+            yield row, kind, other, amount
 
     @property
     def must_be_mended(self) -> bool:

@@ -62,7 +62,7 @@ class Looker:
 
     def look(self, number_: int, row: Mapping[str, Any]) -> Looked | None:
         """The row for comparing it, or None when it has no prompt to compare."""
-        mended, faults = repaired_row(dict(row))
+        mended, faults = repaired_row(dict(row), self._settings.mended)
         for fault in faults:
             self._findings.add(fault, number_)
         prompt = mended.get(self._settings.prompt_column)

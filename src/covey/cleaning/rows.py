@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from covey.errors import DataError
 
 _LINES = (".jsonl", ".ndjson")
 
@@ -50,7 +54,7 @@ class Rows:
         assert self.file is not None
         number = 0
         with gzip.open(self.file) if self.file.suffix.lower() == ".gz" else self.file.open("rb") as lines:
-            for line in lines:
+            for line in _whole(lines, self.source):
                 if line.strip():
                     yield _read(number, line.rstrip(b"\r\n"))
                     number += 1
@@ -64,9 +68,18 @@ class Rows:
             yield Record(number, row)
 
 
-def _read(number: int, line: bytes) -> Record:
+def _whole(lines: Iterable[bytes], source: str) -> Iterator[bytes]:
+    """The lines; a file that breaks off or cannot be read is named."""
     try:
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+        yield from lines
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{source} cannot be read to its end: {error}.") from error
+
+
+def _read(number: int, line: bytes) -> Record:
+    line = line.removeprefix(codecs.BOM_UTF8)
+    try:
+        row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Record(number, None, f"not UTF-8 ({error.reason} at byte {error.start})", line)
     except (ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from covey.cleaning.encoding import FAULTS
 from covey.cleaning.findings import KINDS
 from covey.errors import ConfigError, did_you_mean
 
@@ -53,6 +54,11 @@ class Settings:
             raise ConfigError(f"answers is {self.answers!r}; it is auto, number, math or text.")
         if (self.max_prompt_length is None) != (self.tokenizer is None):
             raise ConfigError("The length of prompts in tokens needs both a tokenizer and max_prompt_length.")
+
+    @property
+    def mended(self) -> list[str]:
+        """The faults of text that are mended."""
+        return [fault for fault in FAULTS if fault not in self.ignore]
 
     def check_against(self, source: str) -> None:
         """Raise ConfigError when a set is held against itself."""

@@ -19,6 +19,7 @@ VERBS = {
     "tune": "try options in many runs, end the hopeless early, keep the best",
     "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
+    "data": "what is wrong with a data set, row by row; a copy without it",
     "reward": "whether a reward pays right answers and nothing else, before training",
     "features": "describe a data set's rows in columns: length, language, how often a model solves them",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",

@@ -1,0 +1,133 @@
+"""What an inspection found, in figures and with examples, for a terminal, a page or a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from covey.cleaning.findings import Kind
+from covey.cleaning.inspection import Inspection
+from covey.cleaning.writing import begins
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row with a fault."""
+
+    row: int
+    why: str
+    begins: str
+    """The first characters of its prompt."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kind of fault that was found."""
+
+    kind: Kind
+    rows: Sequence[int]
+    examples: Sequence[Example]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All that an inspection has to say."""
+
+    source: str
+    num_rows: int
+    entries: Sequence[Entry]
+    to_drop: int
+    """Rows that cleaning would leave out."""
+    to_change: int
+    lengths: Mapping[str, Mapping[str, float]]
+    """Quantiles of characters, and of tokens where they were counted."""
+    languages: Mapping[str, int]
+    """Rows by language; `?` where it cannot be told."""
+    notes: Sequence[str]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing was found that must be mended."""
+        return not any(entry.kind.must_be_mended for entry in self.entries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; every finding with all its rows."""
+        found = [
+            {
+                "kind": entry.kind.name,
+                "title": entry.kind.title,
+                "must_be_mended": entry.kind.must_be_mended,
+                "clean": entry.kind.action,
+                "count": len(entry.rows),
+                "rows": list(entry.rows),
+                "examples": [vars(example) for example in entry.examples],
+                "fix": entry.kind.fix,
+            }
+            for entry in self.entries
+        ]
+        return {
+            "ok": self.is_ok,
+            "dataset": self.source,
+            "rows": self.num_rows,
+            "findings": found,
+            "would_drop": self.to_drop,
+            "would_change": self.to_change,
+            "lengths": self.lengths,
+            "languages": self.languages,
+            "notes": list(self.notes),
+        }
+
+
+def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
+    """The findings in figures, each with its first rows as examples; the source is read again as far as the last of these."""
+    findings = inspection.findings
+    first = {}
+    for kind in findings.kinds():
+        first[kind.name] = [one for one, _ in zip(findings.of(kind.name), range(num_examples), strict=False)]
+    texts = _beginnings(inspection, {row for found in first.values() for row, _, _ in found})
+    entries = []
+    for kind in findings.kinds():
+        examples = [
+            Example(row, inspection.reason(kind, other, amount), texts.get(row, ""))
+            for row, other, amount in first[kind.name]
+        ]
+        entries.append(Entry(kind, findings.rows(kind.name), examples))
+    dropped = {row for entry in entries if entry.kind.action == "drop" for row in entry.rows}
+    changed = {row for entry in entries if entry.kind.action == "change" for row in entry.rows}
+    traits = inspection.traits
+    lengths = {"characters": _quantiles(numpy.array(traits.characters))}
+    tokens = numpy.array(traits.tokens)
+    if (tokens >= 0).any():
+        lengths["tokens"] = _quantiles(tokens[tokens >= 0])
+    languages = Counter(code or "?" for code in traits.languages)
+    return Summary(
+        inspection.rows.source,
+        inspection.num_rows,
+        entries,
+        len(dropped),
+        len(changed - dropped),
+        lengths,
+        dict(languages.most_common()),
+        inspection.notes,
+    )
+
+
+def _beginnings(inspection: Inspection, wanted: set[int]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for record in inspection.rows if wanted else ():
+        if record.number in wanted:
+            found[record.number] = begins(record, inspection)
+            if len(found) == len(wanted):
+                break
+    return found
+
+
+def _quantiles(lengths: numpy.ndarray) -> dict[str, float]:
+    if not len(lengths):
+        return {}
+    points = {"least": 0, "p05": 5, "median": 50, "p95": 95, "most": 100}
+    return {name: float(numpy.percentile(lengths, point)) for name, point in points.items()}

@@ -1,0 +1,178 @@
+"""`covey data check` and `covey data clean`: what is wrong with a data set, and a copy without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from covey.cleaning.inspection import Inspection
+    from covey.cleaning.summary import Entry, Summary
+
+_FLAGS = (
+    Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
+    Flag(name="answer_column", help="Column of the gold answer; left out: answer or solution, if there.", group="data"),
+    Flag(name="answers", help="What an answer must be: number, math (math-verify parses it) or text; auto: a number where 9 in 10 are.", default="auto", group="data"),
+    Flag(name="max_rows", help="Look at the first so many rows only.", type=int, group="data"),
+    Flag(name="against", help="Evaluation sets whose questions must not be among the rows; may be several.", type="list[str]", group="comparison"),
+    Flag(name="overlap", help="Share of a prompt's words, in runs that an evaluation question has too, from which it is one.", type=float, default=0.5, group="comparison"),
+    Flag(name="gram", help="Words of such a run.", type=int, default=8, group="comparison"),
+    Flag(name="near", help="Share of common runs of three words from which prompts are near duplicates; 0: exact ones only.", type=float, default=0.8, group="comparison"),
+    Flag(name="tokenizer", help="Model or folder whose tokenizer and chat template count tokens.", group="length"),
+    Flag(name="max_prompt_length", help="Most tokens of a prompt.", type=int, group="length"),
+    Flag(name="ignore", help="Kinds of fault to leave alone, such as near_duplicate or form.", type="list[str]", group="comparison"),
+    JSON,
+    CONFIG,
+)  # fmt: skip
+_OUTPUT = Flag(name="output", help="File for the clean rows (.jsonl); its report lies beside it.", group="output")
+_EXAMPLES = Flag(name="examples", help="Examples shown of each fault.", type=int, default=3, group="output")
+_WIDTH = 76
+
+
+def run_check(given: Given) -> int:
+    """Look, print a table or JSON. Exit code 0 when nothing must be mended, else 1."""
+    options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES)} | dict(given)
+    from covey.cleaning.summary import summary
+
+    inspection = _inspected(options, "check")
+    found = summary(inspection, max(options["examples"], 1))
+    if options["json"]:
+        output.result_json(found.as_dict())
+    else:
+        _show(found)
+    return 0 if found.is_ok else 1
+
+
+def run_clean(given: Given) -> int:
+    """Look, write the clean rows and the report, say what was done."""
+    options = {flag.name: flag.default for flag in (*_FLAGS, _OUTPUT)} | dict(given)
+    if not options["output"]:
+        raise ConfigError("covey data clean needs --output: the file for the clean rows, such as --output clean.jsonl.")
+    from covey.cleaning.findings import KINDS
+    from covey.cleaning.writing import check_output, clean
+
+    target = Path(options["output"]).expanduser()
+    check_output(target)
+    inspection = _inspected(options, "clean")
+    done = clean(inspection, target)
+    if options["json"]:
+        output.result_json({**vars(done), "output": str(done.output), "report": str(done.report)})
+        return 0
+    output.result(f"{done.output}: {done.kept:,} of {done.num_rows:,} rows, {done.changed:,} of them mended")
+    for name in (name for name in KINDS if name in done.dropped):
+        output.result(f"  {done.dropped[name]:>8,}  left out: {KINDS[name].title}")
+    output.result(f"{done.report}: a line for every row that was left out or mended, with the reason")
+    return 0
+
+
+def _inspected(options: dict[str, Any], what: str) -> Inspection:
+    if not options.get("dataset"):
+        raise ConfigError(f"covey data {what} needs a data set: covey data {what} train.jsonl.")
+    if options["max_rows"] is not None and options["max_rows"] < 1:
+        raise ConfigError(f"--max-rows {options['max_rows']} leaves no row; give 1 or more.")
+    from covey.cleaning import Rows, Settings, inspect
+
+    settings = Settings(
+        prompt_column=options["prompt_column"],
+        answer_column=options["answer_column"],
+        answers=options["answers"],
+        near=options["near"] or None,
+        against=tuple(options["against"] or ()),
+        gram=options["gram"],
+        overlap=options["overlap"],
+        tokenizer=_tokenizer(options),
+        max_prompt_length=options["max_prompt_length"],
+        ignore=tuple(options["ignore"] or ()),
+    )
+    return inspect(Rows(options["dataset"], options["max_rows"]), settings)
+
+
+def _tokenizer(options: dict[str, Any]) -> Any:
+    if (options["tokenizer"] is None) != (options["max_prompt_length"] is None):
+        raise ConfigError(
+            "--tokenizer and --max-prompt-length need each other: how long is a prompt, and how long may it be?"
+        )
+    if options["tokenizer"] is None:
+        return None
+    from covey.cli.checkpoints import model_folder
+    from covey.models import load_tokenizer
+
+    return load_tokenizer(None, model_folder(options["tokenizer"]))
+
+
+def _show(found: Summary) -> None:
+    length = found.lengths["characters"]
+    quantiles = (
+        f"; prompts of {length['median']:,.0f} characters (5% {length['p05']:,.0f}, 95% {length['p95']:,.0f}, longest {length['most']:,.0f})"
+        if length
+        else ""
+    )
+    output.result(f"{found.source}: {found.num_rows:,} rows{quantiles}")
+    for title, is_grave in (("to mend", True), ("to look at", False)):
+        entries = [entry for entry in found.entries if entry.kind.must_be_mended == is_grave]
+        if entries:
+            output.result(f"\n{title:<36}{'kind':<16}{'rows':>8}  {'share':>6}")
+        for entry in entries:
+            _show_entry(entry, found.num_rows)
+    output.result("" if found.entries else "\nNothing found.")
+    for note in found.notes:
+        output.result(f"note: {note}")
+    if not found.is_ok:
+        output.result(
+            f"covey data clean would leave out {found.to_drop:,} rows and mend {found.to_change:,}; it writes a new file."
+        )  # fmt: skip
+
+
+def _show_entry(entry: Entry, num_rows: int) -> None:
+    count = len(entry.rows)
+    output.result(f"  {entry.kind.title:<34}{entry.kind.name:<16}{count:>8,}  {100 * count / num_rows:>5.2f}%")
+    for example in entry.examples:
+        output.result(f"      row {example.row} {example.why}")
+        output.result(f"          {_short(example.begins)}")
+    output.result(f"      fix: {entry.kind.fix}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+
+
+_check = Verb(
+    name="data check",
+    usage="DATASET [options]",
+    sentence="Says what is wrong with a data set, row by row; exit code 1 when something must be mended.",
+    flags=lambda: (*_FLAGS, _EXAMPLES),
+    run=run_check,
+    positional=("dataset",),
+    examples=(
+        "covey data check train.jsonl --prompt-column question --against test.jsonl",
+        "covey data check train.jsonl --tokenizer runs/x --max-prompt-length 512 --json",
+    ),
+)
+_clean = Verb(
+    name="data clean",
+    usage="DATASET --output FILE [options]",
+    sentence="Writes a data set without its faults, and a report of every row that is not as it was; overwrites nothing.",
+    flags=lambda: (*_FLAGS, _OUTPUT),
+    run=run_clean,
+    positional=("dataset",),
+    examples=("covey data clean train.jsonl --prompt-column question --against test.jsonl --output clean.jsonl",),
+)
+_VERBS = {"check": _check, "clean": _clean}
+
+
+def verb(arguments: Sequence[str]) -> int:
+    """`covey data check ...` or `covey data clean ...`. Returns the exit code."""
+    name = arguments[0] if arguments else "--help"
+    if name in _VERBS:
+        return _VERBS[name](arguments[1:])
+    if name in ("--help", "-h", "--help-all"):
+        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in _VERBS.values()]
+        output.result("\n".join(["usage: covey data check|clean DATASET ...", "", *lines, "", "covey data check --help shows the options."]))  # fmt: skip
+        return 0 if arguments else 2
+    raise ConfigError(f"covey data has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")
