@@ -17,6 +17,7 @@ from covey.config import GRPOConfig, batch_arithmetic
 from covey.data import PromptStream, check_dataset
 from covey.errors import ConfigError, RewardError
 from covey.evaluation import Evaluator
+from covey.interruption import Interruption
 from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
@@ -290,20 +291,25 @@ def build_parts(
     is_off_policy = counts.optimizer_steps_per_generation > 1
     learner = build_learner(given, counts.total_steps, optimizers, is_off_policy)
     steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
+    sampler = choose_sampler(
+        given.model,
+        given.tokenizer,
+        eos_ids=given.eos_ids,
+        backend=cast(Backend, args.rollout_backend),
+        **sampler_options(args, given),
+    )
+    made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
+    interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
+    sampler.between = learner.between = interruption
     return Parts(
         prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
-        sampler=choose_sampler(
-            given.model,
-            given.tokenizer,
-            eos_ids=given.eos_ids,
-            backend=cast(Backend, args.rollout_backend),
-            **sampler_options(args, given),
-        ),
+        sampler=sampler,
         scorer=given.scorer,
         learner=learner,
         algorithm=given.algorithm,
-        session=session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps)),
+        session=made,
         world=given.world,
+        interruption=interruption,
         sampling=sampling_params(args),
         prompts_per_rollout=counts.prompts_per_generation,
         num_generations=args.num_generations,

@@ -11,10 +11,12 @@ from dataclasses import replace
 from covey.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
 from covey.data import PromptStream
 from covey.errors import RewardError
+from covey.interruption import StopNow
 from covey.parts import Parts
 from covey.recovery import after_step, take
 from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
 from covey.rollout import SamplingParams
+from covey.runs import rng
 from covey.state import TrainState
 from covey.types import Group, Mean, Prompt
 
@@ -24,13 +26,18 @@ def run(parts: Parts, state: TrainState) -> TrainState:
     parts.sampler.load(parts.learner.policy.model, version=state.step)
     while state.step < parts.total_steps and not parts.session.should_stop:
         started = time.perf_counter()
-        if not state.pending:
-            state = roll_out(parts, state)
-        batch, waiting = state.popped()
-        algorithm = parts.algorithm.resolve(state.controllers)
-        seconds = dict(state.rollout_seconds)
+        try:
+            if not state.pending:
+                with undone_when_stopped(parts):
+                    state = roll_out(parts, state)
+            batch, waiting = state.popped()
+            algorithm = parts.algorithm.resolve(state.controllers)
+            seconds = dict(state.rollout_seconds)
+            with timed(seconds, "learn"), undone_when_stopped(parts):
+                report = parts.learner.step(batch, algorithm, state.step + 1)
+        except StopNow:  # the session saves what the last whole step left
+            break
         with timed(seconds, "learn"):
-            report = parts.learner.step(batch, algorithm, state.step + 1)
             parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
         report = report.merged(state.rollout_metrics)
         seconds["step"] = time.perf_counter() - started
@@ -156,6 +163,19 @@ def rewound_on_failure(prompts: PromptStream) -> Iterator[None]:
         yield
     except BaseException:
         prompts.load_state_dict(position)
+        raise
+
+
+@contextmanager
+def undone_when_stopped(parts: Parts) -> Iterator[None]:
+    """A stop signal may leave this work at any token or micro-batch; then it is as if it had not begun."""
+    before = rng.snapshot()
+    try:
+        with parts.interruption.armed():
+            yield
+    except StopNow:
+        parts.learner.forget()
+        rng.restore(before)
         raise
 
 

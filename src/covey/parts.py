@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from covey.algorithms import Algorithm
 from covey.data import PromptStream
+from covey.interruption import Interruption
 from covey.learner import Learner
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
@@ -24,6 +25,8 @@ class Parts:
     algorithm: Algorithm
     session: Session
     world: World
+    interruption: Interruption
+    """Heard by the sampler and the learner, so that a stop signal need not wait for the end of a step."""
     sampling: SamplingParams
     prompts_per_rollout: int
     num_generations: int

@@ -16,7 +16,7 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 LEVELS = [
     {"metrics", "errors"},
     {"types", "names"},
-    {"ladder", "pulse"},
+    {"ladder", "pulse", "interruption"},
     {"world", "state", "options", "arithmetic", "memory", "student"},
     {"checks"},
     {"config", "algorithms"},

@@ -65,6 +65,8 @@ class Learner:
     after_update: Callable[[], None] = lambda: None
     last_resort: Callable[[], bool] = lambda: False
     """Makes a single completion need less memory, once; False when it cannot."""
+    between: Callable[[], None] = lambda: None
+    """Called before each micro-batch; what it raises ends the step, of which `forget` leaves nothing."""
     room: Room = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class Learner:
         """The completions of `rows` with what `annotate` measures."""
         needs, notes = algorithm.needs, dict[int, Completion]()
         for batch in self.room.batches(rows, factor=2):
+            self.between()
             old = self.policy.measure(batch) if wants_old or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
@@ -127,7 +130,7 @@ class Learner:
         parts = [{**algorithm.metrics(_as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
         with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
             parts += self.room.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
-        parts += self.room.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self._forget_gradients)
+        parts += self.room.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self.forget)
         metrics = self.world.merge(merge_metrics(parts))
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         report = self._update(metrics, step)
@@ -169,7 +172,8 @@ class Learner:
     def _accumulate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
         return [self._accumulate(batch, algorithm, totals) for batch in self.room.batches(rows)]
 
-    def _forget_gradients(self) -> None:
+    def forget(self) -> None:
+        """Drop the gradients of a step that was begun."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
@@ -198,6 +202,7 @@ class Learner:
         against = (
             self.reference.against(algorithm.kl.estimator) if algorithm.kl and algorithm.needs.distribution else None
         )
+        self.between()
         measured = self.policy.measure(batch, entropy=True, against=against)
         device, shape = measured.logp.device, measured.logp.shape
         spread = lambda values, fill=0.0: _spread(values, shape, device, fill)

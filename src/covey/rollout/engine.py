@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -83,6 +83,8 @@ class NativeSampler:
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.cache_bytes, self.environment = max_rows, cache_bytes, environment
+        self.between: Callable[[], None] = lambda: None
+        """Called between tokens; what it raises ends the sampling."""
         self.forward = best_forward(model, dtype)
         verify(self.forward, model)
         self.model, self.version = model, 0
@@ -151,6 +153,7 @@ class NativeSampler:
             context=context_of(unwrapped(self.model)),
             version=self.version,
             environment=self.environment,
+            between=self.between,
         )
 
     def budget(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,9 @@ class Flight:
         context: int | None,
         version: int,
         environment: Environment | None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
+        self.between = between
         self.forward, self.jobs, self.params, self.tokenizer = forward, jobs, params, tokenizer
         self.unfinished = list(jobs)
         self.version, self.environment = version, environment
@@ -107,6 +109,7 @@ class Flight:
         """Decode until at least one group is finished."""
         finished: list[Group] = []
         while not finished and self.is_busy:
+            self.between()
             self._admit()
             finished = self._step()
         return finished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -77,6 +77,9 @@ class SamplingParams:
 
 class Sampler(Protocol):
     """Text out of weights. A sampler that runs ahead, or elsewhere, is another one of these."""
+
+    between: Callable[[], None]
+    """Called between tokens; what it raises ends the sampling."""
 
     def load(self, policy: Any, version: int) -> None:
         """From now on sample with these weights; completions carry `version`."""
