@@ -105,14 +105,14 @@ def test_a_launcher_is_refused(place, capsys, monkeypatch):
 
 
 def test_a_folder_of_other_options_or_of_a_single_run_is_refused(tmp_path):
-    assert begin(tmp_path / "a", "learning_rate: 0.1") == {}
-    assert begin(tmp_path / "a", "learning_rate: 0.1") == {}
+    assert begin(tmp_path / "a", {"learning_rate": 0.1}) == {}
+    assert begin(tmp_path / "a", {"learning_rate": 0.1}) == {}
     with pytest.raises(RunFolderError, match=r"other options \(learning_rate\)"):
-        begin(tmp_path / "a", "learning_rate: 0.2")
+        begin(tmp_path / "a", {"learning_rate": 0.2})
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "run.json").write_text("{}")
     with pytest.raises(RunFolderError, match="holds a single run"):
-        begin(tmp_path / "b", "learning_rate: 0.1")
+        begin(tmp_path / "b", {"learning_rate": 0.1})
 
 
 def test_the_summary_is_students_interval_over_seeds():

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.cli import child, output
-from covey.cli.rerun import NEVER, RECIPE
+from covey.cli import child, output, series
+from covey.cli.rerun import NEVER
 from covey.cli.verb import Given
-from covey.errors import ConfigError, RunFolderError
+from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from covey.intervals import Estimate
@@ -28,6 +28,8 @@ def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     The same command goes on where an interrupted one was: seeds that ended are kept, the one that was interrupted resumes
     from its checkpoint. Returns the exit code of the first seed that failed, else 0.
     """
+    import yaml
+
     from covey.cli.plan import as_yaml
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
@@ -37,7 +39,7 @@ def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     kept = {name: value for name, value in own.items() if name not in NEVER}
     options = {name: value for name, value in wanted.items() if name not in {"seed", *NEVER}}
     text = as_yaml(options, kept)
-    results = begin(folder, text)
+    results = begin(folder, yaml.safe_load(text))
     codes = []
     lock = FolderLock(folder)
     lock.take()
@@ -49,10 +51,11 @@ def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
                 output.say(
                     f"seed {number} ({numbers.index(number) + 1} of {len(numbers)}): {folder / f'seed-{number}'}"
                 )
+                series.make_way(folder / f"seed-{number}")
                 words = ["--config", file, "--seed", str(number), "--output-dir", str(folder / f"seed-{number}")]
                 ended = child.train([*words, "--resume", "auto"], folder / f"seed-{number}.log", stop)
                 if stop.requested:
-                    output.say(f"Stopped at seed {number}; go on with: {_again(sys.argv, folder)}")
+                    output.say(f"Stopped at seed {number}; go on with: {series.again(sys.argv, folder)}")
                     return stop.exit_code
                 if ended.code or not ended.result:
                     codes.append(ended.code or 1)
@@ -81,26 +84,9 @@ def _numbers(given: Given, wanted: Mapping[str, Any]) -> list[int]:
     return list(range(first, first + count))
 
 
-def begin(folder: Path, text: str) -> Results:
-    """The folder, made, with the options in it; what ended in it before. Raises RunFolderError when it holds something else."""
-    import yaml
-
-    from covey.runs.masking import mask
-
-    if (folder / "run.json").is_file():
-        raise RunFolderError(f"{folder} holds a single run; choose another --output-dir for several seeds.")
-    options = mask(yaml.safe_load(text))
-    before = folder / RECIPE
-    if before.is_file():
-        recorded = yaml.safe_load(before.read_text()) or {}
-        changed = sorted(n for n in {*recorded, *options} if recorded.get(n) != options.get(n))
-        if changed:
-            raise RunFolderError(
-                f"{folder} holds seeds of a run with other options ({', '.join(changed[:5])}); choose another --output-dir, "
-                "or give the same options."
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    before.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+def begin(folder: Path, options: Mapping[str, Any]) -> Results:
+    """The folder, claimed for these options; what ended in it before. Raises RunFolderError when it holds something else."""
+    series.claim(folder, options, "seeds")
     path = folder / RESULTS
     found = json.loads(path.read_text()) if path.is_file() else {}
     return {int(number): result for number, result in found.items()}
@@ -153,11 +139,3 @@ def _report(folder: Path, results: Results, given: Given) -> None:
         output.result(f"{name}: {e.value:.4g} on average ({sure}, {e.count} seeds)")
     if names == ["reward"]:
         output.say("These are rewards of the last training step; --eval-dataset gives what counts, held-out ones.")
-
-
-def _again(words: Sequence[str], folder: Path) -> str:
-    """The command that goes on: the same, with the folder named."""
-    import shlex
-
-    named = any(word.startswith(("--output-dir", "--output_dir")) for word in words)
-    return shlex.join(["covey", *words[1:], *([] if named else ["--output-dir", str(folder)])])

@@ -1,0 +1,117 @@
+"""What `covey tune` may change: `learning_rate=1e-6:1e-4:log`, `num_generations=4,8,16`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.cli.flags import Flag
+from covey.errors import ConfigError, did_you_mean
+
+_FIXED = frozenset({"output_dir", "resume", "json", "from_run", "seeds", "dry_run", "print_config", "config", "seed"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimension:
+    """One option and the values that it may take: from `low` to `high`, or one of `choices`."""
+
+    name: str
+    low: float = 0.0
+    high: float = 0.0
+    is_log: bool = False
+    is_whole: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """Values at the edge, each of which must make a run."""
+        whole = int if self.is_whole else float
+        return self.choices or (whole(self.low), whole(self.high))
+
+    def distribution(self) -> Any:
+        """Optuna's object for it."""
+        from optuna import distributions as of
+
+        if self.choices:
+            return of.CategoricalDistribution(self.choices)
+        if self.is_whole:
+            return of.IntDistribution(int(self.low), int(self.high), log=self.is_log)
+        return of.FloatDistribution(self.low, self.high, log=self.is_log)
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is one of its values."""
+        if self.choices:
+            return value in self.choices
+        return isinstance(value, int | float) and self.low <= value <= self.high
+
+
+def dimensions(words: Sequence[str], flags: Sequence[Flag]) -> list[Dimension]:
+    """One for each word. Raises ConfigError naming the word and how it is written."""
+    found = [_dimension(word, {flag.name: flag for flag in flags}) for word in words]
+    names = [one.name for one in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--search names {name} twice; keep one.")
+    if not found:
+        raise ConfigError(
+            "--search is missing: what to try, such as learning_rate=1e-6:1e-4:log or num_generations=4,8."
+        )
+    return found
+
+
+def _dimension(word: str, known: Mapping[str, Flag]) -> Dimension:
+    name, is_pair, values = word.partition("=")
+    name = name.strip().removeprefix("--").replace("-", "_")
+    if not is_pair or not values:
+        raise ConfigError(f"--search {word}: write name=low:high, name=low:high:log, or name=a,b,c.")
+    if name in _FIXED or name not in known:
+        why = "cannot be searched" if name in _FIXED else "is not an option of covey train"
+        raise ConfigError(f"--search {word}: {name} {why}.{'' if name in _FIXED else did_you_mean(name, known)}")
+    flag = known[name]
+    return (
+        _range(word, name, values, flag)
+        if ":" in values and "," not in values and _is_number(values)
+        else _choices(name, values)
+    )
+
+
+def _is_number(values: str) -> bool:
+    try:
+        float(values.partition(":")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _choices(name: str, values: str) -> Dimension:
+    import yaml
+
+    return Dimension(name=name, choices=tuple(_plain(yaml.safe_load(value.strip())) for value in values.split(",")))
+
+
+def _plain(value: Any) -> Any:
+    """YAML reads 1e-5 as text, because it has no point."""
+    if isinstance(value, str) and _is_number(value):
+        return float(value)
+    return value
+
+
+def _range(word: str, name: str, values: str, flag: Flag) -> Dimension:
+    low, high, *rest = values.split(":")
+    if rest not in ([], ["log"]):
+        raise ConfigError(f"--search {word}: after low:high only log may follow.")
+    try:
+        ends = float(low), float(high)
+    except ValueError as error:
+        raise ConfigError(f"--search {word}: {low}:{high} are not two numbers.") from error
+    if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
+        raise ConfigError(f"--search {word}: the first number must be the smaller one.")
+    if rest and ends[0] <= 0:
+        raise ConfigError(f"--search {word}: log needs numbers above 0.")
+    kinds = {part.strip() for part in flag.kind.split("|")}
+    is_whole = "int" in kinds and "float" not in kinds
+    if is_whole and not all(end.is_integer() for end in ends):
+        raise ConfigError(f"--search {word}: {name} takes whole numbers.")
+    return Dimension(name=name, low=ends[0], high=ends[1], is_log=bool(rest), is_whole=is_whole)

@@ -1,0 +1,54 @@
+"""A folder of several runs with the same options: claimed once, and gone on with by the same command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.cli.rerun import RECIPE
+from covey.errors import RunFolderError
+
+
+def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
+    """Make the folder and write the options into it, secrets masked.
+
+    Raises RunFolderError when it holds a single run, or `what` (such as "seeds") of other options.
+    """
+    import yaml
+
+    from covey.runs.masking import mask
+
+    if (folder / "run.json").is_file():
+        raise RunFolderError(f"{folder} holds a single run; choose another --output-dir for several.")
+    wanted = mask(dict(options))
+    before = folder / RECIPE
+    if before.is_file():
+        recorded = yaml.safe_load(before.read_text()) or {}
+        changed = sorted(name for name in {*recorded, *wanted} if recorded.get(name) != wanted.get(name))
+        if changed:
+            raise RunFolderError(
+                f"{folder} holds {what} of a run with other options ({', '.join(changed[:5])}); choose another --output-dir, or "
+                "give the same options."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    before.write_text(yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
+
+
+def make_way(place: Path) -> None:
+    """Move a run aside that was killed before its first checkpoint: there is nothing to go on from, and it would be in the way."""
+    from covey.runs import checkpoint
+
+    if not (place / "run.json").is_file() or checkpoint.checkpoints(place):
+        return
+    number = 1
+    while (aside := place.with_name(f"{place.name}.previous-{number}")).exists():
+        number += 1
+    place.rename(aside)
+
+
+def again(words: Sequence[str], folder: Path) -> str:
+    """The command that goes on: the same, with the folder named."""
+    named = any(word.startswith(("--output-dir", "--output_dir")) for word in words)
+    return shlex.join(["covey", *words[1:], *([] if named else ["--output-dir", str(folder)])])

@@ -1,0 +1,215 @@
+"""`covey tune`: trials are runs, judged by held-out prompts; the hopeless end early; an interrupted search goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from covey.cli import child, main, tune
+from covey.errors import RunFolderError
+from covey.runs.signals import StopRequest
+from kit import tiny_model, tiny_tokenizer
+
+optuna = pytest.importorskip("optuna")
+
+REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
+WHAT = "--model model --dataset train.jsonl --eval-dataset test.jsonl --reward mine.py:digits"
+SMALL = "--max-completion-length 6 --num-generations 4 --per-device-train-batch-size 8 --use-cpu --disable-tqdm"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model(layers=1).save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    for name, count in (("train", 6), ("test", 3)):
+        rows = [{"prompt": f"What is {i} + {i}?"} for i in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("mine.py").write_text(REWARD)
+    return tmp_path
+
+
+def words(*more):
+    return ["tune", *WHAT.split(), *SMALL.split(), "--output-dir", "runs/t", *map(str, more)]
+
+
+RATES = ("--search", "learning_rate=1e-5:1e-2:log")
+
+
+def test_trials_are_runs_and_the_best_ones_options_can_be_trained(place, capsys):
+    assert main(words(*RATES, "--max-steps", 2, "--trials", 2, "--learning-rate", "1e-3", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in found["trials"]] == ["complete", "complete"]
+    assert found["trials"][0]["params"] == {"learning_rate": 1e-3}  # what was given is tried first
+    best = max(found["trials"], key=lambda row: row["value"])
+    assert found["best"]["value"] == best["value"]
+    for row in found["trials"]:
+        folder = place / "runs" / "t" / f"trial-{row['trial']:03d}"
+        recorded = json.loads((folder / "run.json").read_text())
+        assert recorded["config"]["learning_rate"] == row["params"]["learning_rate"]
+        assert (folder / "model").is_dir() == (row["trial"] == found["best"]["trial"])
+    assert main(["train", "runs/t/best.yaml", "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["config"]["learning_rate"] == found["best"]["params"]["learning_rate"]
+    # nothing is left to do: the table of what there is
+    assert main(words(*RATES, "--max-steps", 2, "--trials", 2, "--learning-rate", "1e-3")) == 0
+    assert f"best: trial {found['best']['trial']}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_goes_on_with_the_trial_that_it_was_at(place, capsys):
+    given = words(*RATES, "--max-steps", 60, "--trials", 1, "--logging-steps", 1)
+    command = [sys.executable, "-m", "covey", *given]
+    metrics = place / "runs" / "t" / "trial-000" / "metrics.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        for _ in range(2400):
+            if process.poll() is not None or (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "go on with: covey tune" in said
+    reached = json.loads((metrics.parent / "run.json").read_text())["step"]
+    assert main([*given, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "trial 0 goes on where it was interrupted" in shown.err
+    assert [row["state"] for row in json.loads(shown.out)["trials"]] == ["complete"]
+    recorded = json.loads((metrics.parent / "run.json").read_text())
+    assert [attempt["from_step"] for attempt in recorded["attempts"]] == [0, reached]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_is_asked_to_save_and_stop(place):
+    given = [*WHAT.split(), *SMALL.split(), "--max-steps", "5000", "--logging-steps", "1", "--output-dir", "run"]
+    metrics = place / "run" / "metrics.jsonl"
+    with StopRequest() as stop:
+        is_over = lambda: metrics.is_file() and metrics.read_text().count("\n") >= 2
+        ended = child.train(given, place / "run.log", stop, is_quiet=True, is_over=is_over)
+    assert ended.code == 75
+    assert ended.result == {}
+    assert any((place / "run").glob("checkpoint-*"))
+
+
+def tuning(tmp_path, **changes):
+    from covey.cli.search import dimensions
+    from covey.cli.train import flags
+
+    plain = {
+        "folder": tmp_path,
+        "options": {},
+        "search": tuple(dimensions(["learning_rate=1e-5:1e-2:log"], flags())),
+        "metric": "eval_reward",
+        "is_smaller_better": False,
+        "pruner": "median",
+        "trials": 5,
+        "keeps_all": False,
+        "seed": 0,
+    }
+    return tune.Tuning(**{**plain, **changes})
+
+
+def evaluated(folder, *values):
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"step": 10 * i, "set": "eval", "eval_reward": value}) for i, value in enumerate(values, 1)]
+    (folder / "evaluations.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+def test_a_trial_worse_than_half_of_those_before_it_is_hopeless(tmp_path):
+    asked = tuning(tmp_path)
+    study = tune.open_study(asked)
+    for value in (0.5, 0.6, 0.7, 0.8):
+        trial = study.ask({one.name: one.distribution() for one in asked.search})
+        trial.report(value, 10)
+        study.tell(trial, value)
+    for value, is_hopeless in ((0.9, False), (0.1, True)):
+        trial = study.ask({one.name: one.distribution() for one in asked.search})
+        watch = tune.Watch(asked.place(trial.number), "eval_reward", trial)
+        assert not watch.is_hopeless()  # nothing was evaluated yet
+        evaluated(asked.place(trial.number), value)
+        assert watch.is_hopeless() == is_hopeless
+        assert watch.last == value
+        study.tell(trial, state=tune._state("PRUNED"))
+
+
+def test_a_study_is_read_back_with_its_trials_and_draws_other_values(tmp_path):
+    asked = tuning(tmp_path)
+    distributions = {one.name: one.distribution() for one in asked.search}
+    first = tune.open_study(asked)
+    trial = first.ask(distributions)
+    trial.report(0.3, 10)
+    again = tune.open_study(asked)
+    resumed = tune._next_trial(asked, again)
+    assert (resumed.number, resumed.params) == (trial.number, trial.params)
+    evaluated(asked.place(0), 0.3, 0.4)  # step 10 was reported before the interruption
+    watch = tune.Watch(asked.place(0), "eval_reward", resumed)
+    assert not watch.is_hopeless()
+    again.tell(resumed, 0.4)
+    assert again.trials[0].intermediate_values == {10: 0.3, 20: 0.4}
+    second = tune._next_trial(asked, again)
+    assert second.number == 1
+    assert second.params != trial.params
+
+
+def test_weights_of_all_but_the_best_trial_go_and_what_was_measured_stays(tmp_path):
+    asked = tuning(tmp_path, is_smaller_better=True)
+    study = tune.open_study(asked)
+    for value in (0.5, 0.2, 0.7):
+        trial = study.ask({one.name: one.distribution() for one in asked.search})
+        evaluated(asked.place(trial.number), value)
+        for name in ("model", "checkpoint-10"):
+            (asked.place(trial.number) / name).mkdir()
+        study.tell(trial, value)
+    tune._forget_weights(asked, study)
+    kept = [sorted(path.name for path in asked.place(number).iterdir()) for number in range(3)]
+    assert kept == [["evaluations.jsonl"], ["checkpoint-10", "evaluations.jsonl", "model"], ["evaluations.jsonl"]]
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ([], "--search is missing"),
+        (["--search", "num_generations=3:5"], "--search num_generations, at 3"),
+        ([*RATES, "--trials", "0"], "--trials is a number from 1 on"),
+        ([*RATES, "--pruner", "mean"], "--pruner is median, halving or none"),
+        (["--serch", "beta=0,1"], "Did you mean --search?"),
+    ],
+)
+def test_what_makes_no_search_is_said_before_anything_runs(place, capsys, more, said):
+    assert main(words(*more)) == 2
+    assert said in capsys.readouterr().err
+    assert not (place / "runs").exists()
+
+
+def test_held_out_prompts_are_asked_for(place, capsys):
+    given = [word for word in words(*RATES) if word not in ("--eval-dataset", "test.jsonl")]
+    assert main(given) == 2
+    assert "give --eval-dataset" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_search_is_refused(place):
+    from covey.cli.series import claim
+
+    claim(place / "t", {"search": ["beta=0,1"]}, "a search")
+    claim(place / "t", {"search": ["beta=0,1"]}, "a search")
+    with pytest.raises(RunFolderError, match=r"holds a search of a run with other options \(search\)"):
+        claim(place / "t", {"search": ["beta=0,2"]}, "a search")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_makes_way(tmp_path):
+    from covey.cli.series import make_way
+
+    run = tmp_path / "trial-000"
+    make_way(run)  # there is none
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    make_way(run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trial-000.previous-1"]
