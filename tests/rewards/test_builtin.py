@@ -170,10 +170,11 @@ EXAMPLES = {
     "pattern": "pattern(pattern='(a|b)+')",
 }
 """Built-in rewards that have a parameter without a default."""
+NEED_MODELS = {"judge", "judge_pairs", "classifier", "similarity", "fluency"}
 COLUMNS = {"solution": "4", "schema": {"type": "integer"}, "language": "en", "tests": ["assert f(1) == 2"]}
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILTIN) - {"judge", "judge_pairs"}))
+@pytest.mark.parametrize("name", sorted(set(BUILTIN) - NEED_MODELS))
 def test_every_built_in_survives_empty_endless_and_strange_completions(name):
     if name in {"accuracy_reward", "reasoning_accuracy_reward"} and not HAS_MATH_VERIFY:
         pytest.skip("math-verify is not installed")

@@ -21,6 +21,7 @@ from covey.rewards.judging import JudgeReward, PairwiseJudgeReward
 from covey.rewards.language import Language
 from covey.rewards.math import accuracy_reward, exact_reward, math_reward
 from covey.rewards.overlap import Bleu, Rouge
+from covey.rewards.reading import ClassifierReward, FluencyReward, SimilarityReward
 from covey.rewards.scaled import CosineScaled, reasoning_accuracy_reward
 from covey.rewards.shape import JsonSchema, Pattern, Tags
 from covey.rewards.text import Length, Repetition, SoftOverlong, format_reward, think_format_reward
@@ -45,6 +46,9 @@ BUILTIN: dict[str, Any] = {
     "distinct": Distinct,
     "self_bleu": SelfBleu,
     "language": Language,
+    "classifier": ClassifierReward,
+    "similarity": SimilarityReward,
+    "fluency": FluencyReward,
     "judge": JudgeReward,
     "judge_pairs": PairwiseJudgeReward,
     "cosine": CosineScaled,
@@ -67,13 +71,11 @@ def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_o
     Raises ConfigError, RewardError or ModelError in a sentence that names the nearest known name.
     """
     if isinstance(reward, RewardSpec):
-        return (
-            reward if device is None or not hasattr(reward.call, "to") else replace(reward, call=reward.call.to(device))
-        )
+        return _placed(reward, device)
     if isinstance(reward, str | Path):
         found = _named(str(reward))
         if found is not None:
-            return found
+            return _placed(found, device)
     if isinstance(reward, str | Path | torch.nn.Module):
         from covey.rewards.model import ModelReward
 
@@ -82,6 +84,13 @@ def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_o
     if isinstance(reward, type):
         return RewardSpec(name=reward.__name__, call=_made(reward, {}, reward.__name__))
     return RewardSpec(name=name_of(reward), call=reward)
+
+
+def _placed(spec: RewardSpec, device: Any) -> RewardSpec:
+    """The reward with its model, if it has one, on `device`."""
+    if device is None or not hasattr(spec.call, "to"):
+        return spec
+    return replace(spec, call=spec.call.to(device))
 
 
 def _named(text: str) -> RewardSpec | None:
