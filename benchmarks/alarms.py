@@ -69,7 +69,7 @@ HEALTHY = {
 FAULTS = {
     "a reward that never matches": Case(expects=("dead_groups",), rewards=lambda: [zeros]),
     "learning rate times 50": Case(
-        expects=("entropy_collapse", "diversity_loss", "length_collapse", "length_explosion", "dead_groups", "reward_swings"),
+        expects=("reward_collapse",),
         options={"learning_rate": 3e-2},
     ),
     "learning rate over 10,000": Case(expects=("tiny_updates",), options={"learning_rate": 6e-8}),
@@ -91,9 +91,10 @@ FAULTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="healthy runs of each kind")
+    parser.add_argument("--first-seed", type=int, default=0, help="to share the work between processes")
     parser.add_argument("--fault-seeds", type=int, default=3, help="runs of each fault")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a step, 8 completions each")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts a step, 8 completions each")
     parser.add_argument(
         "--replay", nargs="+", type=Path, help="run folders whose metrics.jsonl are shown to the detectors"
     )
@@ -120,7 +121,7 @@ Alerts = list[dict[str, Any]]
 
 def runs(case: Case, given: argparse.Namespace, seeds: int) -> list[Alerts]:
     """The alerts of each seed."""
-    return [one_run(case, given, seed) for seed in range(seeds)]
+    return [one_run(case, given, seed) for seed in range(given.first_seed, given.first_seed + seeds)]
 
 
 def one_run(case: Case, given: argparse.Namespace, seed: int) -> Alerts:

@@ -79,6 +79,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "length_explosion": (by("completions/mean_length", 4.0), honest),
     "non_finite": (lambda t, values, draw: {"steps/non_finite": float(t == 5)}, honest),
     "repeated_text": (by("completions/repetition", 12.0), honest),
+    "reward_collapse": (to("reward", 0.05), honest),
     "reward_errors": (to("rewards/math/errors", 40.0), honest),
     "reward_hacking": (by("rewards/audit/mean", 0.3), honest),
     "reward_plateau": (None, stuck),
@@ -134,6 +135,17 @@ def test_dead_groups_says_whether_prompts_are_solved_or_hopeless():
 
 def test_length_that_grows_with_the_reward_is_learning_not_an_explosion():
     assert "length_explosion" not in rules_of(by("completions/mean_length", 2.0))
+
+
+def test_tied_groups_are_not_taken_for_tiny_updates():
+    nothing = {"update/all": 0.0, "update/changed": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}
+    assert "tiny_updates" not in rules_of(lambda t, v, d: nothing, skill=lambda step: 0.3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_few_prompts_is_no_collapse(seed):
+    noisy = lambda t, values, draw: {"reward": values["reward"] + draw.gauss(0, 0.08)}
+    assert "reward_collapse" not in rules_of(noisy, seed=seed, steps=250, skill=lambda step: 0.4)
 
 
 def test_an_audit_that_rises_with_the_reward_is_no_hacking():

@@ -115,6 +115,14 @@ def noise(*parts: Sequence[float]) -> float:
     return math.sqrt(fmean(squares) / 2) if squares else 0.0
 
 
+def rise(values: Sequence[float]) -> tuple[float, float]:
+    """How far the line of least squares rises over the values (three or more), and the standard error of that."""
+    n, middle = len(values), (len(values) - 1) / 2
+    squares = sum((i - middle) ** 2 for i in range(n))
+    slope = sum((i - middle) * value for i, value in enumerate(values)) / squares
+    return slope * (n - 1), noise(values) * (n - 1) / math.sqrt(squares)
+
+
 def since_start(series: Series, n: int = 10) -> Shift | None:
     """From the first `n` values to the latest `n`; None before there are twice as many."""
     return shift(series.start(n), series.last(n)) if series.count >= 2 * n else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from covey.monitor.detectors.pace import DataDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
-from covey.monitor.detectors.rewards import Hacking, Plateau, RewardErrors, SlowConvergence, Swings
+from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence, Swings
 from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
 from covey.monitor.detectors.updates import Mismatch, NonFinite, Spike, TinyUpdates
 from covey.monitor.history import History
@@ -36,6 +36,7 @@ def standard(audits: Sequence[str] = ()) -> tuple[Detector, ...]:
     """One detector of each kind. `audits`: metrics that are not trained on, for `reward_hacking`."""
     return (
         Hacking(tuple(audits)),
+        RewardCollapse(),
         NonFinite(),
         KLRunaway(),
         EntropyCollapse(),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from covey.monitor.history import History, Series, Shift, noise, shift, since_start
+from covey.monitor.history import History, Series, Shift, noise, rise, shift, since_start
 from covey.types import Alert
+
+_MANY = 20
+"""Values of a metric from which on a standard error is as good as known."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +39,64 @@ class Plateau:
 
 @dataclass(frozen=True)
 class SlowConvergence:
-    """`slow_convergence`: after `window` steps the reward is not above its start by more than noise."""
+    """`slow_convergence`: after `window` steps the reward has not risen by an amount that matters, and noise does not hide that.
+
+    What matters is `matters` of the deviation between completions. While the steps are so noisy that the line through them may
+    well rise so far (two standard errors), nothing is said.
+    """
 
     window: int = 60
+    matters: float = 0.15
     solved: float = 0.8
 
     def __call__(self, seen: History) -> Alert | None:
         reward = seen["reward"]
         if reward.count < self.window or _is_solved(seen, self.solved):
             return None
+        rose, error = rise(reward.last(reward.count))
+        spread = fmean(seen["reward_std"].start(10) or [abs(fmean(reward.start(10)))])
         begun = shift(reward.start(10), reward.last(20))
-        recent = reward.last(self.window)
-        half = self.window // 2
-        if begun.z > 2 or shift(recent[:half], recent[half:]).z > 2:
+        if rose + 2 * error > self.matters * spread or begun.change > self.matters * spread:
             return None
         said = (
             f"{reward.count} steps have not raised the reward ({begun.before:.3g} at the start, {begun.after:.3g} now)"
         )
         return seen.alert(
             "slow_convergence", "warning", said, _what_holds_it(seen),
-            reward_start=begun.before, reward_now=begun.after, z=begun.z, **_signal(seen),
+            reward_start=begun.before, reward_now=begun.after, rise=rose, error=error, **_signal(seen),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RewardCollapse:
+    """`reward_collapse`: the reward has lost a good part of the best that it had been for `window` steps."""
+
+    lost: float = 0.3
+    """Share of the best."""
+    window: int = 10
+    z: float = 5.0
+
+    def __call__(self, seen: History) -> Alert | None:
+        reward = seen["reward"]
+        if reward.count < 2 * self.window:
+            return None
+        *earlier, now = _blocks(reward.last(reward.count), self.window)
+        best = max((reward.start(self.window), *earlier), key=fmean)
+        change = fmean(now) - fmean(best)
+        error = noise(reward.last(reward.count)) * math.sqrt(
+            2 / self.window
+        )  # of all steps: the best of many blocks is by chance
+        if change > -self.z * error or change > -self.lost * abs(fmean(best)) or change == 0:
+            return None
+        said = f"the reward fell from {fmean(best):.3g} to {fmean(now):.3g}"
+        return seen.alert(
+            "reward_collapse", "error", said,
+            (
+                "go back to an earlier checkpoint with a lower learning_rate: alert_actions={'reward_collapse': 'roll_back'} does both",
+                "read the latest completions: what they have in common is what went wrong",
+                "if the prompts have become harder on purpose, all is well",
+            ),
+            reward_best=fmean(best), reward_now=fmean(now), noise=error, **_signal(seen),
         )  # fmt: skip
 
 
@@ -96,18 +138,22 @@ class Hacking:
     """`reward_hacking`: what is trained on rises, and an audit metric that is not trained on falls.
 
     Both changes must be beyond noise, since the start or within the latest values. An evaluation gives fewer values, so the
-    latest third is compared with the first third of five or more.
+    latest third is compared with the first third of six or more, and must have fallen further.
     """
 
     audits: tuple[str, ...]
     """Names of metrics that are not trained on: rewards of weight 0, or of an evaluation."""
     z: float = 3.0
+    fall: float = 0.05
+    """Share of itself that an audit metric must have lost."""
 
     def __call__(self, seen: History) -> Alert | None:
         for name in self.audits:
             audit = _longest_shift(seen[name])
             reward = _longest_shift(seen[_trained_beside(name, seen)])
-            if audit is None or reward is None or audit.z > -self.z or reward.z < self.z:
+            if audit is None or reward is None or audit.z > -self.z * _doubt(seen[name]) or reward.z < self.z:
+                continue
+            if audit.change > -self.fall * abs(audit.before):
                 continue
             said = (
                 f"the reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, which is not trained on, fell "
@@ -164,13 +210,26 @@ def _trained_beside(audit: str, seen: History) -> str:
 
 def _longest_shift(series: Series) -> Shift | None:
     """From the start to now for a metric of every step, from the first to the last third for one with few values."""
-    if series.count >= 20:
+    if series.count >= _MANY:
         return since_start(series)
     third = series.count // 3
-    if series.count < 5 or third < 1:
+    if third < 2:
         return None
     values = series.last(series.count)
-    return shift(values[: max(third, 2)], values[-max(third, 2) :])
+    change = fmean(values[-third:]) - fmean(values[:third])
+    error = noise(values) * math.sqrt(2 / third)
+    z = change / error if error else math.copysign(math.inf, change) if change else 0.0
+    return Shift(fmean(values[:third]), fmean(values[-third:]), z)
+
+
+def _doubt(series: Series) -> float:
+    """Factor on a threshold in standard errors where these are themselves estimated from few values, as Student's t has it."""
+    return 1.0 if series.count >= _MANY else 1.0 + 5.0 / max(series.count - 1, 1)
+
+
+def _blocks(values: Sequence[float], size: int) -> list[Sequence[float]]:
+    """The values in blocks of `size`, the latest last and whole; what is left over at the beginning is left out."""
+    return [values[i : i + size] for i in range(len(values) % size, len(values), size)]
 
 
 def _is_solved(seen: History, share: float) -> bool:

@@ -72,7 +72,8 @@ class TinyUpdates:
 
     def __call__(self, seen: History) -> Alert | None:
         moved, rate = seen["update/all"].last(50), seen["learning_rate"].last(50)
-        has_signal = fmean(seen["frac_reward_zero_std"].last(self.window) or [0.0]) < 0.9
+        tied, norms = seen["frac_reward_zero_std"].last(self.window), seen["grad_norm"].last(self.window)
+        has_signal = fmean(tied or [0.0]) < 0.5 and median(norms or [1.0]) > 0
         if len(moved) < self.window or not rate or not has_signal or has_risen(seen):
             return None
         peak = max([*rate, *seen["learning_rate"].first])
@@ -83,7 +84,9 @@ class TinyUpdates:
             return None
         if stuck < self.changed:
             said = f"a step changes {stuck:.1%} of the weights; the others round back to what they were"
-            advice = ("keep the weights in float32 (dtype='float32', bf16=True computes in bfloat16 all the same)",)
+            advice = (
+                "keep the weights in float32 (model_init_kwargs={'dtype': 'float32'}; bf16=True computes in bfloat16 all the same)",
+            )
         else:
             said = f"a step at the peak learning rate of {peak:.3g} moves the weights by {size:.1g} of their size: hardly at all"
             advice = ("raise learning_rate: LoRA wants 1e-5 to 2e-4, full training about 1e-6 to 3e-6",)
