@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-trl
 
-.PHONY: install demo test test-all check bench soak clean
+.PHONY: install demo test test-all check bench soak audit clean
 
 install: $(STAMP)
 
@@ -42,5 +42,13 @@ $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "trl==1.16.0"
 	touch $@
 
+audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every installed dependency; needs the advisory database
+	.venv-audit/bin/pip-audit --skip-editable --path $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+
+.venv-audit/.installed:
+	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.9,<3"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PEER) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) .venv-audit .pytest_cache .mypy_cache .ruff_cache

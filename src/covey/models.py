@@ -120,6 +120,8 @@ def _dtype(name: str) -> Any:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "trust_remote_code" in str(error):
+        return "it comes with Python code of its own; read that code, and allow it with trust_remote_code=True"
     return lines[0] if lines else type(error).__name__
 
 

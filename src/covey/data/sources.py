@@ -175,7 +175,10 @@ def _splits_of(folder: Path) -> dict[str, list[Path]]:
 
 
 def _from_saved(folder: Path, split: str | None, streaming: bool) -> AnyDataset:
-    saved = datasets.load_from_disk(str(folder))
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"The folder {str(folder)!r} holds no data set that datasets saved: {error}") from error
     if isinstance(saved, datasets.DatasetDict):
         wanted, _, part = (split or _default_split(list(saved), str(folder))).partition("[")
         if wanted not in saved:
