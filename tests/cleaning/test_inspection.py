@@ -158,7 +158,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path, settings, said):
 
 
 def test_settings_that_mean_nothing_are_refused(tmp_path):
-    for wrong in ({"near": 0.0}, {"overlap": 2}, {"gram": 1}, {"ignore": ("duplicates",)}, {"max_prompt_length": 5}):
+    for wrong in ({"near": -0.1}, {"overlap": 2}, {"gram": 1}, {"ignore": ("duplicates",)}, {"max_prompt_length": 5}):
         with pytest.raises(ConfigError):
             Settings(**wrong)
     path = written(tmp_path / "a.jsonl", rows_of_sums(3))

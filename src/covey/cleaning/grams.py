@@ -17,13 +17,13 @@ _QUOTES = "\u00ab\u00bb\u00b4\u2013\u2014\u2018-\u201f\u2026\u3001\u3002\uff01\u
 _TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+|[^\w\s.,;:!?\"'`{_QUOTES}]")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _ODD = numpy.uint64(0x9E3779B97F4A7C15)
-_MOST_KNOWN = 1_000_000
+_MOST_KNOWN = 200_000
 
 Hashes = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
 
 class Words:
-    """Words of texts as 64-bit numbers. Remembers the words that it has seen, up to a million, which only saves time."""
+    """Words of texts as 64-bit numbers. Remembers the words that it has seen, up to so many, which only saves time."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

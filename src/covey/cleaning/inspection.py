@@ -13,7 +13,7 @@ from covey.cleaning.duplicates import Duplicates
 from covey.cleaning.encoding import knows_mojibake, repaired
 from covey.cleaning.findings import Findings, Kind
 from covey.cleaning.grams import Words, numbers_in, same_text, text_of
-from covey.cleaning.look import Looked, Looker, Traits
+from covey.cleaning.look import LONGEST_VALUE, Looked, Looker, Traits, answer_of
 from covey.cleaning.overlap import Overlap
 from covey.cleaning.rows import Record, Rows
 from covey.cleaning.settings import Settings
@@ -22,6 +22,9 @@ from covey.errors import DataError, did_you_mean
 _BATCH = 1000
 _MOSTLY = 0.9
 """The share of rows from which the others are the odd ones."""
+_NEAR, _NEAR_WITH_ANSWER = 0.8, 0.6
+_TELLING = 0.1
+"""Distinct answers a row from which an answer tells questions apart."""
 _FEWEST = 20
 """Rows below which nothing is said about what is usual."""
 
@@ -64,7 +67,7 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
     sets, evaluation = _evaluation_sets(settings, words)
     looker = Looker(settings, answer_column, findings, traits)
     count = 0
-    with Duplicates(settings.near) as duplicates:
+    with Duplicates(_near(first, settings, answer_column)) as duplicates:
         for batch in itertools.chain([first], batches):
             count += len(batch)
             looked = _look(batch, looker, findings)
@@ -111,6 +114,16 @@ def _answer_column(first: Sequence[Record], settings: Settings, name: str) -> st
     if settings.answer_column is not None:
         return settings.answer_column
     return next((column for column in ("answer", "solution") if column in columns), None)
+
+
+def _near(first: Sequence[Record], settings: Settings, answer_column: str | None) -> float | None:
+    """The share from which prompts are near duplicates: less is enough where the same answer is itself a sign."""
+    if settings.near is not None:
+        return settings.near or None
+    answers = [answer_of(record.row or {}, answer_column) for record in first]
+    values = [answer for answer in answers if answer and len(answer) <= LONGEST_VALUE]
+    is_telling = settings.answers != "text" and len(set(values)) >= max(_FEWEST, _TELLING * len(first))
+    return _NEAR_WITH_ANSWER if is_telling else _NEAR
 
 
 def _evaluation_sets(settings: Settings, words: Words) -> tuple[list[Overlap], list[tuple[str, int]]]:

@@ -39,6 +39,8 @@ _OF_WORD = {
     for word in frozenset[str]().union(*_LANGUAGES.values())
 }
 _FEWEST_SMALL_WORDS = 3
+_ENOUGH = 1000
+"""Characters that are looked at."""
 
 
 def language(text: str) -> str | None:
@@ -49,6 +51,7 @@ def language(text: str) -> str | None:
     >>> language("x = 3"), language("彼女はりんごをいくつ持っていますか")
     (None, 'ja')
     """
+    text = text[:_ENOUGH]
     if not text.isascii():
         letters = max(len(_LETTER.findall(text)), 1)
         for name, signs in _OF_SCRIPT.items():  # Japanese first: it has Chinese characters too

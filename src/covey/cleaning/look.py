@@ -24,7 +24,7 @@ _SIGN = re.compile(r"[^\w\s]|_")
 _MOST_SIGNS = 0.5
 _FEWEST_CHARACTERS = 40
 """Below, the share of signs says nothing: `3 + 4 = ?` is a fine prompt."""
-_LONGEST_VALUE = 100
+LONGEST_VALUE = 100
 """Characters up to which two answers that differ contradict each other; two programs or essays that differ need not."""
 _LEAKED = 24
 """Characters from which an answer that stands in its prompt is no chance, nor one of the choices."""
@@ -91,8 +91,7 @@ class Looker:
         if self._answer_column is None:
             self.traits.answers.append(-1)
             return 0
-        value = row.get(self._answer_column)
-        gold = "" if value is None else gold_answer(str(value))
+        gold = answer_of(row, self._answer_column)
         if not gold:
             self._findings.add("no_answer", number_)
             self.traits.answers.append(-1)
@@ -103,7 +102,7 @@ class Looker:
         self.traits.answers.append(int(exact is not None))
         if self._settings.answers == "math" and not _parses(gold):
             self._findings.add("odd_answer", number_)
-        if exact is None and (self._settings.answers == "text" or len(gold) > _LONGEST_VALUE):
+        if exact is None and (self._settings.answers == "text" or len(gold) > LONGEST_VALUE):
             return 1
         plain = " ".join(gold.split()).casefold() if exact is None else str(exact)
         return xxhash.xxh3_64_intdigest(plain.encode("utf-8", "surrogatepass")) | 1
@@ -123,6 +122,12 @@ class Looker:
         if count > most:
             self._findings.add("too_long", number_, amount=count - most)
         return count
+
+
+def answer_of(row: Mapping[str, Any], column: str | None) -> str:
+    """The gold answer as the rewards read it; empty where there is none."""
+    value = None if column is None else row.get(column)
+    return "" if value is None else gold_answer(str(value))
 
 
 def _parses(gold: str) -> bool:

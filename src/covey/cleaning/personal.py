@@ -34,7 +34,7 @@ def _has_email(text: str) -> bool:
 
 
 def _has_phone(text: str) -> bool:
-    return any(sign in text for sign in "+-.(") and _PHONE.search(text) is not None
+    return ("+" in text or "-" in text or "." in text or "(" in text) and _PHONE.search(text) is not None
 
 
 def _has_key(text: str) -> bool:

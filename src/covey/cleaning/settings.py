@@ -24,8 +24,9 @@ class Settings:
     answers: Answers = "auto"
     """What a gold answer must be: a number, what math-verify parses, or any text, of which two may be right.
     `auto`: a number where nine in ten are; short texts that differ contradict each other."""
-    near: float | None = 0.8
-    """Share of runs of three words from which two prompts are the same; None looks for exact duplicates alone."""
+    near: float | None = None
+    """Share of runs of three words from which two prompts are the same; 0 looks for exact duplicates alone. None: 0.6 where
+    the answers tell questions apart, 0.8 where there are none or the same few, as of multiple choice."""
     against: Sequence[str] = ()
     """Evaluation sets that the rows must not hold."""
     gram: int = 8
@@ -44,8 +45,8 @@ class Settings:
                 raise ConfigError(
                     f"{name!r} is no kind of fault.{did_you_mean(name, KINDS)} The kinds are {', '.join(KINDS)}."
                 )
-        if self.near is not None and not 0 < self.near <= 1:
-            raise ConfigError(f"near is {self.near}; it is a share of runs of words, above 0 and up to 1.")
+        if self.near is not None and not 0 <= self.near <= 1:
+            raise ConfigError(f"near is {self.near}; it is a share of runs of words, from 0 (exact ones only) to 1.")
         if not 0 < self.overlap <= 1:
             raise ConfigError(f"overlap is {self.overlap}; it is a share of words, above 0 and up to 1.")
         if self.gram < 2:
