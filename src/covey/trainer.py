@@ -350,8 +350,19 @@ class GRPOTrainer:
 
     def _load_best(self) -> None:
         best = self.world.broadcast(self.state.best_model_checkpoint)  # only the main process knows what was saved
-        if self.args.load_best_model_at_end and best is not None:
+        if not self.args.load_best_model_at_end:
+            return
+        if best is not None:
             load_weights(self.model, Path(best))
+        at = self.state.best_global_step
+        if self.world.is_main and at is not None and (best is None or Path(best).name != f"checkpoint-{at}"):
+            ends = "its last weights" if best is None else f"those of {Path(best).name}"
+            logger.warning(
+                "The best evaluation was at step %s, where no checkpoint was saved; the run ends with %s. "
+                "save_strategy='best' saves one at every best evaluation.",
+                at,
+                ends,
+            )
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

@@ -1,0 +1,61 @@
+"""A run stops when evaluations bring nothing better, and ends with the weights of its best one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from covey.cli import main
+from kit import tiny_model, tiny_tokenizer
+
+REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
+WHAT = "--model model --dataset train.jsonl --eval-dataset test.jsonl --reward mine.py:digits --output-dir run"
+SMALL = "--max-completion-length 6 --num-generations 4 --per-device-train-batch-size 8 --use-cpu --disable-tqdm"
+EVALUATED = "--eval-strategy steps --eval-steps 2 --eval-on-start --save-strategy best --logging-steps 1"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model(layers=1).save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    for name, count in (("train", 6), ("test", 3)):
+        rows = [{"prompt": f"What is {i} + {i}?"} for i in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("mine.py").write_text(REWARD)
+    return tmp_path
+
+
+def words(*more):
+    return ["train", *WHAT.split(), *SMALL.split(), *EVALUATED.split(), *more]
+
+
+def evaluations(run):
+    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_does_not_get_better_stops(place, capsys):
+    still = ["--learning-rate", "0", "--max-steps", "40", "--early-stopping-patience", "2", "--json"]
+    assert main(words(*still)) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 4  # as at the start at step 2 and at step 4
+    assert [row["step"] for row in evaluations(place / "run")] == [0, 2, 4]
+
+
+def test_a_run_ends_with_the_weights_of_its_best_evaluation(place, capsys):
+    assert main(words("--learning-rate", "0.1", "--max-steps", "12", "--load-best-model-at-end", "--seed", "0")) == 0
+    found = {row["step"]: row["eval_reward"] for row in evaluations(place / "run")}
+    best = max(found, key=lambda step: (found[step], -step))
+    assert best not in (0, 12)  # the seed is one where the best is in between, or this would prove little
+    ended = load_file(place / "run" / "model" / "model.safetensors")
+    kept = load_file(place / "run" / f"checkpoint-{best}" / "model.safetensors")
+    assert all(torch.equal(ended[name], kept[name]) for name in kept)
+
+
+def test_a_best_evaluation_without_a_checkpoint_is_told(place, capsys):
+    saved_late = ["--save-strategy", "steps", "--save-steps", "4", "--max-steps", "2", "--load-best-model-at-end"]
+    assert main(words("--learning-rate", "0.1", *saved_late)) == 0
+    said = capsys.readouterr().err
+    assert "where no checkpoint was saved; the run ends with its last weights" in said
+    assert "save_strategy='best'" in said
