@@ -75,6 +75,20 @@ def test_prompts_over_the_limit_of_a_real_tokenizer_are_counted_in_tokens(dirty,
     assert found["lengths"]["tokens"]["most"] > 20
 
 
+def test_the_page_shows_findings_and_runs_nothing_that_rows_say(dirty, tmp_path, capsys):
+    with dirty.open("a") as file:
+        file.write(json.dumps({"prompt": "<script>alert(1)</script> & co\x00", "answer": "3"}) + "\n")
+    page = tmp_path / "found.html"
+    assert main(["data", "check", str(dirty), "--html", str(page), "--examples", "0"]) == 1
+    assert "row 4 has the prompt" not in capsys.readouterr().out
+    text = page.read_text()
+    assert "would leave out 1 of 31 rows and mend 2" in text
+    assert "has the prompt and the answer of row 1" in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in text
+    assert "<script" not in text
+    assert "default-src 'none'" in text
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -84,6 +98,7 @@ def test_prompts_over_the_limit_of_a_real_tokenizer_are_counted_in_tokens(dirty,
         (["data", "check", "nowhere.jsonl"], "does not exist"),
         (["data", "check", "demo", "--tokenizer", "demo"], "need each other"),
         (["data", "check", "demo", "--near", "3"], "near is 3.0"),
+        (["data", "check", "demo", "--html", "a.jsonl"], "ends in .html"),
         (["data", "clean", "demo", "--output", "a.csv"], "should end in .jsonl"),
         (["data", "clean", "demo", "--output", "no/such/a.jsonl"], "make it first"),
     ],

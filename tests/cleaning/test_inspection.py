@@ -122,6 +122,15 @@ def test_chat_prompts_are_held_against_an_evaluation_set_and_its_row_is_named(tm
     assert inspection.reason(kind, other, amount) == f"shares {amount:.2f} of its words with row 12 of {eval_file}"
 
 
+def test_an_evaluation_set_may_name_its_prompts_otherwise_and_one_without_text_is_refused(tmp_path):
+    rows = rows_of_sums(20)
+    eval_file = written(tmp_path / "eval.jsonl", [{"task": row["prompt"]} for row in rows_of_sums(4)])
+    settings = {"against": (eval_file,), "overlap": 0.9}
+    assert found(tmp_path / "a.jsonl", rows, **settings, against_column="task") == {"contaminated": [0, 1, 2, 3]}
+    with pytest.raises(DataError, match="has no text in its column 'prompt'"):
+        found(tmp_path / "a.jsonl", rows, **settings)
+
+
 def test_an_answer_that_math_verify_cannot_parse_is_found_where_maths_is_asked_for(tmp_path):
     pytest.importorskip("math_verify")
     rows = rows_of_sums(4)

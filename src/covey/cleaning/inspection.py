@@ -132,11 +132,12 @@ def _evaluation_sets(settings: Settings, words: Words) -> tuple[list[Overlap], l
         texts = []
         for record in Rows(source):
             row = record.row or {}
-            texts.append(repaired(text_of(row.get(settings.prompt_column, row.get("prompt"))))[0])
+            prompt = row.get(settings.against_column or settings.prompt_column)
+            texts.append(repaired(text_of(row.get("prompt") if prompt is None else prompt))[0])
         if not any(texts):
             raise DataError(
-                f"The evaluation set {source} has no text in a column {settings.prompt_column!r}; "
-                "rename its column, or leave it out of --against."
+                f"The evaluation set {source} has no text in its column "
+                f"{settings.against_column or settings.prompt_column!r}; name the right one with --against-column."
             )
         sets.append(Overlap(texts, settings.gram, words))
         starts.append((source, count))

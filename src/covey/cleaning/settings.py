@@ -29,6 +29,8 @@ class Settings:
     the answers tell questions apart, 0.8 where there are none or the same few, as of multiple choice."""
     against: Sequence[str] = ()
     """Evaluation sets that the rows must not hold."""
+    against_column: str | None = None
+    """The column of their prompts; None: as `prompt_column`, or else `prompt`."""
     gram: int = 8
     """Words of a run that counts as taken from an evaluation question."""
     overlap: float = 0.5

@@ -21,6 +21,7 @@ _FLAGS = (
     Flag(name="answers", help="What an answer must be: number, math (math-verify parses it) or text; auto: a number where 9 in 10 are.", default="auto", group="data"),
     Flag(name="max_rows", help="Look at the first so many rows only.", type=int, group="data"),
     Flag(name="against", help="Evaluation sets whose questions must not be among the rows; may be several.", type="list[str]", group="comparison"),
+    Flag(name="against_column", help="Column of their prompts; left out: as --prompt-column.", group="comparison"),
     Flag(name="overlap", help="Share of a prompt's words, in runs that an evaluation question has too, from which it is one.", type=float, default=0.5, group="comparison"),
     Flag(name="gram", help="Words of such a run.", type=int, default=8, group="comparison"),
     Flag(name="near", help="Share of common runs of three words from which prompts are near duplicates; 0: exact ones only; left out: 0.6 or 0.8.", type=float, group="comparison"),
@@ -32,20 +33,27 @@ _FLAGS = (
 )  # fmt: skip
 _OUTPUT = Flag(name="output", help="File for the clean rows (.jsonl); its report lies beside it.", group="output")
 _EXAMPLES = Flag(name="examples", help="Examples shown of each fault.", type=int, default=3, group="output")
+_HTML = Flag(name="html", help="Also write the findings, with more examples, to this page (.html).", group="output")
+_ON_PAGE = 20
 _WIDTH = 76
 
 
 def run_check(given: Given) -> int:
     """Look, print a table or JSON. Exit code 0 when nothing must be mended, else 1."""
-    options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES)} | dict(given)
+    options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES, _HTML)} | dict(given)
+    page = None if options["html"] is None else _page(options["html"])
     from covey.cleaning.summary import summary
 
-    inspection = _inspected(options, "check")
-    found = summary(inspection, max(options["examples"], 1))
+    shown = max(options["examples"], 0)
+    found = summary(_inspected(options, "check"), shown if page is None else max(shown, _ON_PAGE))
+    if page is not None:
+        from covey.cleaning.page import as_html
+
+        page.write_text(as_html(found), encoding="utf-8")
     if options["json"]:
         output.result_json(found.as_dict())
     else:
-        _show(found)
+        _show(found, shown)
     return 0 if found.is_ok else 1
 
 
@@ -71,6 +79,13 @@ def run_clean(given: Given) -> int:
     return 0
 
 
+def _page(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.suffix.lower() not in (".html", ".htm") or not path.parent.is_dir():
+        raise ConfigError(f"--html {name}: give a file that ends in .html, in a folder that is there.")
+    return path
+
+
 def _inspected(options: dict[str, Any], what: str) -> Inspection:
     if not options.get("dataset"):
         raise ConfigError(f"covey data {what} needs a data set: covey data {what} train.jsonl.")
@@ -84,6 +99,7 @@ def _inspected(options: dict[str, Any], what: str) -> Inspection:
         answers=options["answers"],
         near=options["near"],
         against=tuple(options["against"] or ()),
+        against_column=options["against_column"],
         gram=options["gram"],
         overlap=options["overlap"],
         tokenizer=_tokenizer(options),
@@ -106,7 +122,7 @@ def _tokenizer(options: dict[str, Any]) -> Any:
     return load_tokenizer(None, model_folder(options["tokenizer"]))
 
 
-def _show(found: Summary) -> None:
+def _show(found: Summary, num_examples: int) -> None:
     length = found.lengths["characters"]
     quantiles = (
         f"; prompts of {length['median']:,.0f} characters (5% {length['p05']:,.0f}, 95% {length['p95']:,.0f}, longest {length['most']:,.0f})"
@@ -119,7 +135,7 @@ def _show(found: Summary) -> None:
         if entries:
             output.result(f"\n{title:<36}{'kind':<16}{'rows':>8}  {'share':>6}")
         for entry in entries:
-            _show_entry(entry, found.num_rows)
+            _show_entry(entry, found.num_rows, num_examples)
     output.result("" if found.entries else "\nNothing found.")
     for note in found.notes:
         output.result(f"note: {note}")
@@ -129,10 +145,10 @@ def _show(found: Summary) -> None:
         )  # fmt: skip
 
 
-def _show_entry(entry: Entry, num_rows: int) -> None:
+def _show_entry(entry: Entry, num_rows: int, num_examples: int) -> None:
     count = len(entry.rows)
     output.result(f"  {entry.kind.title:<34}{entry.kind.name:<16}{count:>8,}  {100 * count / num_rows:>5.2f}%")
-    for example in entry.examples:
+    for example in entry.examples[:num_examples]:
         output.result(f"      row {example.row} {example.why}")
         output.result(f"          {_short(example.begins)}")
     output.result(f"      fix: {entry.kind.fix}")
@@ -146,7 +162,7 @@ _check = Verb(
     name="data check",
     usage="DATASET [options]",
     sentence="Says what is wrong with a data set, row by row; exit code 1 when something must be mended.",
-    flags=lambda: (*_FLAGS, _EXAMPLES),
+    flags=lambda: (*_FLAGS, _EXAMPLES, _HTML),
     run=run_check,
     positional=("dataset",),
     examples=(
