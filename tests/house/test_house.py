@@ -19,7 +19,7 @@ LEVELS = [
     {"ladder", "pulse", "interruption"},
     {"world", "state", "options", "arithmetic", "memory", "student"},
     {"checks"},
-    {"config", "algorithms"},
+    {"config", "algorithms", "gym"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},
     {"monitor", "credit", "comparison", "cleaning", "invariants"},
     {"session", "evaluation", "assessment"},

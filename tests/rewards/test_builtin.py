@@ -171,7 +171,7 @@ EXAMPLES = {
 }
 """Built-in rewards that have a parameter without a default."""
 NEED_MODELS = {"judge", "judge_pairs", "classifier", "similarity", "fluency"}
-COLUMNS = {"solution": "4", "schema": {"type": "integer"}, "language": "en", "tests": ["assert f(1) == 2"]}
+COLUMNS = {"gym": None, "solution": "4", "schema": {"type": "integer"}, "language": "en", "tests": ["assert f(1) == 2"]}
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILTIN) - NEED_MODELS))

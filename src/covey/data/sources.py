@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import datasets
 
+from covey import gym
 from covey.errors import DataError, did_you_mean
 
 FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -43,6 +44,9 @@ def shown(source: Any) -> str:
 def _opened(source: Any, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
     if source == "demo" and not Path("demo").exists():
         return _demo(split, streaming)
+    if source == "gym" and split is not None and not Path("gym").exists():
+        found = datasets.Dataset.from_list(gym.rows(split))  # the task stands in the split's place
+        return found.to_iterable_dataset() if streaming else found
     files = _files(source)
     if files:
         return _from_files(files, shown(source), split, streaming)

@@ -17,6 +17,7 @@ from covey.rewards.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
 from covey.rewards.code import Code
 from covey.rewards.contract import RewardSpec, name_of
 from covey.rewards.diversity import Distinct, SelfBleu
+from covey.rewards.gymnast import gym_reward
 from covey.rewards.judging import JudgeReward, PairwiseJudgeReward
 from covey.rewards.language import Language
 from covey.rewards.math import accuracy_reward, exact_reward, math_reward
@@ -46,6 +47,7 @@ BUILTIN: dict[str, Any] = {
     "distinct": Distinct,
     "self_bleu": SelfBleu,
     "language": Language,
+    "gym": gym_reward,
     "classifier": ClassifierReward,
     "similarity": SimilarityReward,
     "fluency": FluencyReward,
