@@ -143,6 +143,18 @@ def test_a_reward_that_needs_a_missing_column_fails(case, found):
     assert "needs a column solution" in found(case(rewards=[strict]), "FAIL", "rewards")
 
 
+def test_a_reward_file_that_python_cannot_read_fails_with_the_line(case, found, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions):\n    return [1.0 for c in completions\n")
+    said = found(case(rewards=[f"{tmp_path / 'mine.py'}:f"]), "FAIL", "rewards")
+    assert "your code raised SyntaxError" in said
+    assert "mine.py, line 2" in said
+
+
+def test_what_is_unknown_for_want_of_data_is_not_guessed(case, found):
+    missing = case(load_dataset=lambda: load("nowhere.jsonl"))
+    assert found(missing, "WARN", "model") == ""
+
+
 def test_a_reward_that_raises_fails_with_what_it_said(case, found):
     def broken(completions, answer):
         return [1.0 / (len(str(text)) % 2) for text in completions]

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from covey.algorithms.advice import SMALL_MODEL
 from covey.build import Given, advice_for, as_dict, build_algorithm, build_scorer, checked_dataset
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.data import eos_ids, prepare_tokenizer
@@ -73,7 +74,7 @@ def _options(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     so_far.peft_config, wrong = attempt("options", case.adapter)
     if wrong is not None:
         yield wrong
-    algorithm, wrong = attempt("options", lambda: build_algorithm(so_far.args))
+    algorithm, wrong = attempt("options", lambda: build_algorithm(so_far.args), is_foreign=True)
     yield wrong or passed("options", f"the options fit together; the algorithm is {_name(so_far.args, algorithm)}")
     yield from environment(so_far.args)
     yield _output_folder(so_far.args)
@@ -110,7 +111,7 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
         yield wrong
         return
     rows = data.first_rows(so_far.dataset) if so_far.dataset is not None else []
-    is_chat = bool(rows) and not isinstance(rows[0]["prompt"], str)
+    is_chat = not isinstance(rows[0]["prompt"], str) if rows else None
     yield from model.model_findings(so_far.model, so_far.tokenizer, so_far.eos, so_far.args, is_chat=is_chat)
     if so_far.dataset is not None:
         limit = context_limit(so_far.model)
@@ -132,7 +133,7 @@ def _load(case: Case, so_far: _Loaded) -> None:
 def _rewards(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if so_far.args is None:
         return
-    so_far.scorer, wrong = attempt("rewards", lambda: _scorer(case, so_far))
+    so_far.scorer, wrong = attempt("rewards", lambda: _scorer(case, so_far), is_foreign=True)
     yield wrong or passed("rewards", f"{', '.join(so_far.scorer.names)} can be called with the columns of the data")
 
 
@@ -159,7 +160,8 @@ def _plan(case: Case, so_far: _Loaded) -> Iterator[Finding]:
         yield plan.memory(case.predict_memory(args, dataset), *plan.available_memory(args.device))
     yield plan.disk(Path(str(args.output_dir)), so_far.model, args)
     is_adapter = so_far.peft_config is not None
-    yield from plan.learning_rate(args, advice_for(args, so_far.model), is_adapter=is_adapter)
+    is_small = sum(weight.numel() for weight in so_far.model.parameters()) < SMALL_MODEL
+    yield from plan.learning_rate(args, advice_for(args, so_far.model), is_adapter=is_adapter, is_small=is_small)
 
 
 def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:

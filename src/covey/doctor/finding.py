@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -39,9 +40,24 @@ def failed(area: str, said: str, fix: str = "", **facts: Any) -> Finding:
     return Finding(status="FAIL", area=area, said=said, fix=fix, facts=facts)
 
 
-def attempt(area: str, work: Callable[[], T]) -> tuple[T | None, Finding | None]:
-    """What `work` returns, or the error that it raised on purpose as a finding; its sentence names the fix already."""
+def attempt(area: str, work: Callable[[], T], *, is_foreign: bool = False) -> tuple[T | None, Finding | None]:
+    """What `work` returns, or the error that it raised on purpose as a finding; its sentence names the fix already.
+
+    `is_foreign`: it runs code of the user's own, such as the file of a reward, where any error is a finding.
+    """
     try:
         return work(), None
     except CoveyError as error:
         return None, failed(area, str(error))
+    except Exception as error:  # the border to the user's code
+        if not is_foreign:
+            raise
+        return None, failed(area, f"your code raised {type(error).__name__}: {error}.", _where(error))
+
+
+def _where(error: BaseException) -> str:
+    """The last place in the traceback, which is where to look."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"mend {error.filename}, line {error.lineno}"
+    return f"mend {frames[-1].filename}, line {frames[-1].lineno}" if frames else "mend it"

@@ -16,8 +16,10 @@ _MARK = "Qxz"
 _PROBABILITIES = ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout")
 
 
-def model_findings(model: Any, tokenizer: Any, eos: Sequence[int], args: Any, *, is_chat: bool) -> Iterator[Finding]:
-    """Everything that can be told without generating. `is_chat`: the prompts are lists of messages."""
+def model_findings(
+    model: Any, tokenizer: Any, eos: Sequence[int], args: Any, *, is_chat: bool | None
+) -> Iterator[Finding]:
+    """Everything that can be told without generating. `is_chat`: the prompts are lists of messages; None: unknown."""
     count = sum(weight.numel() for weight in model.parameters())
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     yield passed(
@@ -28,7 +30,8 @@ def model_findings(model: Any, tokenizer: Any, eos: Sequence[int], args: Any, *,
     )
     yield finite_weights(model)
     yield endings(tokenizer, eos)
-    yield template(tokenizer, is_chat=is_chat)
+    if is_chat is not None:
+        yield template(tokenizer, is_chat=is_chat)
     yield padding(tokenizer)
     yield dropout(model, is_off=bool(args.disable_dropout))
     yield from half_weights(model, args.learning_rate)

@@ -107,14 +107,14 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds > 120 else f"{seconds:.0f} s"
 
 
-def learning_rate(args: Any, said: Sequence[str], *, is_adapter: bool) -> Iterator[Finding]:
+def learning_rate(args: Any, said: Sequence[str], *, is_adapter: bool, is_small: bool = False) -> Iterator[Finding]:
     """Remarks on options far from what is known to work, each with its source."""
     for one in said:
         yield warned("options", one, "keep it only if you know that it suits your model")
     if not any(one.startswith("learning_rate") for one in said):
         kind = "an adapter" if is_adapter else "all weights"
-        yield passed(
-            "options",
-            f"learning_rate={args.learning_rate:g} for {kind} is within what is known to work, or the model is small",
-            rate=args.learning_rate,
+        shown = f"learning_rate={args.learning_rate:g} for {kind}"
+        known = (
+            "no experience is on record for a model as small as this" if is_small else "within what is known to work"
         )
+        yield passed("options", f"{shown}: {known}", rate=args.learning_rate)
