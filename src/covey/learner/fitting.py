@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ class Room:
     """Whether the rows of a group share their prompt."""
     last_resort: Callable[[], bool] = lambda: False
     """Makes a single completion need less; False when there is nothing left to do."""
+    is_last_resort: bool = False
+    """Whether it came to that."""
     largest: tuple[int, int] = (0, 0)
     """Rows and tokens of the largest micro-batch of the attempt that runs."""
     events: list[Event] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Room:
     def _halve(self, said: str) -> None:
         rows, tokens = self.largest
         if rows <= 1 and self.last_resort():
+            self.is_last_resort = True
             self._tell(
                 f"Memory ran out on one completion ({tokens} tokens); activations are computed again from now on.", said
             )
@@ -84,10 +87,13 @@ class Room:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        return {"max_rows": self.max_rows, "max_tokens": self.max_tokens}
+        """What memory has taught this process, so that a resumed run need not run out of it again."""
+        return {"max_rows": self.max_rows, "max_tokens": self.max_tokens, "is_last_resort": self.is_last_resort}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sizes that were found to fit; those of the options win where they are smaller."""
+        if state.get("is_last_resort") and not self.is_last_resort:
+            self.is_last_resort = self.last_resort()
         self.max_rows = min(self.max_rows, state["max_rows"])
         known = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
         self.max_tokens = min(known, default=None)

@@ -1,0 +1,39 @@
+"""The same seed, the same numbers, to the bit; what only memory knows of changes no more than the last digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from resume_cases import Case, differences, train
+
+
+def difference(folder: Path, one: Case, other: Case) -> dict[str, float]:
+    for case in (one, other):
+        train(case, folder / case.name)
+    return differences(one, folder / one.name, folder / other.name)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
+    first, second, other = (Case(name, {"max_steps": 2, "seed": seed}) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert difference(tmp_path / "same", first, second) == {}
+    found = difference(tmp_path / "another", first, other)
+    assert any(name.startswith("model.safetensors") for name in found)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"max_tokens_per_microbatch": 40}, id="smaller micro-batches"),
+        pytest.param({"gradient_checkpointing": True}, id="activations computed again"),
+        pytest.param({"logits_chunk_tokens": 4}, id="smaller chunks of logits"),
+    ],
+)
+def test_what_saves_memory_changes_one_step_by_rounding_alone(tmp_path: Path, changed: dict[str, object]) -> None:
+    plain, small = (
+        Case("plain", {"max_steps": 1, "optim": "sgd"}),
+        Case("small", {"max_steps": 1, "optim": "sgd", **changed}),
+    )
+    found = difference(tmp_path, plain, small)
+    moved = {name: size for name, size in found.items() if name.startswith("model.safetensors")}
+    assert all(size < 1e-7 for size in moved.values()), moved

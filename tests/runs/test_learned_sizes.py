@@ -1,0 +1,66 @@
+"""What a run learned about memory is in its checkpoints: a resumed run does not run out of it again."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from resume_cases import Case, trainer
+from transformers import TrainerCallback
+
+from covey.learner.fitting import Room
+
+
+def runs_out(room: Room, times: int) -> None:
+    """Memory that runs out `times` times in a row, on a micro-batch of 8 completions and 80 tokens."""
+    left = [times]
+
+    def work() -> None:
+        room.largest = (room.max_rows, 10 * room.max_rows)
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError("no room")
+
+    room.attempt(work)
+
+
+class RunsOut(TrainerCallback):
+    def __init__(self, one: Any) -> None:
+        self.one = one
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            parts = self.one._running
+            runs_out(parts.learner.room, 2)
+            parts.sampler._halve(n=4, rows=8, held=2**20, said="no room")
+
+
+def test_a_resumed_run_begins_with_the_sizes_that_were_found_to_fit(tmp_path: Path) -> None:
+    case = Case("memory", {"max_steps": 2, "save_steps": 1})
+    one = trainer(case, tmp_path / "one")
+    one.add_callback(RunsOut(one))
+    one.train()
+    other = trainer(case, tmp_path / "other")
+    assert other.train(str(tmp_path / "one" / "checkpoint-1")).global_step == 2
+    room, sampler = other._running.learner.room, other._running.sampler
+    assert (room.max_rows, room.max_tokens) == (2, 20)
+    assert (sampler.max_rows, sampler.cache_bytes) == (4, 2**19)
+
+
+def test_smaller_options_win_over_what_was_learned() -> None:
+    room = Room(max_rows=1, max_tokens=100)
+    room.load_state_dict({"max_rows": 4, "max_tokens": None})
+    assert (room.max_rows, room.max_tokens) == (1, 100)
+
+
+def test_the_last_resort_is_taken_again_at_once() -> None:
+    taken: list[int] = []
+    before = Room(max_rows=1, last_resort=lambda: not taken.append(1))  # type: ignore[func-returns-value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs_out(before, 1)
+    after = Room(max_rows=1, last_resort=lambda: not taken.append(2))  # type: ignore[func-returns-value]
+    after.load_state_dict(before.state_dict())
+    assert taken == [1, 2]
+    assert after.is_last_resort
