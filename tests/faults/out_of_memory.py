@@ -86,9 +86,33 @@ def sample(spare_mib):
     return {"answers": dict(sorted(answers.items())), "rows": sampler.max_rows}
 
 
+def update(spare_mib):
+    """A step with AdamW: what was raised, and whether any weight had changed by then."""
+    learner = learner_of(4, checkpoints=False)
+    learner.optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=0.1)
+    learner.scheduler = torch.optim.lr_scheduler.ConstantLR(learner.optimizer, factor=1.0)
+    for parameter in learner.policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
+    limit(spare_mib)
+    said = ""
+    try:
+        learner._update({}, 1)
+    except MemoryLimitError as error:
+        said = str(error)
+    pairs = zip(before, learner.policy.parameters(), strict=True)
+    changed = [not torch.equal(old, new) for old, new in pairs]
+    return {"said": said, "changed": sum(changed), "of": len(changed)}
+
+
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    work = {"learn": learn, "learn-cold": lambda spare: learn(spare, is_warm=False, size=800), "sample": sample}
+    work = {
+        "learn": learn,
+        "learn-cold": lambda spare: learn(spare, is_warm=False, size=800),
+        "sample": sample,
+        "update": update,
+    }
     work["learn-cold-checkpointing"] = lambda spare: learn(spare, is_warm=False, checkpoints=True, size=800)
     try:
         sys.stdout.write(json.dumps(work[sys.argv[1]](int(sys.argv[2]))))

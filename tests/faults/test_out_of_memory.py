@@ -30,6 +30,15 @@ def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_sam
     assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
 
 
+def test_an_optimizer_whose_state_does_not_fit_is_told_before_any_weight_changes():
+    free, short = run("update", 0), run("update", 4)
+    assert free["said"] == ""
+    assert free["changed"] == free["of"]
+    assert "The state of AdamW" in short["said"]
+    assert "8-bit optimizer" in short["said"]
+    assert short["changed"] == 0
+
+
 @pytest.mark.slow
 def test_a_completion_that_does_not_fit_alone_ends_with_a_sentence():
     short = run("learn-cold", 55)

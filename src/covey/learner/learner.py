@@ -14,6 +14,7 @@ from covey.algorithms import Algorithm
 from covey.ladder import Ladder
 from covey.learner.critic import Critic, no_critic
 from covey.learner.fitting import Room
+from covey.learner.optimizer_memory import check_room
 from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
@@ -248,6 +249,7 @@ class Learner:
         for part, size in zip(trained, norms, strict=True):
             _clip(part, size, min(self.max_grad_norm or math.inf, verdict.max_norm))
         self.before_update()
+        check_room(self.optimizer)
         self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
         self.after_update()
         if self.scaler is not None:
