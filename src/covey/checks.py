@@ -280,7 +280,10 @@ def _refuse_bad_evaluation(config: Any) -> None:
 def refuse_bad_alerts(config: Any) -> None:
     """Raise for an alert that nothing can report, an action that is none, and an address that cannot be posted to."""
     known = (*ALERT_RULES, "info", "warning", "error", "all")
-    for rule, action in (config.alert_actions or {}).items():
+    actions = config.alert_actions or {}
+    if not isinstance(actions, Mapping):
+        raise ConfigError(f'alert_actions={actions!r} is not a mapping; write it as {{"all": "stop"}}.')
+    for rule, action in actions.items():
         if rule not in known:
             hint = did_you_mean(rule, known) or f" Alerts are {', '.join(ALERT_RULES)}."
             raise ConfigError(f"alert_actions names {rule!r}, which is no alert.{hint}")

@@ -109,6 +109,7 @@ def test_what_alerts_are_seen_in_is_in_the_metrics(tmp_path):
     "given, said",
     [
         ({"alert_actions": {"dead_group": "off"}}, "alert_actions names 'dead_group'.*dead_groups"),
+        ({"alert_actions": "stop"}, "alert_actions='stop' is not a mapping"),
         ({"alert_actions": {"all": "halt"}}, "the action 'halt', which is not known"),
         ({"alert_actions": {"kl_runaway": "roll_back"}, "save_strategy": "no"}, "no checkpoint to go back to is saved"),
         ({"alert_webhook": "hooks.example.com/abc"}, "alert_webhook is not an address"),
