@@ -83,7 +83,7 @@ def plants(train: Sequence[Row], test: Sequence[Row]) -> dict[str, tuple[set[str
         "test row, another name": ({"contaminated"}, again(renamed, test)),
         "test row, 1 word in 15 replaced": ({"contaminated"}, again(lambda old: replaced(old, 15, words), test)),
         "test row, 1 word in 10 replaced": ({"contaminated"}, again(lambda old: replaced(old, 10, words), test)),
-        "test row, other numbers": ({"contaminated"}, again(renumbered, test)),
+        "test row, other numbers": ({"akin"}, again(renumbered, test)),
         "no answer": ({"no_answer"}, answer(None)),
         "answer in words": ({"odd_answer"}, answer("#### a dozen")),
         "empty": ({"no_prompt"}, lambda: {"question": " ", "answer": "#### 1"}),
@@ -126,7 +126,8 @@ def measured(train: Sequence[Row], test: Sequence[Row], each: int = 100, seed: i
     for name in wanted:
         places = [len(train) + place for place, one in enumerate(names) if one == name]
         recall[name] = sum(bool(own.get(place, set()) & (wanted[name][0] | set(SAME))) for place in places) / each
-    accused = {row: kinds - {"disputed"} for row, kinds in own.items() if row < len(train)}
+    grave = {kind.name for kind in findings.kinds() if kind.must_be_mended} - {"disputed"}
+    accused = {row: kinds & grave for row, kinds in own.items() if row < len(train)}
     return {"recall": recall, "accused": {row: sorted(kinds) for row, kinds in accused.items() if kinds}}
 
 

@@ -181,6 +181,6 @@ def test_gsm8k_is_nearly_clean():
     findings = inspect(Rows(train), Settings(prompt_column="question", against=(test,))).findings
     assert {kind.name: findings.count(kind.name) for kind in findings.kinds()} == {
         "near_duplicate": 1,
-        "contaminated": 3,
         "controls": 1,
+        "akin": 3,
     }

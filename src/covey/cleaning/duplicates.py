@@ -1,4 +1,4 @@
-"""Rows that say the same: to the letter, or nearly. Memory grows by some 60 bytes a row, the rest lies in a temporary folder."""
+"""Rows that say the same: to the letter, or nearly. Memory grows by some 100 bytes a row, the rest lies in a temporary folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from covey.cleaning.grams import Hashes, grams, mixed
+from covey.cleaning.grams import Hashes, common_runs, grams, mixed
 
 SHINGLE = 3
 """Words of a run; two texts are as near as the share of runs that they have in common (Jaccard)."""
@@ -134,9 +134,10 @@ class Duplicates:
         count = len(places) - 1
         owners = numpy.repeat(numpy.arange(count), numpy.diff(places))
         if self._instructions is None:
-            once = numpy.unique(numpy.stack([runs, owners.astype(numpy.uint64)], axis=1), axis=0)[:, 0]
-            known, counts = numpy.unique(once, return_counts=True)
-            self._instructions = known[counts > _COMMON * count] if count >= _ENOUGH else known[:0]
+            known = numpy.unique(runs)
+            self._instructions = (
+                known[common_runs(runs, places, known) > _COMMON * count] if count >= _ENOUGH else known[:0]
+            )
         is_own = ~numpy.isin(runs, self._instructions)
         is_bare = numpy.bincount(owners[is_own], minlength=count) == 0
         kept = is_own | is_bare[owners]

@@ -34,8 +34,7 @@ class Kind:
 
     def reason(self, other: str = "", amount: float = math.nan) -> str:
         """`why` with its figures."""
-        figure = f"{amount:.2f}" if amount == amount and amount != int(amount) else f"{amount:.0f}"
-        return self.why.format(other=other, amount=figure)
+        return self.why.format(other=other, amount=amount)
 
 
 _ALL = (
@@ -48,11 +47,11 @@ _ALL = (
     Kind(name="disputed", title="same prompt, other answer", action="drop",
          why="has the prompt of {other}, but another answer", fix="correct the wrong one; clean leaves all of them out"),
     Kind(name="near_duplicate", title="near duplicates", action="drop",
-         why="shares {amount} of its runs of words with {other}", fix="clean keeps the first; --near sets the share"),
+         why="shares {amount:.2f} of its runs of words with {other}", fix="clean keeps the first; --near sets the share"),
     Kind(name="contaminated", title="evaluation questions", action="drop",
-         why="shares {amount} of its words with {other}", fix="clean leaves them out; --overlap sets the share"),
+         why="shares {amount:.2f} of its words with {other}", fix="clean leaves them out; --overlap sets the share"),
     Kind(name="too_long", title="longer than the context", action="drop",
-         why="loses {amount} tokens to the limit", fix="raise --max-prompt-length, shorten them, or clean leaves them out"),
+         why="loses {amount:.0f} tokens to the limit", fix="raise --max-prompt-length, shorten them, or clean leaves them out"),
     Kind(name="template", title="refused by the chat template", action="drop",
          why="is refused by the chat template", fix="mend the roles and their order; clean leaves them out"),
     Kind(name="no_answer", title="no answer", action="drop",
@@ -69,6 +68,8 @@ _ALL = (
          why="is not in Unicode form NFC", fix="clean puts it into that form"),
     Kind(name="lost", title="lost characters (U+FFFD)", action="look",
          why="has characters that were lost before (U+FFFD)", fix="read the source again in its right encoding"),
+    Kind(name="akin", title="evaluation questions renumbered", action="look",
+         why="shares {amount:.2f} of its words with {other}, but has other numbers", fix="look at them: the test rewards having seen their form"),
     Kind(name="email", title="e-mail addresses", action="look",
          why="seems to hold an e-mail address", fix="look at them; mask what is a person's"),
     Kind(name="phone", title="telephone numbers", action="look",
@@ -82,9 +83,9 @@ _ALL = (
     Kind(name="language", title="in another language", action="look",
          why="is in another language than most rows", fix="filter by language if that is not wanted"),
     Kind(name="length", title="far longer or shorter than others", action="look",
-         why="has {amount} characters, far from the others", fix="look at them: a wrong field, or a whole document"),
+         why="has {amount:.0f} characters, far from the others", fix="look at them: a wrong field, or a whole document"),
     Kind(name="symbols", title="more symbols than words", action="look",
-         why="is mostly signs: {amount} of its characters", fix="look at them: markup, tables or rubbish"),
+         why="is mostly signs: {amount:.2f} of its characters", fix="look at them: markup, tables or rubbish"),
     Kind(name="leak", title="answer given away in the prompt", action="look",
          why="has its own answer in the prompt", fix="look at them: the reward may be had by copying"),
 )  # fmt: skip

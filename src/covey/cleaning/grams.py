@@ -68,7 +68,12 @@ def same_text(text: str) -> int:
 
 def numbers_in(text: str) -> int:
     """A number that two texts share when the same numbers stand in them in the same order."""
-    return xxhash.xxh3_64_intdigest(" ".join(_NUMBER.findall(text)).replace(",", "").encode())
+    return xxhash.xxh3_64_intdigest(" ".join(number_list(text)).encode())
+
+
+def number_list(text: str) -> list[str]:
+    """The numbers of a text, in their order, without commas."""
+    return [number.replace(",", "") for number in _NUMBER.findall(text)]
 
 
 def grams(rows: Sequence[Sequence[int]], size: int) -> tuple[Hashes, numpy.ndarray]:
@@ -87,6 +92,14 @@ def grams(rows: Sequence[Sequence[int]], size: int) -> tuple[Hashes, numpy.ndarr
     for step in range(size):
         found = mixed(found * _ODD + flat[starts + step])
     return found, places
+
+
+def common_runs(runs: Hashes, places: numpy.ndarray, known: Hashes) -> numpy.ndarray:
+    """For each of `known` runs (sorted, each once), how many rows have it."""
+    owners = numpy.repeat(numpy.arange(len(places) - 1, dtype=numpy.uint64), numpy.diff(places))
+    once = numpy.unique(numpy.stack([runs, owners], axis=1), axis=0)[:, 0]
+    counts = numpy.searchsorted(once, known, side="right") - numpy.searchsorted(once, known, side="left")
+    return counts
 
 
 def mixed(numbers: Hashes) -> Hashes:

@@ -12,7 +12,7 @@ import numpy
 from covey.cleaning.duplicates import Duplicates
 from covey.cleaning.encoding import knows_mojibake, repaired
 from covey.cleaning.findings import Findings, Kind
-from covey.cleaning.grams import Words, numbers_in, same_text, text_of
+from covey.cleaning.grams import Words, number_list, numbers_in, same_text, text_of
 from covey.cleaning.look import LONGEST_VALUE, Looked, Looker, Traits, answer_of
 from covey.cleaning.overlap import Overlap
 from covey.cleaning.rows import Record, Rows
@@ -47,7 +47,7 @@ class Inspection:
     def reason(self, kind: Kind, other: int, amount: float) -> str:
         """Why a row was found, as the end of "row 7 ..."."""
         name = f"row {other}"
-        if kind.name == "contaminated":
+        if kind.name in ("contaminated", "akin"):
             source, start = max((one for one in self.evaluation if one[1] <= other), key=lambda one: one[1])
             name = f"row {other - start} of {source}"
         return kind.reason(name, amount)
@@ -56,7 +56,7 @@ class Inspection:
 def inspect(rows: Rows, settings: Settings) -> Inspection:
     """Read all rows and find what is wrong with them.
 
-    Memory grows by about 100 bytes a row, not by the rows' size. Raises DataError when there are no rows, or no row has the
+    Memory grows by about 150 bytes a row, not by the rows' size. Raises DataError when there are no rows, or no row has the
     prompt's column, or none the answer's column that `settings` names.
     """
     settings.check_against(rows.source)
@@ -165,13 +165,14 @@ def _hold_against(
     least: float,
     findings: Findings,
 ) -> None:
-    found: dict[int, tuple[float, int]] = {}
+    numbers = [number_list(one.text) for one in looked] if sets else []
+    found: dict[int, tuple[bool, float, int]] = {}
     for overlap, (_, start) in zip(sets, evaluation, strict=True):
-        for seen in overlap.of(of_words, least):
-            best = found.get(seen.place, (0.0, 0))
-            found[seen.place] = max(best, (seen.share, start + seen.question), key=lambda one: one[0])
-    for place, (share, question) in sorted(found.items()):
-        findings.add("contaminated", looked[place].row, question, share)
+        for seen in overlap.of(of_words, numbers, least):
+            one = (seen.has_numbers, seen.share, start + seen.question)
+            found[seen.place] = max(found.get(seen.place, one), one, key=lambda one: one[:2])
+    for place, (has_numbers, share, question) in sorted(found.items()):
+        findings.add("contaminated" if has_numbers else "akin", looked[place].row, question, share)
 
 
 def _compare(duplicates: Duplicates, findings: Findings) -> None:
