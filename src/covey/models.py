@@ -125,6 +125,15 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def refuse_quantized(model: Any, device: torch.device) -> None:
+    """Raises ConfigError for a quantized model on a CPU, where bitsandbytes 0.50 has no gradient through its products."""
+    if getattr(model, "is_quantized", False) and device.type == "cpu":
+        raise ConfigError(
+            "A quantized model cannot be trained on a CPU: bitsandbytes packs its weights for inference there. Leave "
+            "quantization_config out (bf16=True and peft_config save memory too), or train on a GPU."
+        )
+
+
 def with_adapter(model: Any, peft_config: Any) -> Any:
     """The model with a fresh PEFT adapter on it. A model that already is a PeftModel is returned as it is.
 

@@ -35,7 +35,14 @@ from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
-from covey.models import disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
+from covey.models import (
+    disable_dropout,
+    load_model,
+    load_tokenizer,
+    prepare_for_training,
+    refuse_quantized,
+    with_adapter,
+)
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
 from covey.parts import Parts
 from covey.recording import (
@@ -208,6 +215,7 @@ class GRPOTrainer:
         tokenizer = processing_class or load_tokenizer(loaded, trust_remote_code=args.trust_remote_code)
         self.processing_class = prepare_tokenizer(tokenizer, loaded)
         self.eos_ids = eos_ids(loaded, self.processing_class)
+        refuse_quantized(loaded, self.world.device)
         loaded = with_adapter(loaded, peft_config)
         if args.disable_dropout:
             disable_dropout(loaded)

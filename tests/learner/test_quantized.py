@@ -56,3 +56,22 @@ def test_the_8_bit_optimizer_keeps_a_quarter_of_the_state_and_resumes_bit_for_bi
 def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_with_one_that_it_can(optim, tmp_path):
     with pytest.raises(ConfigError, match="adamw_bnb_8bit"):
         GRPOConfig(output_dir=str(tmp_path), optim=optim)
+
+
+def test_a_4_bit_model_on_a_cpu_is_refused_in_a_sentence(tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    tiny_model(hidden=64).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("bitsandbytes")
+        with pytest.raises(ConfigError, match="quantized model cannot be trained on a CPU"):
+            GRPOTrainer(
+                model=str(tmp_path / "model"),
+                reward_funcs=reward,
+                train_dataset=Dataset.from_dict({"prompt": ["2 + 2 ="]}),
+                quantization_config=BitsAndBytesConfig(load_in_4bit=True),
+                args=GRPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", num_generations=4,
+                                per_device_train_batch_size=4),
+            )  # fmt: skip
