@@ -21,6 +21,20 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Pat
     assert any(name.startswith("model.safetensors") for name in found)
 
 
+def test_looking_at_a_run_and_saving_it_do_not_change_it(tmp_path: Path) -> None:
+    watching = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_on_start": True,
+        "log_completions": True,
+        "rollout_log_steps": 1,
+    }
+    quiet = Case("quiet", {"max_steps": 3, "save_steps": 3})
+    watched = Case("watched", {"max_steps": 3, "save_steps": 1, "save_async": False, **watching})
+    found = difference(tmp_path, quiet, watched)
+    assert not [name for name in found if name.startswith("model.safetensors")]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
