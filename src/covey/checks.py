@@ -7,7 +7,8 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from covey.arithmetic import arithmetic, micro_batches, whole_steps
 from covey.errors import ConfigError, did_you_mean
@@ -137,6 +138,24 @@ def normalize(config: Any) -> None:
         config.activation_checkpointing = config.checkpoints_activations
     if getattr(config, "activation_checkpointing_kwargs", False) is None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
+
+
+def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception) -> str:
+    """The sentence for an error that some value caused: the options whose values are not of their types, or the error's own."""
+    found = [
+        f"{name}={str(values[name])[:60]}" for name in types if name in values and not _fits(values[name], types[name])
+    ]
+    if not found or isinstance(error, ValueError):
+        return str(error) or type(error).__name__
+    return f"{', '.join(found[:3])} cannot be read: {'these are' if len(found) > 1 else 'this is'} of another type ({error})."
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value may have this annotation, as far as its outermost type says."""
+    kinds = [get_origin(one) or one for one in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [kind]
+    kinds = [get_origin(one) or one for one in kinds]
+    plain = tuple(one for one in kinds if isinstance(one, type) and one is not Any)
+    return len(plain) < len(kinds) or isinstance(value, plain) or (float in plain and isinstance(value, int))
 
 
 def refuse_bad_words(config: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from transformers import TrainingArguments
 
@@ -280,6 +280,15 @@ class GRPOConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        try:
+            self._settle()
+        except ConfigError:
+            raise
+        except (TypeError, AttributeError, LookupError, OverflowError, ValueError) as error:
+            raise ConfigError(checks.misfit(vars(self), get_type_hints(type(self)), error)) from error
+
+    def _settle(self) -> None:
+        """Check everything, and fill in what follows from the rest."""
         given = self._changed()
         checks.refuse_unsupported(given)
         checks.refuse_bad_words(self)
@@ -289,7 +298,12 @@ class GRPOConfig(TrainingArguments):
         checks.settle_precision(self)
         try:
             super().__post_init__()
-        except ValueError as error:
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            LookupError,
+        ) as error:  # what transformers says of its own options
             raise ConfigError(str(error)) from error
         checks.refuse_bad_alerts(self)
         checks.settle_batches(self)

@@ -141,6 +141,8 @@ def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] 
         text = Path(path).read_text()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8 (byte {error.start}); save it as such.") from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         found = yaml.safe_load(text)
@@ -148,6 +150,14 @@ def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] 
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where is not None else ""
         raise ConfigError(f"{path}{line} is not YAML: {getattr(error, 'problem', None) or error}.") from error
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # a date that is none, and the like
+        raise ConfigError(f"{path} holds a value that YAML cannot mean: {error}.") from error
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -174,7 +184,7 @@ def typed(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
         parser.add_argument(f"--{name}", type=types[name])
         try:
             values[name] = parser.parse_object({name: _unlisted(value)}, defaults=False)[name]
-        except ArgumentError as error:
+        except (ArgumentError, ValueError, TypeError, OverflowError, RecursionError) as error:
             shown = value if isinstance(value, str) else repr(value)
             raise ConfigError(f"{name}={shown} cannot be read as {describe(types[name])}.") from error
     return values
@@ -185,7 +195,10 @@ def _unlisted(value: Any) -> Any:
     if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
         import yaml
 
-        return yaml.safe_load(str(value[0]))
+        try:
+            return yaml.safe_load(str(value[0]))
+        except yaml.YAMLError:  # not a list after all; the type will say so
+            return value
     return value
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -47,6 +48,7 @@ def warm_up() -> None:
 
 def work(plan: Plan) -> None:
     """Train, leave the hash of the weights, and exit as `covey train` would."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this in the background ignores it
     sys.exit(run(plan))
 
 
@@ -90,7 +92,7 @@ def trainer(plan: Plan) -> GRPOTrainer:
         )
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    length, each = (400, 16) if is_large else (12, 8 // plan.size)
+    length, each = (300, 16) if is_large else (12, 8 // plan.size)
     one = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -182,7 +184,7 @@ def bad_gradient(one: GRPOTrainer) -> Callable[[], None]:
 
 
 def small_files(one: GRPOTrainer) -> Callable[[], None]:
-    """From now on no file may grow beyond 20 kB, for 1.5 seconds' worth of saves: until three more steps are done."""
+    """From now on no file may grow beyond 20 kB, until three more steps are done."""
 
     def limit() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,0 +1,80 @@
+"""Input from outside, made up: JSON of any shape, damaged files, and how many examples a test tries."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from covey.errors import CoveyError
+
+EXAMPLES = int(os.environ.get("COVEY_FUZZ", "60"))
+"""Of each test; `COVEY_FUZZ=5000 pytest tests/fuzz` looks longer."""
+
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize="COVEY_FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+)
+odd_texts = st.sampled_from(
+    ["", "\0", "\ud800", "../../x", "[", "{}", "1e999", "null", "-1", "nan", "a" * 5000, "\x1b[2J"]
+)
+texts = st.text(max_size=12) | odd_texts
+numbers = st.integers() | st.floats() | st.sampled_from([0, -1, 2**31, 2**63, 10**400, True, False])
+scalars = st.none() | numbers | texts
+json_values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=12
+)
+
+
+@contextmanager
+def only_covey_errors(*others: type[BaseException]) -> Iterator[None]:
+    """Whatever comes out of the block is an error of Covey's with a sentence in it; warnings are allowed."""
+    with warnings.catch_warnings(), suppress(*others):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except CoveyError as error:
+            if not str(error).strip():
+                raise AssertionError("an error without a sentence") from error
+
+
+def damages() -> st.SearchStrategy[Callable[[bytes], bytes]]:
+    """Ways to damage the content of a file."""
+    places = st.floats(0, 1)
+
+    def cut(where: float) -> Callable[[bytes], bytes]:
+        return lambda content: content[: int(where * len(content))]
+
+    def flip(where: float, bit: int) -> Callable[[bytes], bytes]:
+        def change(content: bytes) -> bytes:
+            if not content:
+                return content
+            found = bytearray(content)
+            found[min(int(where * len(found)), len(found) - 1)] ^= 1 << bit
+            return bytes(found)
+
+        return change
+
+    def insert(where: float, what: bytes) -> Callable[[bytes], bytes]:
+        return lambda content: content[: int(where * len(content))] + what + content[int(where * len(content)) :]
+
+    def replace(what: bytes) -> Callable[[bytes], bytes]:
+        return lambda content: what
+
+    return (
+        st.builds(cut, places)
+        | st.builds(flip, places, st.integers(0, 7))
+        | st.builds(insert, places, st.binary(min_size=1, max_size=20) | st.just(b"[" * 3000))
+        | st.builds(replace, st.binary(max_size=50))
+    )
+
+
+def damage(path: Path, how: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(how(path.read_bytes()))
