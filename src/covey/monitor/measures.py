@@ -23,7 +23,7 @@ def text_metrics(groups: Sequence[Group], names: Sequence[str], weights: Tensor)
     and completions. Right: full marks, the sum of the positive weights. Wrong: 0 or below. Neither exists where no
     completion is so. `format_rate`: the mean of the first reward whose name says format; without one there is none.
     """
-    ids = [[completion.token_ids.numpy() for completion in group.completions] for group in groups]
+    ids = [[completion.token_ids.cpu().numpy() for completion in group.completions] for group in groups]
     found = {**_diversity(ids), **_lengths(groups, weights)}
     found["num_prompts"] = Last(float(len(groups)))
     found["completions/count"] = Last(float(sum(group.size for group in groups)))

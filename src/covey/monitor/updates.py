@@ -148,4 +148,4 @@ def _sample(parameter: Tensor) -> Tensor:
 
 
 def _square(x: Tensor) -> float:
-    return x.double().square().sum().item()
+    return x.float().square().sum().item()
