@@ -27,6 +27,7 @@ VERBS = {
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "faults": "kill, starve and poison a tiny real run in every known way; what each costs",
     "env": "versions and devices, for a bug report",
+    "completion": "verbs and options for the Tab key of bash, zsh or fish",
 }
 """Each is `covey.cli.<name>` with a `verb` in it."""
 

@@ -52,6 +52,7 @@ def start_logging() -> None:
         logger.addHandler(LogToStderr())
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 4-bit products on a CPU, which Covey does not use
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
         warnings.simplefilter("ignore", category)
     warnings.showwarning = _show_warning

@@ -1,0 +1,40 @@
+"""What lies in examples/ runs as it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_trl_script_trains(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "trl_script.py"), "demo", "2"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("reward: ")
+    assert (tmp_path / "runs" / "trl-script" / "metrics.jsonl").is_file()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+def test_every_configuration_is_whole(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the model and the data, which are on the hub, are replaced."""
+    column = "question" if name == "gsm8k.yaml" else "text"
+    data = tmp_path / "rows.jsonl"
+    row = {column: "2 + 2 =", "answer": "#### 4", "test_list": ["assert f(1) == 1"]}
+    data.write_text(f"{json.dumps(row)}\n" * 8)
+    words = ["train", "--config", str(EXAMPLES / name), "--model", "demo", "--dataset", str(data), "--bf16", "false"]
+    if name == "gsm8k.yaml":
+        words += ["--eval-dataset", str(data)]
+    assert main([*words, "--output-dir", str(tmp_path / "run"), "--max-completion-length", "64", "--dry-run"]) == 0, (
+        capsys.readouterr().err
+    )
