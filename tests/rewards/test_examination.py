@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from covey.errors import RewardError
 from covey.rewards import RewardSpec, resolve
 from covey.rewards.examination import examine
-from covey.rewards.probes import garbage, gold_probes, rows_of
+from covey.rewards.probes import garbage, gold_probes, mark_file, rows_of
 from covey.rewards.verdicts import judge
 
 DATA = [
@@ -123,7 +125,7 @@ def test_a_reward_that_hangs_on_one_kind_of_text_is_stopped_and_told():
     started = time.perf_counter()
     (errors,) = [v for v in verdicts(hangs, timeout_seconds=0.3) if v.check == "errors"]
     assert time.perf_counter() - started < 10
-    assert errors.facts["probes"] == ["code that ends the test"]
+    assert errors.facts["probes"] == ["a program that leaves marks", "a bare program that leaves marks"]
 
 
 def test_random_and_order_dependent_scores_are_told_apart():
@@ -208,6 +210,39 @@ def test_completions_that_the_data_holds_are_scored_too():
     found = examine(resolve("exact"), rows)
     (given,) = found.of("given")
     assert given.scores == [0.0] * 8
+
+
+def test_programs_that_pass_without_doing_the_work_are_tried_where_the_answer_is_a_program():
+    def naive(completions, tests):
+        scores = []
+        for completion, test in zip(completions, tests, strict=True):
+            known = {}
+            try:
+                exec(completion.removeprefix("```python\n").removesuffix("```"), known)
+                scores.append(float(eval(test, known)))
+            except Exception:  # noqa: BLE001 - whatever the program raises
+                scores.append(0.0)
+        return scores
+
+    programs = [(f"def add{i}(a):\n    return a + {i}\n", f"add{i}(2) == {2 + i}") for i in range(4)]
+    rows = rows_of([{"prompt": "Add.", "code": code, "tests": test} for code, test in programs], "code")
+    told = verdicts(naive, rows)
+    assert [v.facts["probe"] for v in told if v.check == "garbage" and v.level == "FAIL"] == ["equal to everything"]
+    (escape,) = [v for v in told if v.check == "escape"]
+    assert "in this very process" in escape.said
+
+
+def test_a_program_that_runs_in_another_process_but_not_in_a_sandbox_is_told_too():
+    def subprocess_reward(completions, answer):
+        for completion in completions:
+            if completion.startswith("import "):
+                subprocess.run([sys.executable, "-c", completion], check=False, capture_output=True)
+        return [float(last_number(c) == gold_of(a)) for c, a in zip(completions, answer, strict=True)]
+
+    (escape,) = [v for v in verdicts(subprocess_reward, ROWS[:2]) if v.check == "escape"]
+    assert "temporary files" in escape.said
+    assert not mark_file().exists()
+    assert "escape" not in checks(verdicts("exact"))
 
 
 def test_what_no_call_can_mend_is_raised():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from covey.rewards.examination import Examination, Tried
     from covey.rewards.verdicts import Verdict
 
-_GOLD = ("answer", "solution", "reference", "summary", "label", "target")
+_GOLD = ("answer", "solution", "reference", "summary", "label", "target", "code", "canonical_solution")
 
 _FLAGS = (
     Flag(name="reward", help="Built-in name, import path or reward model; may be repeated.", type="list[str]", group="reward"),
@@ -114,7 +114,7 @@ def _is_ok(verdicts: list[Verdict], options: dict[str, Any]) -> bool:
 def _show(name: str, found: Examination | None, verdicts: list[Verdict], num_rows: int) -> None:
     output.result(f"{name} ({num_rows} rows)")
     if found is not None:
-        output.result(f"  {'completion':<34}{'mean':>9}{'min':>9}{'max':>9}{'none':>6}{'ms each':>9}")
+        output.result(f"  {'completion':<42}{'mean':>9}{'min':>9}{'max':>9}{'none':>6}{'ms each':>9}")
         for tried in found.tried:
             output.result(_line(tried, is_main=tried.probe.name == found.wording))
         known = [score for tried in found.tried for score in tried.known]
@@ -133,7 +133,7 @@ def _line(tried: Tried, *, is_main: bool) -> str:
     low, high = (min(tried.known), max(tried.known)) if tried.known else (math.nan, math.nan)
     none = tried.size - len(tried.known)
     each = 1000 * tried.seconds / max(tried.size, 1)
-    return f"  {label:<34}{tried.mean:>9.3f}{low:>9.3f}{high:>9.3f}{none:>6}{each:>9.2f}"
+    return f"  {label:<42}{tried.mean:>9.3f}{low:>9.3f}{high:>9.3f}{none:>6}{each:>9.2f}"
 
 
 def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, Any]:

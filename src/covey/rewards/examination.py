@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import re
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from covey.errors import RewardError
 from covey.rewards.contract import RewardSpec
-from covey.rewards.probes import Probe, Row, garbage, gold_probes, hedges
+from covey.rewards.probes import MARK, Probe, Row, garbage, gold_probes, hedges, mark_file, programs
 from covey.rewards.scoring import Scorer
 from covey.types import Completion, Group
 
@@ -61,6 +61,10 @@ class Examination:
     """Probes whose scores were others the second time."""
     reordered: list[str] = field(default_factory=list)
     """Probes whose scores were others when the rows came in another order, and in that order alone."""
+    ran_here: bool = False
+    """Whether a program in a completion ran in this very process."""
+    wrote_here: bool = False
+    """Whether a program in a completion could write to this machine's folder for temporary files."""
 
     def of(self, kind: str, name: str | None = None) -> list[Tried]:
         return [t for t in self.tried if t.probe.kind == kind and name in (None, t.probe.name)]
@@ -78,7 +82,8 @@ def examine(spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | N
     """
     session = _Session(replace(spec, weight=1.0), list(rows), timeout_seconds)
     try:
-        found = [session.attempt(probe) for probe in gold_probes(rows)]
+        session.attempt(Probe("warm-up", "garbage", [""] * len(rows)))  # loads what the first call loads
+        found = [session.attempt(probe) for probe in [*gold_probes(rows), *programs(rows)]]
         wording = _best_wording(found)
         reads_gold = wording is not None and _reads_gold(session, found, wording)
         given = Probe("given completions", "given", [row.given for row in rows])
@@ -87,7 +92,17 @@ def examine(spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | N
         moved, reordered = _changes(session, found, wording)
     finally:
         session.close()
-    return Examination(spec.name, list(rows), found, wording, reads_gold, moved, reordered)
+        ran_here, wrote_here = _take_marks()
+    return Examination(spec.name, list(rows), found, wording, reads_gold, moved, reordered, ran_here, wrote_here)
+
+
+def _take_marks() -> tuple[bool, bool]:
+    """What programs among the probes have left in this process and on this machine; both are cleaned away."""
+    ran_here, wrote_here = hasattr(builtins, MARK), mark_file().exists()
+    if ran_here:
+        delattr(builtins, MARK)
+    mark_file().unlink(missing_ok=True)
+    return ran_here, wrote_here
 
 
 def _best_wording(found: Sequence[Tried]) -> str | None:
@@ -152,20 +167,20 @@ def _equal(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 class _Session:
-    """One reward and its rows; every attempt has a scorer of its own, so that nothing is remembered in between."""
+    """One reward and its rows. Scores are not remembered, also those of a reward that says it is pure."""
 
     def __init__(self, spec: RewardSpec, rows: list[Row], timeout_seconds: float | None) -> None:
         self.spec, self.rows, self.timeout_seconds = spec, rows, timeout_seconds
-        self._scorer: Scorer | None = None
+        asked_each_time = replace(spec, manner=replace(spec.how, pure=False))
+        self.scorer = Scorer([asked_each_time], timeout_seconds=timeout_seconds, error_limit=10**9)
 
     def attempt(self, probe: Probe, *, backwards: bool = False) -> Tried:
         """Score one completion a row, in groups of one."""
         held = [i for i, text in enumerate(probe.texts) if text is not None]
         order = held[::-1] if backwards else held
         groups = [Group(prompt=self.rows[i].prompt, completions=(_completion(probe.texts[i] or ""),)) for i in order]
-        scorer = self._fresh()
         started = time.perf_counter()
-        scored = scorer.score(groups)
+        scored = self.scorer.score(groups)
         seconds = time.perf_counter() - started
         scores, errors, lost = [math.nan] * len(self.rows), [], 0
         for i, group in zip(order, scored, strict=True):
@@ -178,16 +193,7 @@ class _Session:
         return Tried(probe, scores, seconds, errors, lost)
 
     def close(self) -> None:
-        if self._scorer is not None:
-            self._scorer.close()
-            self._scorer = None
-
-    def _fresh(self) -> Scorer:
-        if self._scorer is None or self.spec.how.pure:  # what is pure would only be remembered
-            self.close()
-            options: dict[str, Any] = {"timeout_seconds": self.timeout_seconds, "error_limit": 10**9}
-            self._scorer = Scorer([self.spec], **options)
-        return self._scorer
+        self.scorer.close()
 
 
 def _completion(text: str) -> Completion:

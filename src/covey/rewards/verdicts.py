@@ -35,6 +35,7 @@ def judge(found: Examination, *, slow_seconds: float = 0.5) -> list[Verdict]:
     """
     checks: list[Callable[[Examination], Iterator[Verdict]]] = [
         _errors,
+        _escapes,
         _constant,
         _gold,
         _garbage,
@@ -61,6 +62,15 @@ def _errors(found: Examination) -> Iterator[Verdict]:
         f"raised or ran out of time on {sum(t.lost for t in failed)} completions ({names}); first: {first}",
         {"probes": [tried.probe.name for tried in failed], "first": first},
     )
+
+
+def _escapes(found: Examination) -> Iterator[Verdict]:
+    if found.ran_here:
+        said = "ran a program out of a completion in this very process, where it can do anything; use the reward 'code', or a sandbox"
+        yield Verdict("FAIL", "escape", said)
+    elif found.wrote_here:
+        said = "a program out of a completion could write to this machine's temporary files; use the reward 'code', or a sandbox"
+        yield Verdict("FAIL", "escape", said)
 
 
 def _constant(found: Examination) -> Iterator[Verdict]:
