@@ -38,7 +38,7 @@ def test_check_shows_counts_examples_and_the_fix_and_fails(dirty, capsys):
     assert "fix: clean keeps the first" in said
     assert said.index("duplicates") < said.index("to look at") < said.index("e-mail addresses")
     assert "\x1b" not in said
-    assert "would leave out 1 rows and mend 1" in said
+    assert "would leave out 1 row and mend 1" in said
 
 
 def test_check_as_json_names_every_row(dirty, capsys):
@@ -52,6 +52,23 @@ def test_check_as_json_names_every_row(dirty, capsys):
 def test_check_passes_where_there_is_only_something_to_look_at(dirty, capsys):
     assert main(["data", "check", str(dirty), "--ignore", "duplicate", "controls"]) == 0
     assert "e-mail addresses" in capsys.readouterr().out
+
+
+def test_files_that_a_pattern_names_are_one_set_and_a_line_that_cannot_be_read_says_why(tmp_path, capsys):
+    (tmp_path / "part-1.jsonl").write_text('{"prompt": "What is it?"}\n')
+    (tmp_path / "part-2.jsonl").write_text('{"prompt": "Who is it?"}\n{"prompt":\n')
+    assert main(["data", "check", str(tmp_path / "part-*.jsonl")]) == 1
+    assert "row 2 is not JSON (Expecting value" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [("a.csv", b"prompt,answer\na,1\nb,2,3\n"), ("a.csv", b"prompt\ncaf\xe9\n"), ("a.json", b'[{"prompt": "a"')],
+)
+def test_a_file_that_breaks_while_it_is_read_is_named_in_a_sentence(tmp_path, capsys, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert main(["data", "check", str(tmp_path / name)]) == 2
+    assert f"{name} cannot be read at all" in capsys.readouterr().err
 
 
 def test_clean_writes_a_file_that_check_passes_and_refuses_to_write_it_twice(dirty, tmp_path, capsys):

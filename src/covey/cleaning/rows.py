@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import glob
 import gzip
 import json
 import zlib
@@ -37,35 +38,47 @@ class Rows:
     limit: int | None = None
 
     def __iter__(self) -> Iterator[Record]:
-        found = self._lines() if self.file is not None else self._opened()
-        for record in found:
+        for record in self._lines() if self.files else self._opened():
             if self.limit is not None and record.number >= self.limit:
                 return
             yield record
 
     @property
-    def file(self) -> Path | None:
-        """The JSON lines file that is read line by line; None for other sources."""
+    def files(self) -> tuple[Path, ...]:
+        """The JSON lines files that are read line by line; none for other sources."""
         path = Path(self.source).expanduser()
-        name = path.name.lower().removesuffix(".gz")
-        return path if name.endswith(_LINES) and path.is_file() else None
+        is_pattern = glob.has_magic(self.source) and not path.exists()
+        found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True))] if is_pattern else [path]
+        are_lines = all(one.name.lower().removesuffix(".gz").endswith(_LINES) and one.is_file() for one in found)
+        return tuple(found) if are_lines else ()
 
     def _lines(self) -> Iterator[Record]:
-        assert self.file is not None
         number = 0
-        with gzip.open(self.file) if self.file.suffix.lower() == ".gz" else self.file.open("rb") as lines:
-            for line in _whole(lines, self.source):
-                if line.strip():
-                    yield _read(number, line.rstrip(b"\r\n"))
-                    number += 1
+        for file in self.files:
+            with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as lines:
+                for line in _whole(lines, str(file)):
+                    if line.strip():
+                        yield _read(number, line.rstrip(b"\r\n"))
+                        number += 1
 
     def _opened(self) -> Iterator[Record]:
+        from datasets.exceptions import DatasetsError
+
         from covey.data.loading import parted
         from covey.data.sources import opened
 
         source, split = parted(self.source, None)
-        for number, row in enumerate(opened(source, split, True, None)):
-            yield Record(number, row)
+        number = -1
+        rows = iter(opened(source, split, True, None))
+        try:
+            for number, row in enumerate(rows):
+                yield Record(number, row)
+        except (ValueError, TypeError, OSError, NotImplementedError, DatasetsError) as error:
+            if isinstance(error, DataError):
+                raise
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            where = f"after row {number}" if number >= 0 else "at all"
+            raise DataError(f"{self.source} cannot be read {where}: {reason.rstrip('.')}.") from error
 
 
 def _whole(lines: Iterable[bytes], source: str) -> Iterator[bytes]:

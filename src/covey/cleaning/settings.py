@@ -66,7 +66,8 @@ class Settings:
     def check_against(self, source: str) -> None:
         """Raise ConfigError when a set is held against itself."""
         for other in self.against:
-            if Path(other).exists() and Path(source).exists() and Path(other).samefile(source):
+            are_files = Path(other).exists() and Path(source).exists()
+            if other == source or (are_files and Path(other).samefile(source)):
                 raise ConfigError(
                     f"{source} is checked against itself; give an evaluation set of its own to --against."
                 )

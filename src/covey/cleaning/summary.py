@@ -11,6 +11,7 @@ import numpy
 
 from covey.cleaning.findings import Kind
 from covey.cleaning.inspection import Inspection
+from covey.cleaning.rows import Record
 from covey.cleaning.writing import begins
 
 
@@ -88,13 +89,16 @@ def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
     first = {}
     for kind in findings.kinds():
         first[kind.name] = [one for one, _ in zip(findings.of(kind.name), range(num_examples), strict=False)]
-    texts = _beginnings(inspection, {row for found in first.values() for row, _, _ in found})
+    shown = _records(inspection, {row for found in first.values() for row, _, _ in found})
     entries = []
     for kind in findings.kinds():
-        examples = [
-            Example(row, inspection.reason(kind, other, amount), texts.get(row, ""))
-            for row, other, amount in first[kind.name]
-        ]
+        examples = []
+        for row, other, amount in first[kind.name]:
+            record = shown.get(row)
+            why = (
+                f"is {record.fault}" if record is not None and record.fault else inspection.reason(kind, other, amount)
+            )
+            examples.append(Example(row, why, "" if record is None else begins(record, inspection)))
         entries.append(Entry(kind, findings.rows(kind.name), examples))
     dropped = {row for entry in entries if entry.kind.action == "drop" for row in entry.rows}
     changed = {row for entry in entries if entry.kind.action == "change" for row in entry.rows}
@@ -116,11 +120,11 @@ def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
     )
 
 
-def _beginnings(inspection: Inspection, wanted: set[int]) -> dict[int, str]:
-    found: dict[int, str] = {}
+def _records(inspection: Inspection, wanted: set[int]) -> dict[int, Record]:
+    found: dict[int, Record] = {}
     for record in inspection.rows if wanted else ():
         if record.number in wanted:
-            found[record.number] = begins(record, inspection)
+            found[record.number] = record
             if len(found) == len(wanted):
                 break
     return found

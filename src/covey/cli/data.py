@@ -129,7 +129,7 @@ def _show(found: Summary, num_examples: int) -> None:
         if length
         else ""
     )
-    output.result(f"{found.source}: {found.num_rows:,} rows{quantiles}")
+    output.result(f"{found.source}: {_counted(found.num_rows)}{quantiles}")
     for title, is_grave in (("to mend", True), ("to look at", False)):
         entries = [entry for entry in found.entries if entry.kind.must_be_mended == is_grave]
         if entries:
@@ -141,7 +141,7 @@ def _show(found: Summary, num_examples: int) -> None:
         output.result(f"note: {note}")
     if not found.is_ok:
         output.result(
-            f"covey data clean would leave out {found.to_drop:,} rows and mend {found.to_change:,}; it writes a new file."
+            f"covey data clean would leave out {_counted(found.to_drop)} and mend {found.to_change:,}; it writes a new file."
         )  # fmt: skip
 
 
@@ -152,6 +152,10 @@ def _show_entry(entry: Entry, num_rows: int, num_examples: int) -> None:
         output.result(f"      row {example.row} {example.why}")
         output.result(f"          {_short(example.begins)}")
     output.result(f"      fix: {entry.kind.fix}")
+
+
+def _counted(rows: int) -> str:
+    return f"{rows:,} row" + "s" * (rows != 1)
 
 
 def _short(text: str) -> str:
