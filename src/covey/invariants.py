@@ -85,7 +85,10 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> Fingerprints:
 
     xxh3-64 of the bytes in the host's memory; on an accelerator the sum of the bits as integers, which needs no copy there.
     """
-    held = {name: value.detach().contiguous() for name, value in tensors.items() if value.numel()}
+    plain = {name: value.detach().as_subclass(Tensor) for name, value in tensors.items() if value.numel()}
+    held = {
+        name: value.contiguous() for name, value in plain.items()
+    }  # quantized weights are tensors of their own kind
     sums = {name: _bits(value).sum(dtype=torch.int64) for name, value in held.items() if value.device.type != "cpu"}
     totals = torch.stack([total.cpu() for total in sums.values()]).tolist() if sums else []
     found = {name: f"sum {total}" for name, total in zip(sums, totals, strict=True)}
