@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
 from covey.runs.storage import write_atomically
 
@@ -63,10 +64,13 @@ def write(folder: Path, step: int, name: str, rows: Sequence[Mapping[str, Any]])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of one file."""
+    """The rows of one file. RunFolderError for one that is missing or damaged."""
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are ValueErrors
+        raise RunFolderError(f"{path} cannot be read as an evaluation ({error}).") from error
     return rows
 
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
 from covey.runs.storage import sync_folder, temporary_beside
 from covey.types import Completion, Group, Prompt
@@ -97,8 +98,11 @@ def table_of(
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of one file, in order."""
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    """The rows of one file, in order. RunFolderError for a file that is missing or damaged."""
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are ValueErrors
+        raise RunFolderError(f"{path} cannot be read as rollouts ({error}); the other steps still can.") from error
     return rows
 
 

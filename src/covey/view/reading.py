@@ -64,7 +64,7 @@ class RunView:
             "created": found.get("created"),
             "step": self.series.last_step() or found.get("step", 0),
             "algorithm": _name_of(found.get("algorithm")),
-            "parent": (found.get("parent") or {}).get("run"),
+            "parent": found["parent"].get("run") if isinstance(found.get("parent"), Mapping) else None,
             "alerts": len(alerts),
             "last": {name: self.series.last(name) for name in _SHOWN},
             "metrics": self.series.names(),
@@ -174,6 +174,8 @@ def _at(found: Any, name: str) -> Any:
 
 def _name_of(algorithm: Any) -> str | None:
     if isinstance(algorithm, Mapping):
-        name = algorithm.get("name") or (algorithm.get("fields") or {}).get("name") or algorithm.get("type")
+        fields = algorithm.get("fields")
+        inner = fields.get("name") if isinstance(fields, Mapping) else None
+        name = algorithm.get("name") or inner or algorithm.get("type")
         return None if name is None else str(name)
     return None if algorithm is None else str(algorithm)
