@@ -14,7 +14,8 @@ _SHOWN_TYPES = {"int": "N", "float": "X", "bool": "", "str": "TEXT"}
 def verbs_help(verbs: Mapping[str, str], version: str) -> str:
     """The page of `covey --help`."""
     lines = [f"covey {version}: post-train language models with GRPO and its family.", "", "usage: covey VERB ...", ""]
-    lines += [f"  {name:<8}{sentence}" for name, sentence in verbs.items()]
+    width = max(map(len, verbs), default=0) + 2
+    lines += [f"  {name:<{width}}{sentence}" for name, sentence in verbs.items()]
     lines += ["", "covey VERB --help shows the options of a verb; --debug adds tracebacks to errors."]
     return "\n".join(lines)
 
