@@ -175,3 +175,25 @@ def test_chats_are_rendered_by_the_models_own_template_and_the_prompt_may_be_lef
     assert with_chat == pytest.approx(call(FluencyReward(model, tokenizer=tokenizer), TEXTS[0], prompt=shown))
     alone = FluencyReward(model, tokenizer=tokenizer, with_prompt=False)
     assert call(alone, TEXTS[0], prompt="x") == call(alone, TEXTS[0], prompt="another")
+
+
+# -- reward models by name ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_model_may_have_a_device_numbers_and_batches_of_its_own(tmp_path):
+    tiny_reward_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    spec = resolve(
+        f"reward_model(model={str(tmp_path)!r}, device='cpu', dtype='bfloat16', batch_size=2)", device="meta"
+    )
+    assert (spec.name, spec.call.batch_size, spec.how.timeout_seconds) == ("reward_model", 2, math.inf)
+    assert next(spec.call.model.parameters()).device.type == "cpu"  # its own, not the run's
+    plain = resolve(str(tmp_path))
+    assert call(spec.call, *TEXTS).tolist() == pytest.approx(call(plain.call, *TEXTS).tolist(), abs=0.02)
+
+
+def test_wrong_options_of_a_reward_model_are_told(tmp_path):
+    with pytest.raises(ModelError, match="float16"):
+        resolve("reward_model(model='x/y', dtype='int3')")
+    with pytest.raises(ModelError, match="at least 1"):
+        resolve("reward_model(model='x/y', batch_size=0)")

@@ -21,6 +21,7 @@ from covey.rewards.gymnast import gym_reward
 from covey.rewards.judging import JudgeReward, PairwiseJudgeReward
 from covey.rewards.language import Language
 from covey.rewards.math import accuracy_reward, exact_reward, math_reward
+from covey.rewards.model import reward_model
 from covey.rewards.overlap import Bleu, Rouge
 from covey.rewards.reading import ClassifierReward, FluencyReward, SimilarityReward
 from covey.rewards.scaled import CosineScaled, reasoning_accuracy_reward
@@ -48,6 +49,7 @@ BUILTIN: dict[str, Any] = {
     "self_bleu": SelfBleu,
     "language": Language,
     "gym": gym_reward,
+    "reward_model": reward_model,
     "classifier": ClassifierReward,
     "similarity": SimilarityReward,
     "fluency": FluencyReward,

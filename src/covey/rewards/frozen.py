@@ -102,15 +102,20 @@ class Frozen:
         return ids, mask
 
 
+def is_float(dtype: str) -> bool:
+    """Whether torch has real numbers of this name."""
+    found = getattr(torch, dtype, None)
+    return isinstance(found, torch.dtype) and found.is_floating_point
+
+
 def _load(kind: Kind, source: str, dtype: str) -> Any:
     import transformers
 
-    wanted = getattr(torch, dtype, None)
-    if not isinstance(wanted, torch.dtype):
+    if not is_float(dtype):
         raise ModelError(f"dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
     try:
         model, found = getattr(transformers, _CLASSES[kind]).from_pretrained(
-            source, dtype=wanted, output_loading_info=True
+            source, dtype=getattr(torch, dtype), output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"The model {source!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error

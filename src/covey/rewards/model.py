@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from covey.errors import ModelError, RewardError
+from covey.rewards.frozen import is_float
+from covey.rewards.manner import reward
 
 
+@reward(timeout=math.inf)
 @dataclass(frozen=True, eq=False)
 class ModelReward:
     """The score of a model's single logit for prompt and completion together.
@@ -27,6 +30,8 @@ class ModelReward:
     name: str
     template: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 16
+    is_placed: bool = False
+    """Whether its device was chosen, and `to` leaves it there."""
 
     @staticmethod
     def of(
@@ -58,8 +63,8 @@ class ModelReward:
         return reward if device is None else reward.to(device)
 
     def to(self, device: Any) -> ModelReward:
-        """The same reward with its model on `device`; a model that was spread over devices stays where it is."""
-        if getattr(self.model, "hf_device_map", None) is None:
+        """The same reward with its model on `device`; one that was placed or spread over devices stays where it is."""
+        if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
             self.model.to(device)
         return self
 
@@ -105,6 +110,27 @@ class ModelReward:
             raise ValueError(
                 f"prompt and completion have {longest} tokens, the reward model {self.name!r} reads {limit}"
             )
+
+
+def reward_model(
+    model: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    batch_size: int = 16,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> ModelReward:
+    """A reward model with a device, a type of numbers and a batch size of its own, from a folder or a hub id.
+
+    Example: `--reward "reward_model(model='org/name', device='cuda:1', dtype='bfloat16', batch_size=64)"`.
+    """
+    if batch_size < 1:
+        raise ModelError(f"reward_model: batch_size={batch_size} lets no text through; use at least 1.")
+    if dtype is not None and not is_float(dtype):
+        raise ModelError(f"reward_model: dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
+    options = {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    found = ModelReward.of(model, device=device, model_init_kwargs=options, chat_template_kwargs=chat_template_kwargs)
+    return replace(found, batch_size=batch_size, is_placed=device is not None)
 
 
 def _load(source: str, options: dict[str, Any]) -> Any:
