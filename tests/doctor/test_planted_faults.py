@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey.data import load
 from covey.demo import model_path
 from covey.doctor import AREAS, examine
-from covey.doctor.model import padding
+from covey.doctor.model import closing_token, padding
+from kit import tiny_tokenizer
 
 
 def broken_model(place, change=None, *, tokenizer=None, **config):
@@ -85,6 +86,23 @@ def test_a_chat_template_whose_end_would_not_stop_a_completion_fails(case, found
     said = found(broken, "FAIL", "model")
     assert "closes an answer with <|im_end|>" in said
     assert "generation_config.json" in said
+
+
+@pytest.mark.parametrize(
+    "template, closing",
+    [
+        ("{% for m in messages %}<|im_start|>{{ m.content | trim }}<|im_end|>{% endfor %}", "<|im_end|>"),
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}", "<|im_end|>"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", None),
+        ("{{ raise_exception('only one message') }}", None),
+        (None, None),
+    ],
+)
+def test_the_token_that_closes_an_answer_is_read_from_the_template(template, closing):
+    words = tiny_tokenizer()
+    words.chat_template = template
+    found = closing_token(words)
+    assert (None if found is None else words.convert_ids_to_tokens(found)) == closing
 
 
 def test_chat_prompts_without_a_chat_template_fail(case, found, tmp_path):

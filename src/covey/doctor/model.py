@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
 
 from covey.doctor.finding import Finding, failed, passed, warned
@@ -67,7 +68,10 @@ def closing_token(tokenizer: Any) -> int | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _MARK}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError:  # one that refuses this conversation says nothing of how it closes others
+        return None
     _, found, after = text.rpartition(_MARK)
     if not found:
         return None
