@@ -57,7 +57,7 @@ def test_every_row_that_is_dropped_or_changed_has_a_line_that_says_why(tmp_path)
         (3, "dropped"),
         (4, "dropped"),
     ]
-    assert report[0]["why"] == ["has the prompt and the answer of row 0"]
+    assert report[0]["why"] == ["has the prompt of row 0"]
     assert report[1]["new_row"] == 1
     assert report[1]["columns"] == [
         {"column": "prompt", "before": "The cafÃ© has 3 tables?", "after": "The café has 3 tables?"}

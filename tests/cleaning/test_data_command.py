@@ -34,7 +34,7 @@ def test_check_shows_counts_examples_and_the_fix_and_fails(dirty, capsys):
     assert main(["data", "check", str(dirty)]) == 1
     said = capsys.readouterr().out
     assert "30 rows" in said
-    assert "row 4 has the prompt and the answer of row 1" in said
+    assert "row 4 has the prompt of row 1" in said
     assert "fix: clean keeps the first" in said
     assert said.index("duplicates") < said.index("to look at") < said.index("e-mail addresses")
     assert "\x1b" not in said
@@ -100,7 +100,7 @@ def test_the_page_shows_findings_and_runs_nothing_that_rows_say(dirty, tmp_path,
     assert "row 4 has the prompt" not in capsys.readouterr().out
     text = page.read_text()
     assert "would leave out 1 of 31 rows and mend 2" in text
-    assert "has the prompt and the answer of row 1" in text
+    assert "has the prompt of row 1" in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in text
     assert "<script" not in text
     assert "default-src 'none'" in text

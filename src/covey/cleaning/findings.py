@@ -43,7 +43,7 @@ _ALL = (
     Kind(name="no_prompt", title="no usable prompt", action="drop",
          why="has no prompt, or one that is neither text nor chat messages", fix="clean leaves them out; or name the column with --prompt-column"),
     Kind(name="duplicate", title="duplicates", action="drop",
-         why="has the prompt and the answer of {other}", fix="clean keeps the first"),
+         why="has the prompt of {other}", fix="clean keeps the first"),
     Kind(name="disputed", title="same prompt, other answer", action="drop",
          why="has the prompt of {other}, but another answer", fix="correct the wrong one; clean leaves all of them out"),
     Kind(name="near_duplicate", title="near duplicates", action="drop",

@@ -13,10 +13,10 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 2rem; }
 .verdict { font-size: 1.1rem; font-weight: 600; border-left: 4px solid var(--look); padding-left: .8rem; }
 .verdict.mend { border-color: var(--mend); }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .25rem .8rem .25rem 0; vertical-align: top; }
-tbody tr > * { border-top: 1px solid var(--line); } td { overflow-wrap: anywhere; } td.n, th.n { text-align: right; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem .8rem .25rem 0; vertical-align: top; }
+tbody tr > * { border-top: 1px solid var(--line); } td { overflow-wrap: break-word; } td.n, th.n { text-align: right; white-space: nowrap; } code { white-space: nowrap; }
 summary { cursor: pointer; padding: .3rem 0; } details { border-top: 1px solid var(--line); }
-code { font-size: .92em; }
+code { font-size: .92em; } td.t { overflow-wrap: anywhere; min-width: 16rem; }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MOST_ROWS = 200
@@ -61,16 +61,17 @@ def _overview(found: Summary) -> str:
     body = "".join(
         f"<tr><td>{_text(entry.kind.title)}</td><td><code>{entry.kind.name}</code></td>"
         f'<td class="n">{len(entry.rows):,}</td><td class="n">{100 * len(entry.rows) / found.num_rows:.2f}%</td>'
-        f"<td>{'mend' if entry.kind.must_be_mended else 'look'}</td><td>{_text(entry.kind.fix)}</td></tr>"
+        f"<td>{'mend' if entry.kind.must_be_mended else 'look'}</td>"
+        f'<td class="t">{_text(entry.kind.fix)}</td></tr>'
         for entry in found.entries
     )
     head = '<tr><th>what</th><th>kind</th><th class="n">rows</th><th class="n">share</th><th>then</th><th>fix</th></tr>'
-    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>" if body else "<p>Nothing found.</p>"
+    return _table(head, body) if body else "<p>Nothing found.</p>"
 
 
 def _details(entry: Entry) -> str:
     examples = "".join(
-        f'<tr><td class="n">{example.row}</td><td>{_text(example.why)}</td><td>{_text(example.begins)}</td></tr>'
+        f'<tr><td class="n">{example.row}</td><td class="t">{_text(example.why)}</td><td class="t">{_text(example.begins)}</td></tr>'
         for example in entry.examples
     )
     rows = ", ".join(str(row) for row in entry.rows[:_MOST_ROWS])
@@ -78,8 +79,8 @@ def _details(entry: Entry) -> str:
     rest = f" and {more:,} more (--json lists all)" if more > 0 else ""
     return (
         f"<details><summary>{_text(entry.kind.title)}: {len(entry.rows):,}</summary>"
-        f'<table><thead><tr><th class="n">row</th><th>why</th><th>it begins</th></tr></thead><tbody>{examples}</tbody></table>'
-        f"<p>Rows, counting from 0: {rows}{rest}.</p></details>"
+        + _table('<tr><th class="n">row</th><th>why</th><th>it begins</th></tr>', examples)
+        + f"<p>Rows, counting from 0: {rows}{rest}.</p></details>"
     )
 
 
@@ -90,12 +91,16 @@ def _lengths(found: Summary) -> str:
         for name, values in named
     )  # fmt: skip
     head = '<tr><th>of a prompt</th><th class="n">least</th><th class="n">5%</th><th class="n">median</th><th class="n">95%</th><th class="n">most</th></tr>'
-    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return _table(head, body)
 
 
 def _languages(found: Summary) -> str:
     body = "".join(f'<tr><td>{_text(name)}</td><td class="n">{count:,}</td></tr>' for name, count in found.languages.items())  # fmt: skip
-    return f"<table><thead><tr><th>seems to be</th><th class='n'>rows</th></tr></thead><tbody>{body}</tbody></table>"
+    return _table('<tr><th>seems to be</th><th class="n">rows</th></tr>', body)
+
+
+def _table(head: str, body: str) -> str:
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _text(text: str) -> str:
