@@ -11,7 +11,7 @@ import time
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards import RewardSpec, resolve
+from covey.rewards import RewardSpec, resolve, reward
 from covey.rewards.examination import examine
 from covey.rewards.probes import garbage, gold_probes, mark_file, rows_of
 from covey.rewards.verdicts import judge
@@ -203,6 +203,18 @@ def test_a_reward_that_abstains_from_right_answers_is_told():
         return [None if int(gold_of(a)) % 4 else score for a, score in zip(answer, judged, strict=True)]
 
     assert any(v.check == "abstains" and "4 of 8 rows" in v.said for v in verdicts(shy))
+
+
+def test_a_reward_that_compares_completions_of_a_prompt_has_one_to_compare_with():
+    @reward(streams=True)
+    def beats_others(completions, answer):
+        right = [float(last_number(c) == gold_of(a)) for c, a in zip(completions, answer, strict=True)]
+        return [None if len(right) < 2 else (1 + r - max(right[:i] + right[i + 1 :])) / 2 for i, r in enumerate(right)]
+
+    found = examine(resolve(beats_others), ROWS)
+    assert set(found.scores("gold")) == {1.0}
+    assert set(found.scores("wrong")) == {0.5}
+    assert not checks(judge(found), "FAIL")
 
 
 def test_completions_that_the_data_holds_are_scored_too():

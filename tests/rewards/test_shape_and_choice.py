@@ -204,6 +204,10 @@ def test_a_number_counts_within_its_tolerance_to_the_last_digit():
     assert call("numeric(relative=0, absolute=0.5)", "-1.5", "-0.4", "-1", answer="-1") == [1.0, 0.0, 1.0]
 
 
+def test_a_tolerance_is_the_decimal_number_that_was_written():
+    assert call("numeric(relative=0.29)", "129", "71", "129.0001", answer="100") == [1.0, 1.0, 0.0]
+
+
 def test_beyond_the_tolerance_a_scale_lets_the_score_fall():
     found = call("numeric(relative=0, absolute=1, scale=2)", "10", "11", "13", "9" * 60, answer="10")
     assert found[:2] == [1.0, 1.0]

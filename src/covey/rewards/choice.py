@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
@@ -123,10 +124,16 @@ class Numeric:
         value = number_within(numbers[-1].rstrip(",.")) if numbers else None
         if value is None:
             return 0.0
-        excess = abs(value - gold) - max(Fraction(self.absolute), Fraction(self.relative) * abs(gold))
+        excess = abs(value - gold) - max(_decimal(self.absolute), _decimal(self.relative) * abs(gold))
         if excess <= 0:
             return 1.0
         return 0.0 if self.scale == 0 else math.exp(-min(float(min(excess, Fraction(10**9))) / self.scale, 700.0))
+
+
+@lru_cache(maxsize=256)
+def _decimal(value: float) -> Fraction:
+    """The number as it was written: 0.29 is 29/100, not the nearest binary fraction."""
+    return Fraction(str(value))
 
 
 def number_within(text: str) -> Fraction | None:

@@ -175,10 +175,10 @@ class _Session:
         self.scorer = Scorer([asked_each_time], timeout_seconds=timeout_seconds, error_limit=10**9)
 
     def attempt(self, probe: Probe, *, backwards: bool = False) -> Tried:
-        """Score one completion a row, in groups of one."""
+        """Score one completion a row: alone, or beside a wrong answer for a reward that is called prompt by prompt."""
         held = [i for i, text in enumerate(probe.texts) if text is not None]
         order = held[::-1] if backwards else held
-        groups = [Group(prompt=self.rows[i].prompt, completions=(_completion(probe.texts[i] or ""),)) for i in order]
+        groups = [Group(prompt=self.rows[i].prompt, completions=self._group(probe.texts[i] or "", i)) for i in order]
         started = time.perf_counter()
         scored = self.scorer.score(groups)
         seconds = time.perf_counter() - started
@@ -191,6 +191,12 @@ class _Session:
                 errors.append(f"row {i}: {event.said}")
                 lost += int(event.details.get("completions", 1))
         return Tried(probe, scores, seconds, errors, lost)
+
+    def _group(self, text: str, row: int) -> tuple[Completion, ...]:
+        if self.spec.how.unit != "group":
+            return (_completion(text),)
+        wrong = self.rows[row].wrong
+        return (_completion(text), _completion(f"I suppose it is {wrong}." if wrong else "I do not know."))
 
     def close(self) -> None:
         self.scorer.close()
