@@ -6,6 +6,10 @@ import gzip
 import json
 import random
 import resource
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +103,35 @@ def test_a_disk_that_refuses_is_named_and_no_file_is_left_behind(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_temporary_folder_that_is_full_is_named(tmp_path, monkeypatch):
+    source = written(tmp_path / "a.jsonl", [b'{"prompt": "Is %d even, or odd?"}' % number for number in range(3000)])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="point TMPDIR"):
+            inspect(Rows(str(source)), Settings())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_clean_that_is_killed_leaves_no_file_with_the_name_of_a_whole_one(tmp_path):
+    lines = [b'{"prompt": "Is %d even, or is it odd?"}' % number for number in range(20_000)]
+    source, output = written(tmp_path / "a.jsonl", lines), tmp_path / "b.jsonl"
+    code = "from covey.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    words = ["data", "clean", str(source), "--output", str(output), "--near", "0"]
+    child = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 200
+    while not list(tmp_path.glob(".b.jsonl.*.partial")) and child.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    if output.exists():  # it was quicker than the signal
+        assert (tmp_path / "b.report.jsonl").exists()
+        assert output.read_bytes() == source.read_bytes()
 
 
 def test_other_formats_become_json_lines(tmp_path):

@@ -28,7 +28,9 @@ def found(texts, answers=None, near=0.8, batch=7):
                 (answers or [0] * len(texts))[start : start + len(part)],
                 [words(text) for text in part],
             )
-        return *duplicates.same(), duplicates.nearly()
+        same = sorted(duplicates.same())
+        certain, disputed = ([twin for twin, is_it in same if is_it == wanted] for wanted in (False, True))
+        return certain, disputed, duplicates.nearly()
 
 
 def test_white_space_and_unicode_form_do_not_make_another_text():

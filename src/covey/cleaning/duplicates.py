@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from covey.cleaning.grams import Hashes, common_runs, grams, mixed
+from covey.errors import StorageError
 
 SHINGLE = 3
 """Words of a run; two texts are as near as the share of runs that they have in common (Jaccard)."""
@@ -56,7 +58,8 @@ class Duplicates:
 
     def __exit__(self, *error: Any) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # what could not be written is not wanted any more
+                file.close()
         self._folder.cleanup()
 
     def add(
@@ -89,19 +92,17 @@ class Duplicates:
                 keys = mixed(keys + lowest)
             self._write(f"band-{band}", keys)
 
-    def same(self) -> tuple[list[Twin], list[Twin]]:
-        """Rows with an earlier row's text and its answer; and rows whose text an earlier or later row has with another answer."""
+    def same(self) -> Iterator[tuple[Twin, bool]]:
+        """Rows with the text of an earlier row; and whether that is disputed: the text has another answer in another row.
+
+        Of a disputed text all rows are given, each with one that answers otherwise.
+        """
         rows, texts, answers = self._read("rows", "i8"), self._read("texts", "u8"), self._read("answers", "u8")
-        twins, disputed = [], []
         for group in _groups(texts, numpy.arange(len(texts))):
-            is_disputed = len(numpy.unique(answers[group])) > 1
+            is_disputed = bool((answers[group] != answers[group[0]]).any())
             for index in group[0 if is_disputed else 1 :]:
-                if is_disputed:
-                    other = group[answers[group] != answers[index]][0]
-                    disputed.append(Twin(int(rows[index]), int(rows[other]), 1.0))
-                else:
-                    twins.append(Twin(int(rows[index]), int(rows[group[0]]), 1.0))
-        return sorted(twins), sorted(disputed)
+                other = group[answers[group] != answers[index]][0] if is_disputed else group[0]
+                yield Twin(int(rows[index]), int(rows[other]), 1.0), is_disputed
 
     def nearly(self) -> list[Twin]:
         """Rows that share at least `near` of their runs of words with an earlier row which is itself none of these."""
@@ -145,7 +146,13 @@ class Duplicates:
         return runs[kept], numpy.concatenate([[0], numpy.cumsum(counts)])
 
     def _write(self, name: str, numbers: numpy.ndarray) -> None:
-        self._files[name].write(numbers.tobytes())
+        try:
+            self._files[name].write(numbers.tobytes())
+        except OSError as error:
+            raise StorageError(
+                f"The temporary folder {self._folder.name} cannot be written ({error.strerror or error}); "
+                "point TMPDIR to a disk with room, some 500 bytes a row."
+            ) from error
 
     def _read(self, name: str, kind: str) -> numpy.ndarray:
         self._files[name].flush()

@@ -176,10 +176,10 @@ def _hold_against(
 
 
 def _compare(duplicates: Duplicates, findings: Findings) -> None:
-    same, disputed = duplicates.same()
-    for kind, twins in (("duplicate", same), ("disputed", disputed), ("near_duplicate", duplicates.nearly())):
-        for twin in twins:
-            findings.add(kind, twin.row, twin.earlier, twin.likeness)
+    for twin, is_disputed in duplicates.same():
+        findings.add("disputed" if is_disputed else "duplicate", twin.row, twin.earlier, twin.likeness)
+    for twin in duplicates.nearly():
+        findings.add("near_duplicate", twin.row, twin.earlier, twin.likeness)
 
 
 def _odd_ones(traits: Traits, settings: Settings, findings: Findings) -> None:

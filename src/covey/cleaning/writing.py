@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,20 +150,35 @@ def _refuse(value: Any) -> Any:
 
 
 @contextmanager
-def _appearing(*paths: Path) -> Iterator[list[IO[bytes]]]:
+def _appearing(*paths: Path) -> Iterator[Sequence[IO[bytes]]]:
     """Files to write to that have their names only once all are complete; never in the place of another."""
     partial = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in paths]
     try:
         with ExitStack() as stack:
-            yield [stack.enter_context(one.open("xb")) for one in partial]
-        for path in paths:
-            path.touch(exist_ok=False)
-        for path, one in zip(paths, partial, strict=True):
-            one.replace(path)
+            files = [stack.enter_context(one.open("xb")) for one in partial]
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        for path, one in zip(reversed(paths), reversed(partial), strict=True):  # the rows last: where they are, all is
+            _place(one, path)
     except FileExistsError as error:
-        raise ConfigError(f"{error.filename} is there already, and nothing is overwritten.") from error
+        raise ConfigError(
+            f"{error.filename2 or error.filename} is there already, and nothing is overwritten."
+        ) from error
     except OSError as error:
         raise StorageError(f"{paths[0]} cannot be written: {error.strerror or error}.") from error
     finally:
         for one in partial:
             one.unlink(missing_ok=True)
+
+
+def _place(partial: Path, path: Path) -> None:
+    """Give a file its name, in one step and never another file's. Where a file cannot have two names, in two steps."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        path.touch(exist_ok=False)
+        partial.replace(path)
