@@ -19,7 +19,7 @@ from covey.parts import Parts
 from covey.recording import callback_states, checkpoint_tree, write_model
 from covey.runs import checkpoint, serial
 from covey.runs.background import Background
-from covey.runs.snapshot import weights_now
+from covey.runs.snapshot import bytes_to_copy, free_memory, weights_now
 from covey.state import TrainState
 from covey.types import Event
 
@@ -50,6 +50,7 @@ class Saver:
     background: Background[Path] = field(default_factory=Background)
     watch: Watch | None = None
     """Set at the first look, before the first step."""
+    has_told_tight: bool = False
     writing: int = 0
     """The step of the checkpoint that is being written, or was last."""
 
@@ -62,11 +63,26 @@ class Saver:
         self.finish(parts)
         self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
         self.writing = state.step
-        waits = not self.args.save_async or any(map(_reads_checkpoints, self.handler.callbacks))
+        waits = not self.args.save_async or any(map(_reads_checkpoints, self.handler.callbacks)) or self._is_tight(tree)
         work = self._work(tree, self._watch(parts).later(), copies=not waits)
         self.background.start(work, name=f"covey-checkpoint-{state.step}")
         if waits:
             self.finish(parts)
+
+    def _is_tight(self, tree: dict[str, Any]) -> bool:
+        """Whether a copy could take the host's last memory. Said once."""
+        size, free = bytes_to_copy(self.model, tree), free_memory()
+        if free is None or size < 0.8 * free:
+            return False
+        if not self.has_told_tight:
+            logger.warning(
+                "A copy for saving beside training takes %.1f GB and %.1f GB of memory are free, so this save waits for the disk; "
+                "save_async=False always does.",
+                size / 1e9,
+                free / 1e9,
+            )
+        self.has_told_tight = True
+        return True
 
     def poll(self, parts: Parts) -> None:
         """Take note of a write that has ended, without waiting for one that has not."""

@@ -61,7 +61,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("model.safetensors", "covey_state.safetensors")}
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [5, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_of_its_writes_always_resumes_and_ends_bit_for_bit(
     runs: Runs, tmp_path: Path, steps: int
 ) -> None:
@@ -165,6 +165,19 @@ def test_a_stop_signal_waits_for_the_write(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert one.exit_code == 75
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1"]  # step 2 was given up
+    assert seal.problems(tmp_path / "checkpoint-1") == []
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "stopped"
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
+
+
+def test_where_memory_is_too_short_for_a_copy_the_save_waits_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("covey.saving.free_memory", lambda: 1000)
+    with caplog.at_level(logging.WARNING, logger="covey.saving"):
+        trainer(tmp_path, max_steps=2).train()
+    told = [record.message for record in caplog.records if record.name == "covey.saving"]
+    assert len(told) == 1
+    assert "so this save waits for the disk" in told[0]
+    assert len(checkpoint.checkpoints(tmp_path)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from covey.runs import serial
 from covey.runs.background import Background
-from covey.runs.snapshot import weights_now
+from covey.runs.snapshot import bytes_to_copy, free_memory, weights_now
 from kit import tiny_model
 
 
@@ -61,3 +62,17 @@ def test_background_work_is_returned_once_and_its_error_raised_once() -> None:
     with pytest.raises(ZeroDivisionError):
         background.finish()
     assert background.finish() is None
+
+
+def test_the_size_of_a_copy_counts_what_is_trained_and_what_the_tree_holds() -> None:
+    model = get_peft_model(tiny_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    tree = {"a": torch.zeros(5, dtype=torch.float64), "b": [(torch.zeros(3),)], "c": 1}
+    assert bytes_to_copy(model, tree) == 4 * adapter + 40 + 12
+
+
+def test_free_memory_is_what_the_system_says() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = free_memory()
+    assert free is not None
+    assert 0 < free < total
