@@ -79,6 +79,17 @@ def test_an_interrupted_series_goes_on_with_the_seed_that_it_was_at(place, capsy
 
 
 @pytest.mark.slow
+def test_a_seed_that_was_stopped_in_its_last_evaluation_is_evaluated_again(place, capsys):
+    assert main(words("--max-steps", 2, "--save-steps", 2, "--seeds", 1, "--json")) == 0
+    first = json.loads(capsys.readouterr().out)["seeds"]["0"]
+    (place / "runs" / "a" / "seeds.json").unlink()  # as if it had not come to its end
+    assert main(words("--max-steps", 2, "--save-steps", 2, "--seeds", 1, "--json")) == 0
+    again = json.loads(capsys.readouterr().out)["seeds"]["0"]
+    assert again["steps"] == first["steps"] == 2
+    assert again["metrics"]["eval_reward"] == first["metrics"]["eval_reward"]
+
+
+@pytest.mark.slow
 def test_wrong_input_stops_before_the_second_seed(place, capfd):
     Path("mine.py").write_text("def digits(completions, nothing):\n    return completions\n")
     assert main(words("--max-steps", 1, "--seeds", 2)) == 2
