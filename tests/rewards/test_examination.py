@@ -217,6 +217,18 @@ def test_a_reward_that_compares_completions_of_a_prompt_has_one_to_compare_with(
     assert not checks(judge(found), "FAIL")
 
 
+def test_many_rows_are_scored_in_calls_of_64():
+    sizes = []
+
+    def counted(completions, answer):
+        sizes.append(len(completions))
+        return [float(last_number(c) == gold_of(a)) for c, a in zip(completions, answer, strict=True)]
+
+    found = examine(resolve(counted), rows_of(DATA * 9, "answer"))
+    assert set(sizes) == {64, 8}
+    assert found.scores("gold") == [1.0] * 72
+
+
 def test_completions_that_the_data_holds_are_scored_too():
     rows = rows_of([row | {"mine": "#### 1"} for row in DATA], "answer", "mine")
     found = examine(resolve("exact"), rows)

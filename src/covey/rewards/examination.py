@@ -18,6 +18,8 @@ from covey.rewards.probes import MARK, Probe, Row, garbage, gold_probes, hedges,
 from covey.rewards.scoring import Scorer
 from covey.types import Completion, Group
 
+_AT_ONCE = 64
+"""Completions of one call at most, about as many as in training: the time limit is that of a call."""
 _PIECE = re.compile(r"\w+|[^\w\s]")
 
 
@@ -180,7 +182,9 @@ class _Session:
         order = held[::-1] if backwards else held
         groups = [Group(prompt=self.rows[i].prompt, completions=self._group(probe.texts[i] or "", i)) for i in order]
         started = time.perf_counter()
-        scored = self.scorer.score(groups)
+        scored = [
+            one for cut in range(0, len(groups), _AT_ONCE) for one in self.scorer.score(groups[cut : cut + _AT_ONCE])
+        ]
         seconds = time.perf_counter() - started
         scores, errors, lost = [math.nan] * len(self.rows), [], 0
         for i, group in zip(order, scored, strict=True):
