@@ -206,7 +206,17 @@ def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
     """What the sampler computes in, where anything but its own choice is wanted."""
     trains_in_half = args.bf16 and given.world.device.type == "cpu" and args.rollout_backend != "transformers"
     wanted = "bfloat16" if args.rollout_dtype == "auto" and trains_in_half else args.rollout_dtype
-    return {} if wanted == "auto" else {"dtype": wanted}
+    options: dict[str, Any] = {} if wanted == "auto" else {"dtype": wanted}
+    if args.rollout_backend == "vllm":
+        if given.world.size > 1:
+            raise ConfigError(
+                "rollout_backend='vllm' runs in one process; leave it out with several, native is as exact there."
+            )
+        options |= {
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "max_model_length": args.vllm_max_model_length,
+        }
+    return options
 
 
 def build_prompts(given: Given, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:

@@ -22,7 +22,8 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "rollout_backend": ("auto", "native", "transformers"),
+    "rollout_backend": ("auto", "native", "transformers", "vllm"),
+    "vllm_mode": ("colocate", "server"),
     "rollout_dtype": ("auto", "float32", "bfloat16"),
     "on_reward_error": ("record", "raise"),
     "reward_normalization": ("none", "group", "batch", "running"),
@@ -166,8 +167,6 @@ def refuse_bad_words(config: Any) -> None:
         if value in words or (name == "scale_rewards" and isinstance(value, bool)):
             continue
         hint = did_you_mean(str(value), words) or f" It is one of {', '.join(words)}."
-        if name == "rollout_backend" and value == "vllm":
-            hint = " There is no vLLM backend yet; native draws from the trainer's own weights."
         raise ConfigError(f"{name}={value!r} is not known.{hint}")
     _refuse_bad_factories(config)
 
@@ -360,6 +359,19 @@ def _arm_has_bfloat16() -> bool:
         return False
     with open("/proc/cpuinfo") as file:
         return " bf16" in file.read()
+
+
+def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
+    """`use_vllm` is TRL's word for `rollout_backend="vllm"`; what only vLLM heeds is told without it."""
+    if config.use_vllm and config.rollout_backend not in ("auto", "vllm"):
+        raise ConfigError(f"use_vllm=True and rollout_backend={config.rollout_backend!r} contradict each other.")
+    if config.use_vllm:
+        config.rollout_backend = "vllm"
+    if config.vllm_mode == "server":
+        raise ConfigError("vllm_mode='server' cannot be honoured: there is no server; use colocate, in this process.")
+    for name in ("vllm_gpu_memory_utilization", "vllm_max_model_length"):
+        if name in given and config.rollout_backend != "vllm":
+            logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, given[name])
 
 
 def settle_batches(config: Any) -> None:

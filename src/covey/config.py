@@ -217,7 +217,7 @@ class GRPOConfig(TrainingArguments):
     rollout_dtype: str = "auto"
     """What a CPU samples a float32 model in: auto (bfloat16 with bf16=True, and where it pays), float32, bfloat16."""
     rollout_backend: str = "auto"
-    """What draws completions: native (the trainer's own weights), transformers (`generate`), or auto."""
+    """What draws completions: native (the trainer's own weights), transformers (`generate`), vllm, or auto."""
     reward_timeout_seconds: float | None = 60.0
     """Most seconds of one call of a reward function; unset by `null`: no limit."""
     reward_error_limit: int = 20
@@ -296,6 +296,7 @@ class GRPOConfig(TrainingArguments):
         checks.refuse_bad_numbers(self)
         checks.refuse_contradictions(self, given)
         checks.settle_precision(self)
+        checks.settle_sampler(self, given)
         try:
             super().__post_init__()
         except (

