@@ -21,6 +21,15 @@ def row_of(index: int | str, name: str) -> str:
     return f"Row {index} (counting from 0) of {name}"
 
 
+def row_at(dataset: Any, index: int, name: str = "the data set") -> Mapping[str, Any]:
+    """A row as Python values. DataError for one that has none, such as bytes that are no text or two fields of one name."""
+    try:
+        row: Mapping[str, Any] = dataset[index]
+    except (ValueError, KeyError, OverflowError) as error:  # a UnicodeDecodeError is a ValueError
+        raise DataError(f"{row_of(index, name)} cannot be read ({type(error).__name__}: {error}).") from error
+    return row
+
+
 def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: bool = False) -> Any:
     """The data set, once it is known to hold prompts; `None` for `None`. `prompt_only` leaves out every other column.
 
@@ -88,6 +97,8 @@ def _values(prompts: datasets.Dataset, start: int, name: str) -> list[Any]:
                 continue
             raise DataError(f"{row_of(index, name)} is not UTF-8; save the file as UTF-8.") from error
         raise
+    except ValueError as error:  # such as two fields of one name in a message
+        raise DataError(f"{name} has prompts that cannot be read ({error}).") from error
 
 
 def _are_texts(prompts: datasets.Dataset) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from covey.data.checks import row_at
 from covey.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Permutation:
             self._rows = self._permuted(self._epoch)
         row = int(self._rows[self._position])
         self._position += 1
-        return f"{self._epoch}:{row}", self.dataset[row]
+        return f"{self._epoch}:{row}", row_at(self.dataset, row)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position}

@@ -48,10 +48,17 @@ def to_prompt(row: Mapping[str, Any], uid: str, where: str, tokenizer: Any, temp
     check_prompt(value, where)
     columns = {name: column for name, column in row.items() if name != "prompt"}
     if isinstance(value, str):
-        ids = tokenizer(text=value)["input_ids"]  # special tokens as the tokenizer adds them, which is TRL's rule
+        try:
+            ids = tokenizer(text=value)["input_ids"]  # special tokens as the tokenizer adds them, which is TRL's rule
+        except (TypeError, UnicodeError) as error:
+            raise DataError(f"{where} has a prompt that is no Unicode text (half of a character); mend it.") from error
         return Prompt(uid=uid, text=value, token_ids=tuple(ids), columns=columns)
     messages = tuple(clean(message) for message in value or ())
     own = row.get("chat_template_kwargs") or {}
+    if not isinstance(own, Mapping):
+        raise DataError(
+            f"{where} has chat_template_kwargs of type {type(own).__name__}; give a mapping, or leave it out."
+        )
     ids = encode_chat(messages, where, tokenizer, {**template, **own})
     return Prompt(uid=uid, messages=messages, token_ids=ids, columns=columns)
 

@@ -80,6 +80,10 @@ def _missing(source: Any) -> Path:
     raise DataError(f"The data set {str(source)!r} does not exist.{did_you_mean(path.name, beside)}{where}")
 
 
+_MALFORMED = (ValueError, OverflowError, TypeError, LookupError, RecursionError)
+"""What the readers below `datasets` raise on rows that make no table."""
+
+
 def _suffix(path: Path) -> str:
     """The suffix that says the format: `.jsonl` of `a.jsonl.gz`."""
     return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
@@ -104,10 +108,20 @@ def _from_files(files: Sequence[Path], name: str, split: str | None, streaming: 
     options: dict[str, Any] = {"delimiter": "\t"} if _suffix(files[0]) == ".tsv" else {}
     paths = [str(file.resolve()) for file in files]
     kind = str(kinds.pop())
+    _refuse_nulls(files if kind == "json" else ())
     try:
         return datasets.load_dataset(kind, data_files=paths, split=split or "train", streaming=streaming, **options)
-    except (datasets.exceptions.DatasetsError, StopIteration, ValueError, OSError, UnicodeError) as error:
+    except (datasets.exceptions.DatasetsError, StopIteration, *_MALFORMED, OSError) as error:
         raise DataError(_unreadable(files, kind, error)) from error
+
+
+def _refuse_nulls(files: Sequence[Path]) -> None:
+    """Raise DataError for JSON that begins with null: pyarrow 26 ends the process on lines that are all null."""
+    for file in files:
+        if file.suffix.lower() not in _COMPRESSED:
+            with file.open("rb") as content:
+                if content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"null"):
+                    raise DataError(f'{file} begins with null where an object such as {{"prompt": ...}} was wanted.')
 
 
 def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
@@ -136,6 +150,8 @@ def _line_fault(line: bytes) -> str | None:
         return f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
     except ValueError as error:
         return f"not JSON ({error})"
+    except RecursionError:
+        return "nested too deeply"
     return (
         None
         if isinstance(row, dict)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from covey.data.checks import row_of
+from covey.data.checks import row_at, row_of
 from covey.data.curriculum import Outcome, order_of
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
@@ -151,7 +151,7 @@ class PromptStream:
         if limit is None or self.on_too_long == "drop":
             return
         for index in range(min(len(self._dataset), _FIRST_CHECK_ROWS)):
-            row = self._dataset[index]
+            row = row_at(self._dataset, index, self.name)
             if _most_tokens(row.get("prompt")) > limit:
                 self._prompt(f"0:{index}", row)
 
@@ -160,7 +160,7 @@ class PromptStream:
         rows = self.num_rows
         told = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
         for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
-            told.append(str(self._dataset[index].get("prompt")))
+            told.append(str(row_at(self._dataset, index, self.name).get("prompt")))
         return hashlib.sha256("\0".join(told).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
