@@ -56,13 +56,16 @@ def spoil_reference(one: Any, steps: list[int]) -> None:
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def start() -> None:
-        weight = next(one._parts.learner.reference.policy.model.parameters()).data
+        reference = one._parts.learner.reference
+        reference.moves += 1  # told, or the next save would end the run for it
+        weight = next(reference.policy.model.parameters()).data
         held.append((weight, weight.clone()))
         weight.fill_(math.nan)
 
     def stop() -> None:
         for weight, before in held:
             weight.copy_(before)
+            one._parts.learner.reference.moves += 1
         held.clear()
 
     one.add_callback(During(steps, start, stop))
