@@ -119,7 +119,7 @@ class GRPOTrainer:
         self._load(model, processing_class, quantization_config, peft_config)
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
         self.control = TrainerControl()
-        self.is_strict = False
+        self.is_strict, self._restarts = False, False
         """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
         self.stopped_by: str | None = None
         self.exit_code = 0
@@ -138,6 +138,7 @@ class GRPOTrainer:
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._restarts = wanted == "auto"
         found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(found)
         with StopRequest() as stop, closing(self.scorer):
@@ -253,7 +254,7 @@ class GRPOTrainer:
         return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
 
     def _folder(self, start: Path | None) -> RunFolder:
-        return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict)
+        return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
 
     def _parts_without_training(self) -> Parts:
         """Parts to evaluate a model that has not been trained in this process."""

@@ -51,20 +51,23 @@ class RunFolder:
         self._refused: set[str] = set()
 
     @staticmethod
-    def create(path: str | os.PathLike[str], *, resume: Path | None = None, strict: bool = False) -> RunFolder:
+    def create(
+        path: str | os.PathLike[str], *, resume: Path | None = None, strict: bool = False, restarts: bool = False
+    ) -> RunFolder:
         """The folder, made and locked for this process.
 
         `resume`: the checkpoint to continue from. One in this folder continues its run: records of later steps go (they
         will be made again), later checkpoints are moved to `previous-N/`. One elsewhere makes that run the parent of a
         new one. Without it, a run that is already there is moved to `previous-N/`, whole and with a warning, so a script that runs
         twice loses nothing; foreign files stay where they are.
-        `strict`, for the command line, refuses a folder that holds another run or foreign files.
+        `strict`, for the command line, refuses a folder that holds another run or foreign files; `restarts` allows a run that
+        ended before its first checkpoint.
         Raises RunFolderError in one sentence with the way out, before anything is touched.
         """
         folder = _checked(path)
         resumes_here = resume is not None and resume.resolve().parent == folder.resolve()
         if strict and not resumes_here:
-            _refuse_occupied(folder)
+            _refuse_occupied(folder, restarts)
         _make(folder)
         lock = FolderLock(folder)
         lock.take()
@@ -237,7 +240,9 @@ def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and _CHECKPOINT.fullmatch(path.name) is not None
 
 
-def _refuse_occupied(folder: Path) -> None:
+def _refuse_occupied(folder: Path, restarts: bool) -> None:
+    if _holds_run(folder) and restarts and not checkpoint.checkpoints(folder):
+        return
     if _holds_run(folder):
         steps = [row["step"] for row in read(folder / "metrics.jsonl") if isinstance(row.get("step"), int)]
         raise RunFolderError(
