@@ -99,7 +99,7 @@ def full_disk(bench: Bench) -> Outcome:
 
 
 def no_memory(bench: Bench) -> Outcome:
-    """24 MiB more than the process has, from a random step on; where a library aborts on it, the run is started again."""
+    """16 MiB more than the process has, from a random step on; where a library aborts on it, the run is started again."""
     folder = bench.fresh()
     plan = Plan(str(folder), steps=3, save_steps=1, trouble="no memory", at=bench.random.randrange(1, 3))
     code = bench.run(plan)

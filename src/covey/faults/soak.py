@@ -1,4 +1,4 @@
-"""Every fault in turn, until the time or the count is used up, and a table of what became of the runs."""
+"""Every fault for an equal share of the time, and a table of what became of the runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Tally:
     fault: str
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
+    tries: int = 0
+    """With those that came late, after the run had ended."""
 
     @property
     def survived(self) -> int:
@@ -48,18 +50,23 @@ def soak(
     count: int,
     tell: Callable[[str, Outcome], None] = lambda fault, outcome: None,
 ) -> list[Tally]:
-    """Inject each fault in turn, at most `count` times each, starting none after `minutes`. `tell` hears of each one."""
+    """Inject faults, that which has had the least time first, each at most `count` times, starting none after `minutes`.
+
+    `tell` hears of each one.
+    """
     tallies = [Tally(fault) for fault in faults]
     deadline = time.monotonic() + 60 * minutes
-    for _ in range(count):
-        for tally in tallies:
-            if time.monotonic() >= deadline:
-                return tallies
-            started = time.monotonic()
-            outcome = FAULTS[tally.fault](bench)
-            if not outcome.came_late:
-                tally.outcomes.append(outcome)
-            tally.seconds += time.monotonic() - started
-            tell(tally.fault, outcome)
-            bench.clear_last(keep=not outcome.survived)
+    while time.monotonic() < deadline:
+        waiting = [tally for tally in tallies if tally.tries < count]
+        if not waiting:
+            break
+        tally = min(waiting, key=lambda one: one.seconds)
+        started = time.monotonic()
+        outcome = FAULTS[tally.fault](bench)
+        tally.tries += 1
+        tally.seconds += time.monotonic() - started
+        if not outcome.came_late:
+            tally.outcomes.append(outcome)
+        tell(tally.fault, outcome)
+        bench.clear_last(keep=not outcome.survived)
     return tallies

@@ -92,7 +92,7 @@ def trainer(plan: Plan) -> GRPOTrainer:
         )
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    length, each = (300, 16) if is_large else (12, 8 // plan.size)
+    length, each = (200, 16) if is_large else (12, 8 // plan.size)
     one = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -196,11 +196,11 @@ def small_files(one: GRPOTrainer) -> Callable[[], None]:
 
 
 def no_memory(one: GRPOTrainer) -> Callable[[], None]:
-    """From now on the process may take 24 MiB more than it has."""
+    """From now on the process may take 16 MiB more than it has."""
 
     def limit() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + 24 * 2**20
+        most = pages * resource.getpagesize() + 16 * 2**20
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
