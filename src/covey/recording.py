@@ -12,6 +12,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from covey.errors import CheckpointError
 from covey.models import quiet_bars
 from covey.parts import Parts
+from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng
 from covey.session import Session
 from covey.state import TrainState
@@ -39,7 +40,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "scaler": {} if learner.scaler is None else learner.scaler.state_dict(),
         "reference": learner.reference.state_dict(),
         "critic": dict(learner.critic.state_dict()),
-        "room": learner.room.state_dict(),
+        "memory": [sizes for part in parts.world.gather([_learned_sizes(parts)]) for sizes in part],
         "ladder": learner.ladder.state_dict(),
         "prompts": parts.prompts.state_dict(),
         "scorer": parts.scorer.state_dict(),
@@ -64,16 +65,33 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     learner.reference.load_state_dict(tree["reference"])
     if tree["critic"]:
         learner.critic.load_state_dict(tree["critic"])
-    if "room" in tree:
-        learner.room.load_state_dict(tree["room"])
+    if "ladder" in tree:
         learner.ladder.load_state_dict(tree["ladder"])
     parts.prompts.load_state_dict(tree["prompts"])
     parts.scorer.load_state_dict(tree["scorer"])
     parts.session.load_state_dict(tree["window"])
-    saved = tree["rng"]
-    rng.restore(saved[min(parts.world.rank, len(saved) - 1)])
+    rng.restore(_mine(parts, tree["rng"]))
+    if "memory" in tree:
+        _restore_sizes(parts, _mine(parts, tree["memory"]))
     known = {item.name for item in fields(TrainState)}
     return TrainState(**{name: value for name, value in tree["state"].items() if name in known})
+
+
+def _mine(parts: Parts, saved: Sequence[Any]) -> Any:
+    """This process's own entry; that of the last one where there are more processes now."""
+    return saved[min(parts.world.rank, len(saved) - 1)]
+
+
+def _learned_sizes(parts: Parts) -> dict[str, Any]:
+    """How much fits in this process's memory, as far as it has found out."""
+    sampler = parts.sampler.state_dict() if isinstance(parts.sampler, NativeSampler) else {}
+    return {"learner": parts.learner.room.state_dict(), "sampler": sampler}
+
+
+def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
+    parts.learner.room.load_state_dict(saved["learner"])
+    if saved["sampler"] and isinstance(parts.sampler, NativeSampler):
+        parts.sampler.load_state_dict(saved["sampler"])
 
 
 def load_weights(model: Any, folder: Path) -> None:

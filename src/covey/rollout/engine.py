@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -140,6 +140,16 @@ class NativeSampler:
             )
         self.max_rows, self.cache_bytes = max(n, rows // 2), held // 2
         logger.warning("Memory ran out with %d completions in flight; from now on at most %d.", rows, self.max_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What memory has taught this process."""
+        return {"max_rows": self.max_rows, "cache_bytes": self.cache_bytes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sizes that were found to fit; those that were given win where they are smaller."""
+        self.max_rows = min(self.max_rows, state["max_rows"])
+        known = [bound for bound in (self.cache_bytes, state["cache_bytes"]) if bound is not None]
+        self.cache_bytes = min(known, default=None)
 
     def _flight(self, jobs: deque[Job], params: SamplingParams) -> Flight:
         return Flight(
