@@ -262,6 +262,8 @@ class GRPOConfig(TrainingArguments):
     """Address that every alert is posted to as JSON."""
     audit_metrics: list[str] | None = None
     """Metrics that must not fall while the reward rises, beside eval_reward and rewards of weight 0."""
+    metrics_by: list[str] | None = None
+    """Columns of the data set by whose values the reward is logged too, such as language or dataset."""
     early_stopping_patience: int | None = None
     """Evaluations without a better `metric_for_best_model` before the run stops."""
     save_async: bool = True

@@ -43,7 +43,7 @@ from covey.models import (
     refuse_quantized,
     with_adapter,
 )
-from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
+from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.parts import Parts
 from covey.recording import (
     Recording,
@@ -116,6 +116,7 @@ class GRPOTrainer:
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         if self.train_dataset is not None:
             self.scorer.check(self.train_dataset.column_names)
+            refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
         self._load(model, processing_class, quantization_config, peft_config)
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
         self.control = TrainerControl()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from covey.monitor.drift import PromptDrift
 from covey.monitor.measures import text_metrics
+from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch
 from covey.types import Alert, Group, Metric, StepReport
@@ -24,6 +25,7 @@ class Monitor:
     reward_names: Sequence[str] = ()
     watch: Watch = field(default_factory=Watch)
     drift: PromptDrift = field(default_factory=PromptDrift)
+    slices: Slices = field(default_factory=lambda: Slices(()))
     meter: UpdateMeter | None = None
     actions: Mapping[str, Action] = field(default_factory=dict)
     """What follows an alert, by rule; "log" where there is none."""
@@ -40,7 +42,13 @@ class Monitor:
 
     def measure(self, groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:
         """Metrics of a rollout that was scored with `weights` [R]: diversity, repetition, lengths, form, drift of the prompts."""
-        return {**text_metrics(groups, self.reward_names, weights), **self.drift(groups)} if groups else {}
+        if not groups:
+            return {}
+        return {
+            **text_metrics(groups, self.reward_names, weights),
+            **self.drift(groups),
+            **self.slices(groups, weights),
+        }
 
     def before_update(self) -> None:
         """Just before an optimizer step: remember the weights."""
@@ -81,8 +89,10 @@ class Monitor:
         self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"watch": self.watch.state_dict(), "drift": self.drift.state_dict()}
+        parts: dict[str, Any] = {"watch": self.watch, "drift": self.drift, "slices": self.slices}
+        return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.watch.load_state_dict(state["watch"])
         self.drift.load_state_dict(state["drift"])
+        self.slices.load_state_dict(state.get("slices", {}))

@@ -9,6 +9,7 @@ from typing import Any
 from covey.monitor.detectors import standard
 from covey.monitor.monitor import Monitor
 from covey.monitor.progress import Progress
+from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch, lines_of
 from covey.monitor.webhook import Webhook
@@ -31,6 +32,7 @@ def build_monitor(
         reward_names=tuple(reward_names),
         watch=Watch(standard(audits), more=frozenset(audits)),
         meter=UpdateMeter(model),
+        slices=Slices(args.metrics_by or ()),
         actions=dict(args.alert_actions or {}),
         outlets=[*outlets, *hooks],
         closing=[hook.close for hook in hooks],
