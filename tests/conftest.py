@@ -1,5 +1,6 @@
 """Every test: seeded, one thread of arithmetic, no network but loopback, `tests/` importable (`from kit import ...`)."""
 
+import logging
 import os
 import random
 import signal
@@ -26,6 +27,17 @@ def _seeded():
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was(monkeypatch):
+    """What the command line sets for its process is put back."""
+    loggers = [logging.getLogger(name) for name in ("covey", "bitsandbytes")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    yield
+    for logger, (handlers, level, propagates) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagates
 
 
 @pytest.fixture(autouse=True)
