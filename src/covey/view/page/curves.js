@@ -1,0 +1,198 @@
+// Curves of the chosen runs over each other, live, with the alerts on them.
+
+import { alertList } from "./alerts.js";
+import { ask, isStale } from "./api.js";
+import { fill, h, later } from "./dom.js";
+import { Panel, rewardSpread, signalShares } from "./panels.js";
+import { amend, chosenRuns, colourOf, place, shared } from "./state.js";
+
+const FIRST = [
+  "eval_reward", "reward", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std",
+  "grad_norm", "loss", "sampling/sampling_logp_difference/mean", "seconds/step", "learning_rate",
+];
+const SMOOTH = [1, 10, 50, 200, 1000];
+const POINTS = 600;
+const MOST_ASKED = 48;
+
+/** Fill the page; what comes back keeps it live. */
+export function curvesPage(main) {
+  const words = place().words;
+  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [] };
+  const panels = new Map();
+  const due = new Set();
+  const grid = h("div", { class: "plots" });
+  const bar = toolbar(kept, { range, smooth, log, filter: later(arrange, 100) });
+  const told = h("div");
+  fill(main, h("h1", {}, "Curves"), bar.element, legend(), grid, told);
+
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const panel = panels.get(entry.target.dataset.metric);
+      if (panel) {
+        panel.isSeen = entry.isIntersecting;
+        if (panel.isSeen && panel.isOld) want(panel);
+      }
+    }
+  }, { rootMargin: "200px" });
+
+  const flush = later(async () => {
+    const asked = [...due];
+    due.clear();
+    const runs = chosenRuns();
+    const size = Math.max(1, Math.floor(MOST_ASKED / runs.length));
+    for (let at = 0; at < asked.length; at += size) await load(asked.slice(at, at + size), runs);
+  }, 10);
+
+  function want(panel) {
+    panel.isOld = true;
+    if (!panel.isSeen) return;
+    due.add(panel);
+    flush();
+  }
+
+  async function load(asked, runs) {
+    for (const panel of asked) panel.isOld = false;
+    const query = { run: runs, from: kept.low, to: kept.high, points: POINTS };
+    try {
+      const metrics = asked.filter((panel) => !panel.draws).map((panel) => panel.metric);
+      const raw = metrics.length ? (await ask("series", { ...query, metric: metrics })).curves : [];
+      const even = metrics.length && kept.smooth > 1 ? (await ask("series", { ...query, metric: metrics, smooth: kept.smooth })).curves : [];
+      for (const panel of asked) await panel.show(raw, even, kept);
+      document.documentElement.dataset.drawn = String(performance.now());
+    } catch (error) {
+      if (!isStale(error)) fill(told, h("p", { class: "bad" }, error.message));
+    }
+  }
+
+  async function arrange() {
+    const runs = shared.runs.filter((run) => chosenRuns().includes(run.name));
+    const there = new Set(runs.flatMap((run) => run.metrics));
+    const wanted = bar.filter.value.toLowerCase();
+    const first = FIRST.filter((name) => there.has(name));
+    const rest = [...there].filter((name) => !first.includes(name)).sort();
+    const names = wanted ? [...first, ...rest].filter((name) => name.toLowerCase().includes(wanted)) : bar.all.checked ? [...first, ...rest] : first;
+    const special = wanted || runs.length === 0 ? [] : [rewardSpread(runs[0].name), signalShares(runs[0].name)];
+    const keys = [...names.slice(0, 2), ...special.map((one) => one.key), ...names.slice(2)];
+    for (const [key, panel] of panels) {
+      if (!keys.includes(key)) {
+        seen.unobserve(panel.element);
+        panel.leave();
+        panels.delete(key);
+      }
+    }
+    for (const key of keys) {
+      if (panels.has(key)) continue;
+      const panel = new Panel(key, { draws: special.find((one) => one.key === key), onRange: range, onAlert: openAlert });
+      panels.set(key, panel);
+      seen.observe(panel.element);
+    }
+    const elements = keys.map((key) => panels.get(key).element);
+    if (elements.some((element, at) => grid.children[at] !== element) || grid.children.length !== elements.length) fill(grid, elements);
+    bar.count(names.length, there.size);
+  }
+
+  function range(low, high) {
+    [kept.low, kept.high] = [low, high];
+    amend({ from: low, to: high });
+    bar.range(low, high);
+    for (const panel of panels.values()) want(panel);
+  }
+
+  function smooth(value) {
+    kept.smooth = value;
+    bar.smooth(value);
+    amend({ smooth: value > 1 ? value : null });
+    for (const panel of panels.values()) want(panel);
+  }
+
+  function log(isLog) {
+    kept.isLog = isLog;
+    for (const panel of panels.values()) want(panel);
+  }
+
+  async function alerts() {
+    const runs = chosenRuns();
+    kept.alerts = runs.length ? (await ask("alerts", { run: runs })).alerts : [];
+    fill(told, alertList(kept.alerts, { onStep: (step) => range(Math.max(0, step - 50), step + 50) }));
+  }
+
+  function openAlert(alert) {
+    const element = told.querySelector(`[data-alert="${kept.alerts.indexOf(alert)}"]`);
+    if (element) {
+      element.open = true;
+      element.scrollIntoView({ block: "center" });
+      element.querySelector("summary").focus();
+    }
+  }
+
+  function ends() {
+    const last = Math.max(1, ...shared.runs.filter((run) => chosenRuns().includes(run.name)).map((run) => run.step));
+    return [kept.low ?? 0, kept.high ?? last, last];
+  }
+
+  function move(by, scale) {
+    const [low, high, last] = ends();
+    const middle = (low + high) / 2 + by * (high - low);
+    const half = Math.max(2, ((high - low) * scale) / 2);
+    const [from, to] = [Math.max(0, Math.round(middle - half)), Math.round(middle + half)];
+    if (from <= 0 && to >= last) range(null, null);
+    else range(from, Math.min(to, last));
+  }
+
+  const live = async () => {
+    await alerts();
+    await arrange();
+    for (const panel of panels.values()) want(panel);
+  };
+  bar.all.addEventListener("change", arrange);
+  live();
+  return {
+    live,
+    moved: live,
+    theme: () => panels.forEach(want),
+    leave() {
+      seen.disconnect();
+      panels.forEach((panel) => panel.leave());
+    },
+    key(key) {
+      const moves = { "+": [0, 0.5], "=": [0, 0.5], "-": [0, 2], ArrowLeft: [-0.5, 1], ArrowRight: [0.5, 1] };
+      if (moves[key]) move(...moves[key]);
+      else if (key === "0") range(null, null);
+      else if (key === "s") smooth(SMOOTH[(SMOOTH.indexOf(kept.smooth) + 1) % SMOOTH.length]);
+      else return false;
+      return true;
+    },
+  };
+}
+
+function legend() {
+  return h("ul", { class: "legend" }, chosenRuns().map((name) => {
+    const dot = h("span", { class: "dot" });
+    dot.style.backgroundColor = colourOf(name);
+    return h("li", {}, dot, name);
+  }));
+}
+
+function toolbar(kept, calls) {
+  const from = h("input", { type: "number", min: 0, value: kept.low ?? "", placeholder: "first", "aria-label": "From step" });
+  const to = h("input", { type: "number", min: 0, value: kept.high ?? "", placeholder: "last", "aria-label": "To step" });
+  for (const field of [from, to]) field.addEventListener("change", () => calls.range(numberOf(from.value), numberOf(to.value)));
+  const even = h("select", { "aria-label": "Smoothing", onchange: () => calls.smooth(Number(even.value)) },
+    SMOOTH.map((steps) => h("option", { value: steps, selected: steps === kept.smooth }, steps === 1 ? "not smoothed" : `mean of ${steps} steps`)));
+  const filter = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", oninput: calls.filter });
+  const all = h("input", { type: "checkbox" });
+  const log = h("input", { type: "checkbox", onchange: () => calls.log(log.checked) });
+  const count = h("small");
+  return {
+    element: h("div", { class: "bar" }, filter, h("label", {}, all, "all metrics"), h("label", {}, "steps ", from, " to ", to),
+      h("button", { onclick: () => calls.range(null, null) }, "all steps"), even, h("label", {}, log, "log scale"), count),
+    filter, all,
+    range: (low, high) => { from.value = low ?? ""; to.value = high ?? ""; },
+    smooth: (value) => { even.value = String(value); },
+    count: (shown, there) => fill(count, `${shown} of ${there} metrics`),
+  };
+}
+
+function numberOf(text) {
+  return text === null || text === "" || Number.isNaN(Number(text)) ? null : Number(text);
+}

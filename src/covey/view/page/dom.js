@@ -1,0 +1,50 @@
+// Elements made from data. Whatever a model, a data set or a run's name says becomes a text node: nothing here parses HTML.
+
+/** An element with properties (`class`, `on...`, `data-...`, attributes) and children (elements, text, null). */
+export function h(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (["value", "checked", "disabled", "selected", "open"].includes(name)) element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Replace what an element holds. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+const DIRECTION = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f]/g;
+
+/** Text with its control characters as pictures, and without those that reorder what is read. */
+export function visible(text) {
+  return String(text ?? "")
+    .replace(/\r\n/g, "\n")
+    .replace(CONTROL, (c) => (c === "\u007f" ? "␡" : String.fromCharCode(0x2400 + c.charCodeAt(0))))
+    .replace(DIRECTION, "\ufffd");
+}
+
+/** A number in few characters; a dash for none. */
+export function short(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : value.toFixed(size < 10 ? digits : 1);
+}
+
+/** `call`, once nothing has asked for it for so many milliseconds. */
+export function later(call, wait) {
+  let timer = 0;
+  return (...words) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => call(...words), wait);
+  };
+}

@@ -1,0 +1,42 @@
+// What a run was: its command, options, versions, data, attempts, and what went wrong or was dropped.
+
+import { ask } from "./api.js";
+import { fill, h, visible } from "./dom.js";
+import { chosenRuns } from "./state.js";
+
+const FIRST = ["name", "state", "step", "created", "command", "working_folder", "parent", "seeds", "dataset"];
+const LATER = ["config", "algorithm", "rewards", "versions", "hardware", "git", "attempts", "sources"];
+
+/** Fill the page. */
+export async function factsPage(main) {
+  const names = chosenRuns();
+  const told = await Promise.all(names.map(async (run) => ({ run, ...(await ask("facts", { run })) })));
+  const search = h("input", { type: "search", placeholder: "Filter facts", "aria-label": "Filter facts", oninput: () => draw() });
+  const place = h("div");
+  fill(main, h("h1", {}, "Facts"), h("div", { class: "bar" }, search), place);
+
+  function draw() {
+    const wanted = search.value.toLowerCase();
+    fill(place, told.map(({ run, manifest, events }) => h("section", {}, h("h2", {}, run),
+      FIRST.concat(LATER).filter((name) => manifest[name] !== undefined && manifest[name] !== null).map((name) => part(name, manifest[name], wanted)),
+      part(`events (the last ${events.length})`, events.map((event) => `step ${event.step}: ${event.kind}: ${event.said}`), wanted))));
+  }
+
+  draw();
+  return {};
+}
+
+function part(name, value, wanted) {
+  const rows = flat(value).filter(([key, text]) => `${name}.${key} ${text}`.toLowerCase().includes(wanted));
+  if (!rows.length) return null;
+  if (rows.length === 1 && rows[0][0] === "") return h("p", { class: "fact" }, h("b", {}, name), " ", h("code", {}, rows[0][1]));
+  return h("details", { open: wanted !== "" || name === "config" }, h("summary", {}, `${name} (${rows.length})`),
+    h("div", { class: "wide" }, h("table", {}, h("tbody", {}, rows.map(([key, text]) => h("tr", {}, h("th", {}, key), h("td", {}, h("pre", {}, text))))))));
+}
+
+/** `[dotted name, text]` of everything in a value. */
+function flat(value, where = "") {
+  if (value === null || typeof value !== "object") return [[where, visible(value)]];
+  if (Array.isArray(value) && value.every((item) => item === null || typeof item !== "object")) return [[where, visible(value.join(where ? ", " : " "))]];
+  return Object.entries(value).flatMap(([key, item]) => flat(item, where ? `${where}.${key}` : key));
+}

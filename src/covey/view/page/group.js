@@ -1,0 +1,92 @@
+// One group: the prompt, its completions side by side, rewards by function, advantages, and tokens in colour.
+
+import { ask, isStale } from "./api.js";
+import { fill, h, short, visible } from "./dom.js";
+import { link } from "./state.js";
+import { quantitiesOf, scaleOf, tokens } from "./tokens.js";
+
+/** A view that shows groups in `place`. `step(by)` moves in the list, `close()` leaves. */
+export function groupView(place, { step, close }) {
+  const kept = { run: null, group: null, quantity: "advantage" };
+
+  async function show(run, at, group) {
+    try {
+      kept.group = await ask("rollout", { run, step: at, group }, "rollout");
+      kept.run = run;
+      draw();
+      place.scrollTop = 0;
+    } catch (error) {
+      if (!isStale(error)) fill(place, h("p", { class: "bad" }, error.message));
+    }
+  }
+
+  function draw() {
+    const group = kept.group;
+    const there = quantitiesOf(group);
+    if (!there.includes(kept.quantity)) kept.quantity = there[0] ?? "none";
+    const scale = scaleOf(group, kept.quantity);
+    const rewards = group.completions.map((one) => one.reward).filter((value) => value !== null);
+    const [best, worst] = [Math.max(...rewards), Math.min(...rewards)];
+    fill(place,
+      h("div", { class: "bar" }, h("button", { onclick: close, class: "back" }, "← list"), h("button", { onclick: () => step(-1) }, "previous (p)"),
+        h("button", { onclick: () => step(1) }, "next (n)"), colours(there), h("button", { onclick: copy }, "copy as JSON")),
+      h("h2", {}, `Step ${group.step}, group ${group.group}`),
+      elsewhere(group),
+      h("div", { class: "prompt" }, h("pre", { dir: "auto" }, visible(group.prompt)),
+        Object.entries(group.columns ?? {}).map(([name, value]) => h("p", {}, h("b", {}, `${name} `), h("code", {}, visible(typeof value === "string" ? value : JSON.stringify(value)))))),
+      scale ? legend(scale) : null,
+      group.has_tokenizer ? null : h("p", { class: "soft" }, "No tokenizer.json lies beside the run, so tokens cannot be told apart in the text."),
+      h("div", { class: "completions" }, group.completions.map((one) => card(one, scale, best > worst && one.reward === best ? "best" : best > worst && one.reward === worst ? "worst" : ""))));
+  }
+
+  function colours(there) {
+    return h("select", { "aria-label": "Colour tokens by", onchange: (event) => { kept.quantity = event.target.value; draw(); } },
+      ["none", ...there].map((name) => h("option", { value: name, selected: name === kept.quantity }, name === "none" ? "no colours" : `colour: ${name}`)));
+  }
+
+  function elsewhere(group) {
+    const others = group.elsewhere.filter((one) => one.step !== group.step || one.group !== group.group);
+    if (!others.length) return null;
+    return h("p", { class: "elsewhere" }, "The same prompt: ", others.slice(-12).map((one) =>
+      [h("a", { href: link("rollouts", { run: kept.run, step: one.step, group: one.group }) }, `step ${one.step} (${short(one.reward)})`), " "]),
+    others.length > 12 ? `and ${others.length - 12} more before` : null);
+  }
+
+  async function copy(event) {
+    await navigator.clipboard.writeText(JSON.stringify(kept.group, null, 1));
+    event.target.textContent = "copied";
+  }
+
+  return {
+    show,
+    recolour: () => kept.group && draw(),
+    key(key) {
+      if (key !== "c" || !kept.group) return false;
+      const names = [...quantitiesOf(kept.group), "none"];
+      kept.quantity = names[(names.indexOf(kept.quantity) + 1) % names.length];
+      draw();
+      return true;
+    },
+  };
+}
+
+function card(one, scale, mark) {
+  const under = h("p", { class: "token-facts", "aria-live": "polite" }, "Point at a token for its numbers.");
+  const advantage = one.advantage;
+  return h("article", { class: `completion ${mark}` },
+    h("header", {}, h("b", {}, `#${one.completion_index}`), h("span", {}, `reward ${short(one.reward)}`),
+      h("span", { class: advantage > 0 ? "better" : advantage < 0 ? "worse" : "" }, `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}`),
+      h("span", { class: one.finish === "length" ? "tag" : "soft" }, one.finish === "length" ? "cut off" : one.finish), h("span", { class: "soft" }, `${one.num_tokens} tokens`)),
+    h("dl", { class: "rewards" }, Object.entries({ ...one.rewards, ...one.extras }).map(([name, value]) =>
+      h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value === null ? "not scored" : typeof value === "number" ? short(value) : visible(value))))),
+    tokens(one, scale, under), one.pieces ? under : null);
+}
+
+function legend(scale) {
+  const steps = scale.isSigned ? [-1, -0.5, 0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
+  return h("p", { class: "scale" }, `${scale.name}: `, steps.map((at) => {
+    const box = h("span", {}, short(at * scale.size + (scale.isSigned ? 0 : (1 - at) * scale.low), 2));
+    box.style.backgroundColor = scale.colour(scale.isSigned ? at * scale.size : scale.low + at * (scale.size - scale.low));
+    return box;
+  }));
+}

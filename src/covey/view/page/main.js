@@ -1,0 +1,120 @@
+// The frame: pages, keys, theme, and the heartbeat that keeps them live.
+
+import { ask, isStale } from "./api.js";
+import { comparePage } from "./compare.js";
+import { curvesPage } from "./curves.js";
+import { fill, h } from "./dom.js";
+import { factsPage } from "./facts.js";
+import { rolloutsPage } from "./rollouts.js";
+import { runsPage } from "./runs.js";
+import { chosenRuns, link, place, shared } from "./state.js";
+
+const PAGES = {
+  runs: ["Runs", runsPage],
+  curves: ["Curves", curvesPage],
+  rollouts: ["Rollouts", rolloutsPage],
+  compare: ["Differences", comparePage],
+  facts: ["Facts", factsPage],
+};
+const KEYS = [
+  ["1 … 5", "runs, curves, rollouts, differences, facts"],
+  ["j  k", "next, previous in a list"],
+  ["Enter", "open"],
+  ["n  p", "next, previous group"],
+  ["c", "colour tokens by the next quantity"],
+  ["/", "search"],
+  ["+  −  ←  →  0", "curves: closer, wider, earlier, later, all steps"],
+  ["s", "curves: smoother, and back to none"],
+  ["Esc", "leave a field, close"],
+  ["t", "light or dark"],
+];
+const HEARTBEAT = 2000;
+
+const main = document.getElementById("main");
+const status = document.getElementById("status");
+let page = null;
+
+/** Tell the reader, in the header. */
+export function say(text, isBad = false) {
+  status.textContent = text;
+  status.className = isBad ? "bad" : "";
+}
+
+async function show() {
+  const { page: name } = place();
+  const [title, make] = PAGES[name] ?? PAGES.runs;
+  document.title = `${title} · Covey`;
+  fill(document.getElementById("nav"), Object.entries(PAGES).map(([key, [label]]) =>
+    h("a", { href: link(key, key === "runs" ? {} : { run: chosenRuns() }), "aria-current": key === name ? "page" : null }, label)));
+  page?.leave?.();
+  if (page?.name === name && page.moved) {
+    page.moved();
+  } else {
+    page = { name, ...(await make(main)) };
+  }
+  document.documentElement.dataset.ready = name;
+}
+
+async function beat() {
+  if (document.hidden) return;
+  try {
+    const before = JSON.stringify(shared.runs);
+    const told = await ask("runs");
+    shared.runs = told.runs;
+    shared.sorts = told.sorts;
+    const left = told.runs.filter((run) => run.indexed.bytes < run.indexed.of || run.indexed.files_left > 0);
+    say(left.length ? `reading ${left.map((run) => `${run.name} (${share(run)})`).join(", ")}` : "");
+    if (JSON.stringify(shared.runs) !== before) page?.live?.();
+  } catch (error) {
+    if (!isStale(error)) say("The server does not answer; it may have been stopped.", true);
+  }
+}
+
+function share(run) {
+  const { bytes, of, files_left: files } = run.indexed;
+  return bytes < of ? `${Math.floor((100 * bytes) / of)}% of the metrics` : `${files} files of rollouts left`;
+}
+
+function onKey(event) {
+  const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
+  if (event.key === "Escape" && typing) event.target.blur();
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const names = Object.keys(PAGES);
+  const at = Number(event.key) - 1;
+  if (event.key === "?") showKeys();
+  else if (event.key === "t") switchTheme();
+  else if (names[at]) location.hash = link(names[at], at ? { run: chosenRuns() } : {});
+  else if (event.key === "/" && document.querySelector("input[type=search]")) document.querySelector("input[type=search]").focus();
+  else if (!page?.key?.(event.key)) return;
+  event.preventDefault();
+}
+
+function showKeys() {
+  const dialog = document.getElementById("keys");
+  fill(dialog, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([key, what]) => [h("dt", {}, key), h("dd", {}, what)])),
+    h("form", { method: "dialog" }, h("button", {}, "Close")));
+  if (!dialog.open) dialog.showModal();
+}
+
+function switchTheme() {
+  const root = document.documentElement;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+  localStorage.setItem("theme", root.dataset.theme);
+  page?.theme?.();
+}
+
+async function start() {
+  const theme = localStorage.getItem("theme");
+  if (theme) document.documentElement.dataset.theme = theme;
+  document.getElementById("theme").addEventListener("click", switchTheme);
+  document.getElementById("help").addEventListener("click", showKeys);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.theme?.());
+  addEventListener("hashchange", show);
+  addEventListener("keydown", onKey);
+  await beat();
+  await show();
+  setInterval(beat, HEARTBEAT);
+}
+
+start();

@@ -1,0 +1,154 @@
+// What the policy wrote: a list of groups to sort, filter and search, and one of them in full.
+
+import { ask, isStale } from "./api.js";
+import { fill, h, later, short, visible } from "./dom.js";
+import { groupView } from "./group.js";
+import { amend, chosenRuns, place, shared } from "./state.js";
+
+const ROWS = 50;
+const FILTERS = ["sort", "search", "from", "to", "min_reward", "max_reward", "truncated", "signal", "uid"];
+
+/** Fill the page; what comes back keeps it live. */
+export function rolloutsPage(main) {
+  const kept = { rows: [], next: 0, at: -1, isBusy: false, turn: 0 };
+  const list = h("div", { class: "list", role: "list", "aria-label": "Groups" });
+  const more = h("div", { class: "more", role: "status" });
+  const detail = h("section", { class: "detail", "aria-label": "Group" });
+  const bar = filters(() => restart());
+  const layout = h("div", { class: "browser" }, h("div", { class: "side" }, list, more), detail);
+  const group = groupView(detail, { step: moveBy, close: () => open(null) });
+  fill(main, h("h1", {}, "Rollouts"), bar, layout);
+  new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && load(), { rootMargin: "600px" }).observe(more);
+
+  function query() {
+    const words = place().words;
+    return { run: words.get("run") ?? chosenRuns()[0], ...Object.fromEntries(FILTERS.map((name) => [name, words.get(name)])) };
+  }
+
+  async function restart() {
+    Object.assign(kept, { rows: [], next: 0, at: -1, isBusy: false, turn: kept.turn + 1 });
+    await load();
+  }
+
+  async function load() {
+    if (kept.isBusy || kept.next === null || !query().run) return;
+    kept.isBusy = true;
+    const turn = kept.turn;
+    const isFirst = kept.next === 0;
+    try {
+      const told = await ask("rollouts", { ...query(), start: kept.next, most: ROWS }, "rollouts");
+      if (turn !== kept.turn) return;
+      if (isFirst) fill(list);
+      const start = kept.rows.length;
+      kept.rows.push(...told.rows);
+      kept.next = told.next;
+      list.append(...told.rows.map((row, at) => rowOf(row, start + at)));
+      fill(more, ending(told));
+      document.documentElement.dataset.listed = String(performance.now());
+      kept.isBusy = false;
+      if (told.next !== null && (!told.rows.length || more.getBoundingClientRect().top < innerHeight)) setTimeout(load, 0);
+    } catch (error) {
+      if (turn === kept.turn) kept.isBusy = false;
+      if (!isStale(error)) fill(more, h("p", { class: "bad" }, error.message));
+    }
+  }
+
+  function ending(told) {
+    const found = `${short(kept.rows.length)} shown of ${short(told.matching)} groups that pass`;
+    const left = told.files_left ? `; ${told.files_left} files are not read yet` : "";
+    const looking = query().search ? (told.next === null ? "; all were searched" : `; searched ${short(told.next)}`) : "";
+    return `${found}${looking} (${short(told.groups)} groups, ${short(told.completions)} completions)${left}`;
+  }
+
+  function rowOf(row, at) {
+    return h("div", { class: "row", role: "listitem", tabindex: at === 0 ? 0 : -1, "data-at": at, onclick: () => select(at, true),
+      onkeydown: (event) => event.key === "Enter" && select(at, true) },
+    h("div", { class: "head" }, h("b", {}, `step ${row.step}`), h("span", {}, `group ${row.group}`), meter(row),
+      row.truncated ? h("span", { class: "tag" }, `${row.truncated} cut`) : null,
+      row.change === null ? null : h("span", { class: row.change < 0 ? "worse" : "better" }, `${row.change < 0 ? "" : "+"}${short(row.change)}`)),
+    h("div", { class: "brief" }, visible(row.prompt)), h("div", { class: "brief soft" }, visible(row.first)));
+  }
+
+  function select(at, isOpened) {
+    if (at < 0 || at >= kept.rows.length) return false;
+    list.querySelector("[aria-current]")?.removeAttribute("aria-current");
+    const element = list.children[at];
+    kept.at = at;
+    element.setAttribute("aria-current", "true");
+    element.tabIndex = 0;
+    element.focus({ preventScroll: true });
+    element.scrollIntoView({ block: "nearest" });
+    if (isOpened) open(kept.rows[at]);
+    return true;
+  }
+
+  function open(row) {
+    amend({ step: row?.step, group: row?.group });
+    layout.classList.toggle("open", row !== null);
+    if (row) group.show(query().run, row.step, row.group);
+    else fill(detail, h("p", { class: "soft" }, "Choose a group."));
+  }
+
+  function moveBy(by) {
+    if (kept.at + by >= kept.rows.length - 5) load();
+    return select(kept.at + by, true);
+  }
+
+  function fromAddress() {
+    const words = place().words;
+    restart();
+    open(words.get("group") === null ? null : { step: Number(words.get("step")), group: Number(words.get("group")) });
+  }
+
+  fromAddress();
+  return {
+    moved: () => rolloutsPageAgain(main),
+    theme: () => group.recolour(),
+    key(key) {
+      if (key === "j") return select(kept.at + 1, false);
+      if (key === "k") return select(kept.at - 1, false);
+      if (key === "n") return moveBy(1);
+      if (key === "p") return moveBy(-1);
+      if (key === "Escape") return open(null), true;
+      return group.key(key);
+    },
+  };
+}
+
+function rolloutsPageAgain(main) {
+  return rolloutsPage(main);
+}
+
+function meter(row) {
+  const text = row.reward === null ? "not scored" : `${short(row.reward)} (${short(row.lowest)} to ${short(row.highest)})`;
+  return h("span", { class: "meter", title: "mean reward (lowest to highest)" }, text);
+}
+
+function filters(changed) {
+  const words = place().words;
+  const set = (name, value) => {
+    amend({ [name]: value, step: null, group: null });
+    changed();
+  };
+  const field = (name, label, properties) => {
+    const input = h("input", { value: words.get(name) ?? "", "aria-label": label, ...properties });
+    input.addEventListener("input", later(() => set(name, input.value), 150));
+    return h("label", {}, `${label} `, input);
+  };
+  const box = (name, label) => {
+    const input = h("input", { type: "checkbox", checked: words.has(name), onchange: () => set(name, input.checked) });
+    return h("label", {}, input, label);
+  };
+  const run = words.get("run") ?? chosenRuns()[0];
+  const select = (name, label, options, now) => h("select", { "aria-label": label, onchange: (event) => set(name, event.target.value) },
+    options.map((option) => h("option", { value: option, selected: option === now }, option)));
+  const search = h("input", { type: "search", class: "long", value: words.get("search") ?? "", placeholder: "Search prompts and completions",
+    "aria-label": "Search prompts and completions" });
+  search.addEventListener("input", later(() => set("search", search.value), 150));
+  const uid = words.has("uid") ? h("button", { onclick: (event) => { event.target.remove(); set("uid", null); } }, "one prompt only ×") : null;
+  return h("div", { class: "bar" }, select("run", "Run", shared.runs.map((one) => one.name), run), search,
+    select("sort", "Order", shared.sorts, words.get("sort") ?? "newest"),
+    field("from", "step", { type: "number", min: 0 }), field("to", "to", { type: "number", min: 0 }),
+    field("min_reward", "reward", { type: "number", step: "any" }), field("max_reward", "to", { type: "number", step: "any" }),
+    box("truncated", "cut off"), box("signal", "rewards differ"), uid);
+}
