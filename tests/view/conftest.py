@@ -32,7 +32,7 @@ def length(prompts: list[str], completions: list[str], **columns: Any) -> list[f
     return [float(len(text)) for text in completions]
 
 
-def train(folder: Path, **changed: Any) -> Path:
+def train(folder: Path, rows: list[dict[str, str]] = ROWS, **changed: Any) -> Path:
     """A run of four steps with rollouts at steps 1, 2 and 4."""
     given: dict[str, Any] = {
         "output_dir": str(folder),
@@ -53,9 +53,14 @@ def train(folder: Path, **changed: Any) -> Path:
     args = GRPOConfig(**{**given, **changed})
     model = tiny_model("qwen2")
     GRPOTrainer(
-        model, [share_of_e, length], args=args, train_dataset=Dataset.from_list(ROWS), processing_class=tiny_tokenizer()
+        model, [share_of_e, length], args=args, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer()
     ).train()
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained() -> Callable[..., Path]:
+    return train
 
 
 @pytest.fixture(scope="session")

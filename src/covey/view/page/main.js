@@ -40,12 +40,17 @@ export function say(text, isBad = false) {
   status.className = isBad ? "bad" : "";
 }
 
+/** The links between pages, which carry the chosen runs along. */
+function drawLinks(name) {
+  fill(document.getElementById("nav"), Object.entries(PAGES).map(([key, [label]]) =>
+    h("a", { href: link(key, key === "runs" ? {} : { run: chosenRuns() }), "aria-current": key === name ? "page" : null }, label)));
+}
+
 async function show() {
   const { page: name } = place();
   const [title, make] = PAGES[name] ?? PAGES.runs;
   document.title = `${title} · Covey`;
-  fill(document.getElementById("nav"), Object.entries(PAGES).map(([key, [label]]) =>
-    h("a", { href: link(key, key === "runs" ? {} : { run: chosenRuns() }), "aria-current": key === name ? "page" : null }, label)));
+  drawLinks(name);
   page?.leave?.();
   if (page?.name === name && page.moved) {
     page.moved();
@@ -111,6 +116,7 @@ async function start() {
   document.getElementById("help").addEventListener("click", showKeys);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.theme?.());
   addEventListener("hashchange", show);
+  addEventListener("covey-chosen", () => drawLinks(place().page));
   addEventListener("keydown", onKey);
   await beat();
   await show();

@@ -46,6 +46,7 @@ export function chosenRuns() {
 /** Remember which runs are looked at. */
 export function choose(names) {
   shared.chosen = names;
+  dispatchEvent(new Event("covey-chosen"));
 }
 
 const LINES = ["#2f7fc1", "#d9730d", "#3a9d5d", "#a34fb5", "#c23b4b", "#7a6a00", "#008b94", "#8c5a3c"];
