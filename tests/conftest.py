@@ -31,13 +31,13 @@ def _seeded():
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was(monkeypatch):
-    """What the command line sets for its process is put back."""
-    loggers = [logging.getLogger(name) for name in ("covey", "bitsandbytes")]
-    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    yield
-    for logger, (handlers, level, propagates) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagates
+    """What the command line sets for its process is taken back, also what a fixture of a whole module set by calling it."""
+    for name in ("covey", "bitsandbytes"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
 @pytest.fixture(autouse=True)

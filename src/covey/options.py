@@ -36,7 +36,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "rewards": (
         "reward_weights", "scale_rewards", "multi_objective_aggregation", "reward_timeout_seconds", "on_reward_error",
-        "reward_error_limit", "reward_workers", "reward_normalization", "reward_clip",
+        "metrics_by", "reward_error_limit", "reward_workers", "reward_normalization", "reward_clip",
     ),
     "sampler and learner": (
         "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
@@ -49,7 +49,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "numbers gone bad": (
         "on_bad_numbers", "on_spike", "spike_threshold", "bad_steps_limit", "roll_backs_limit", "roll_back_learning_rate",
     ),
-    "alerts": ("alert_actions", "alert_webhook", "audit_metrics", "metrics_by"),
+    "alerts": ("alert_actions", "alert_webhook", "audit_metrics"),
     "evaluation": (
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
         "num_generations_eval", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",

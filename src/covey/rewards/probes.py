@@ -142,7 +142,8 @@ def programs(rows: Sequence[Row]) -> list[Probe]:
 
 def mark_file() -> Path:
     """Where a program among the probes leaves a mark, if whatever runs it lets it write on this machine."""
-    return Path(tempfile.gettempdir()) / f"covey-reward-test-{os.getpid()}"
+    own = "".join("abcdefghij"[int(digit)] for digit in str(os.getpid()))  # a digit might be the right answer
+    return Path(tempfile.gettempdir()) / f"covey-reward-test-{own}"
 
 
 def marking_program() -> str:
