@@ -36,6 +36,7 @@ def words(*more):
     return ["train", *WHAT.split(), *SMALL.split(), "--disable-tqdm", *map(str, more)]
 
 
+@pytest.mark.slow
 def test_each_seed_is_a_run_and_one_seed_more_keeps_those_that_ended(place, capsys):
     assert main(words("--max-steps", 1, "--seeds", 1, "--json")) == 0
     first = json.loads(capsys.readouterr().out)["seeds"]["0"]["metrics"]["eval_reward"]

@@ -41,6 +41,7 @@ def words(*more):
 RATES = ("--search", "learning_rate=1e-5:1e-2:log")
 
 
+@pytest.mark.slow
 def test_trials_are_runs_and_the_best_ones_options_can_be_trained(place, capsys):
     assert main(words(*RATES, "--max-steps", 2, "--trials", 2, "--learning-rate", "1e-3", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
