@@ -32,7 +32,8 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _process_as_it_was(monkeypatch):
     """What the command line sets for its process is taken back, also what a fixture of a whole module set by calling it."""
-    for name in ("covey", "bitsandbytes"):
+    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in ("covey", "bitsandbytes")]
+    for name in known:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.setLevel(logging.NOTSET)
