@@ -19,5 +19,6 @@ QUICK = (
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
 def test_a_run_resumed_in_the_middle_ends_as_the_one_left_alone(name: str, tmp_path: Path) -> None:
     assert compare(CASES[name], tmp_path) == {}

@@ -99,13 +99,13 @@ def full_disk(bench: Bench) -> Outcome:
 
 
 def no_memory(bench: Bench) -> Outcome:
-    """16 MiB more than the process has, from a random step on; where a library aborts on it, the run is started again."""
+    """16 MiB more than the process has, from a random step on; where a library aborts or fails on it, the run is started again."""
     folder = bench.fresh()
     plan = Plan(str(folder), steps=3, save_steps=1, trouble="no memory", at=bench.random.randrange(1, 3))
     code = bench.run(plan)
     if code == 0 and not events(folder, "out_of_memory"):
         return Outcome(True, came_late=True)
-    if code not in (-signal.SIGABRT, 71):
+    if code not in (-signal.SIGABRT, 1, 71):
         return _finishes(folder, code)
     reached = last_step(folder)
     code = bench.run(replace(plan, at=-1))
