@@ -55,10 +55,10 @@ def test_a_process_that_falls_silent_is_given_up(both: list[Pulse]) -> None:
 
 def test_a_process_that_falls_silent_while_it_is_waited_for_is_not_said_to_live() -> None:
     store = HashStore()
-    mine, other = [Pulse(store, rank, 2, silence=3.0, patience=3.0) for rank in range(2)]
+    mine, other = [Pulse(store, rank, 2, silence=4.0, patience=4.0) for rank in range(2)]
     mine.start()
     other.start()
-    silent = threading.Timer(1.0, other.stop)
+    silent = threading.Timer(0.3, other.stop)
     silent.start()
     with pytest.raises(RankError, match="has not been heard of for"):  # heard of last after the wait began
         mine.meet(lambda: time.sleep(WAIT))
