@@ -176,11 +176,11 @@ class Pulse:
         waited = now - since
         for rank, heard in self.heard.items():
             other = self.others.get(rank, Beat())
-            if other.ended and other.meetings < mine.meetings:
+            if other.ended and (other.meetings < mine.meetings or now - heard > PARTED_SECONDS):
                 return f"{self._name(rank)} {other.ended}. {self._we(waited)}"
             if now - heard > self.silence:
                 return f"{self._name(rank)} has not been heard of for {now - heard:.0f} s; {self._last(other)}. {self._we(waited)}"
-            lives = now - heard < 4 * BEAT_SECONDS  # a silent one is waited for until `silence` says that it is gone
+            lives = heard > since + self.patience  # a silent one is waited for until `silence` says that it is gone
             if waited > self.patience and lives and other.meetings < mine.meetings:
                 return f"{self._name(rank)} lives but did not come within {waited:.0f} s; {self._last(other)}. {self._we(waited)}"
             if waited > PARTED_SECONDS and other.meetings == mine.meetings and other.meeting not in ("", mine.meeting):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from torch.distributed import HashStore
@@ -14,18 +14,27 @@ from torch.distributed import HashStore
 from covey.errors import RankError
 from covey.pulse import Beat, Pulse
 
-WAIT = 30.0
+WAIT = 60.0
+SILENCE = 8.0
+"""Long enough that a loaded machine is not taken for a dead process."""
 
 
 @pytest.fixture
 def both() -> Iterator[list[Pulse]]:
     store = HashStore()
-    pulses = [Pulse(store, rank, 2, silence=1.5, patience=3.0) for rank in range(2)]
+    pulses = [Pulse(store, rank, 2, silence=SILENCE, patience=1.0) for rank in range(2)]
     for one in pulses:
         one.start()
     yield pulses
     for one in pulses:
         one.stop()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_meeting_returns_what_the_collective_returns(both: list[Pulse]) -> None:
@@ -44,13 +53,16 @@ def test_a_process_that_said_why_it_ended_is_named_with_it(both: list[Pulse]) ->
     assert both[0].is_abandoned
 
 
-def test_a_process_that_falls_silent_is_given_up(both: list[Pulse]) -> None:
-    time.sleep(1.2)
-    both[1].stop()
-    started = time.monotonic()
+def test_a_process_that_falls_silent_is_given_up() -> None:
+    store = HashStore()
+    mine, other = [Pulse(store, rank, 2, silence=2.0, patience=WAIT) for rank in range(2)]
+    mine.start()
+    other.start()
+    wait_until(lambda: 1 in mine.others)
+    other.stop()
     with pytest.raises(RankError, match=r"has not been heard of for \d+ s; it was last in"):
-        both[0].meet(lambda: time.sleep(WAIT))
-    assert time.monotonic() - started < WAIT / 2
+        mine.meet(lambda: time.sleep(WAIT))
+    mine.stop()
 
 
 def test_a_process_that_falls_silent_while_it_is_waited_for_is_not_said_to_live() -> None:
@@ -66,13 +78,12 @@ def test_a_process_that_falls_silent_while_it_is_waited_for_is_not_said_to_live(
 
 
 def test_a_process_that_lives_but_does_not_come_is_given_up_after_the_patience(both: list[Pulse]) -> None:
-    started = time.monotonic()
     with pytest.raises(RankError, match=r"lives but did not come within \d+ s"):
         both[0].meet(lambda: time.sleep(WAIT))
-    assert time.monotonic() - started < WAIT / 2
 
 
 def test_processes_that_wait_in_different_places_are_told(both: list[Pulse], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(both[0], "patience", WAIT)
     monkeypatch.setattr("covey.pulse.PARTED_SECONDS", 1.0)
 
     def elsewhere() -> None:
@@ -83,8 +94,9 @@ def test_processes_that_wait_in_different_places_are_told(both: list[Pulse], mon
     other.start()
     with pytest.raises(RankError, match=r"rank 1 .* waits in elsewhere .* waits in test_processes.*they have parted"):
         both[0].meet(lambda: time.sleep(WAIT))
-    both[0].end("has gone")
-    other.join(10)
+    both[0].end("has gone")  # where the other one has not seen yet that they parted, it sees this
+    both[0].stop()
+    other.join(WAIT)
     assert not other.is_alive()
 
 
@@ -96,7 +108,7 @@ def test_an_error_that_all_have_at_the_same_point_lets_them_meet_again(both: lis
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(WAIT)
     assert found == [True, True]
 
 
@@ -111,7 +123,7 @@ def test_an_error_that_only_one_has_ends_it_for_the_others(both: list[Pulse]) ->
     waiting = threading.Thread(target=wait)
     waiting.start()
     assert not both[1].fails_together(ValueError("only here"))
-    waiting.join(10)
+    waiting.join(WAIT)
     assert "failed with ValueError: only here" in found[0]
 
 
@@ -121,12 +133,12 @@ import time
 from torch.distributed import HashStore
 from covey.pulse import Pulse
 store = HashStore()
-mine, other = [Pulse(store, r, 2, silence=9.0, patience=9.0, is_pollable=r == 1) for r in range(2)]
+mine, other = [Pulse(store, r, 2, silence=60.0, patience=60.0, is_pollable=r == 1) for r in range(2)]
 mine.start(), other.start()
 other.end("has gone")
-mine.meet(lambda: time.sleep(60))
+mine.meet(lambda: time.sleep(100))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 76
     assert "rank 1" in done.stderr
     assert "has gone" in done.stderr
