@@ -18,6 +18,7 @@ from covey.data import PromptStream, check_dataset
 from covey.errors import ConfigError, RewardError
 from covey.evaluation import Evaluator
 from covey.interruption import Interruption
+from covey.invariants import RatioWatch
 from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
@@ -311,6 +312,7 @@ def build_parts(
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
     sampler.between = learner.between = interruption
+    learner.look_at_first = RatioWatch(learner.policy, sampler)
     return Parts(
         prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
         sampler=sampler,

@@ -1,4 +1,4 @@
-"""What must not change while a run goes on, looked at whenever it saves: a checkpoint of a broken run helps nobody."""
+"""What must hold while a run goes on: looked at whenever it saves, and before the first update of every rollout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import xxhash
 from torch import Tensor
 
 from covey.errors import InvariantError
-from covey.learner import Learner
+from covey.learner import FIRST_UPDATE, Learner, Policy
+from covey.rollout import NativeSampler
+from covey.types import Metric
 from covey.world import World
 
 Fingerprints = dict[str, str]
@@ -58,6 +60,68 @@ class Watch:
                 "its tensors or writes to them, and resume from the last checkpoint."
             )
         self.frozen, self.reference, self.moves = frozen, reference, moves if stood_still else -1
+
+
+_FLOAT_ERROR = 1e-3
+"""Nats a token, on average, that two float32 computations of one log-probability may differ by; measured: below 1e-5."""
+_ROUNDED_ERROR = 0.2
+"""The same in bfloat16, float16, TF32 or over quantized weights; measured in bfloat16: about 0.01."""
+_SAMPLER = "sampling/sampling_logp_difference/mean"
+
+
+@dataclass(frozen=True, eq=False)
+class RatioWatch:
+    """At the first update of a rollout the policy is the one that drew it, so every ratio must be 1 up to float error.
+
+    Looks at the learner's own log-probabilities of the rollout, where they were measured, and at the native sampler's, where it
+    computes in the learner's type. Costs one subtraction a token. A model that draws while it trains (dropout, router noise) is
+    not looked at.
+    """
+
+    policy: Policy
+    sampler: Any
+
+    def __call__(self, metrics: Mapping[str, Metric], version: int) -> None:
+        """Raise InvariantError where the merged metrics of such an update say otherwise; every process has the same.
+
+        `version`: of the weights that drew the batch; one that was drawn with others than the newest may be off-policy.
+        """
+        if getattr(self.sampler, "version", version) != version or draws_while_training(self.policy.model):
+            return
+        limit = _FLOAT_ERROR if self._is_exact() else _ROUNDED_ERROR
+        if FIRST_UPDATE in metrics and (gap := metrics[FIRST_UPDATE].value) > limit:
+            raise InvariantError(
+                f"The first update of a rollout is not on-policy: the learner's log-probabilities are {gap:.3g} a token from its "
+                f"own at the rollout, where {limit:g} is float error; look for a callback or reward that writes to the model, "
+                "and resume from the last checkpoint."
+            )
+        if self._is_same_type() and _SAMPLER in metrics and (gap := metrics[_SAMPLER].value) > limit:
+            raise InvariantError(
+                f"The sampler does not sample from the policy that is trained: their log-probabilities of the same tokens are "
+                f"{gap:.3g} a token apart, where {limit:g} is float error; look for a callback or reward that writes to the "
+                "model, or take rollout_backend='transformers', and resume from the last checkpoint."
+            )
+
+    def _is_exact(self) -> bool:
+        weights = list(self.policy.model.parameters())
+        is_plain = self.policy.compute_dtype is None and all(weight.dtype == torch.float32 for weight in weights)
+        return is_plain and (weights[0].device.type == "cpu" or torch.get_float32_matmul_precision() == "highest")
+
+    def _is_same_type(self) -> bool:
+        if not isinstance(self.sampler, NativeSampler):
+            return False
+        trained_in = self.policy.compute_dtype or next(self.policy.model.parameters()).dtype
+        return self.sampler.forward.dtype == trained_in
+
+
+def draws_while_training(model: torch.nn.Module) -> bool:
+    """Whether two forwards of the model in training mode may differ by what it draws."""
+    names = ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout", "jitter_noise")
+    for module in model.modules():
+        values = [module.p] if isinstance(module, torch.nn.Dropout) else [getattr(module, name, 0.0) for name in names]
+        if any(isinstance(value, float) and value > 0 for value in values):
+            return True
+    return False
 
 
 def expect_same_weights(model: torch.nn.Module, world: World) -> None:

@@ -32,7 +32,7 @@ from covey.build import (
 )
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
-from covey.errors import ConfigError, CoveyError, DataError
+from covey.errors import ConfigError, CoveyError, DataError, InvariantError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.models import (
@@ -323,8 +323,13 @@ class GRPOTrainer:
             return loop.run(parts, state)
         except BaseException as error:
             is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
-            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and self.args.save_strategy != "no"
-            if is_shared and saves and parts.session.latest.step > parts.session.last_saved:
+            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, InvariantError)
+            if (
+                is_shared
+                and saves
+                and self.args.save_strategy != "no"
+                and parts.session.latest.step > parts.session.last_saved
+            ):
                 parts.session.save(parts.session.latest)
             parts.session.fail()
             raise

@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import InvariantError
-from covey.invariants import expect_adapter_reloads, fingerprints
+from covey.invariants import draws_while_training, expect_adapter_reloads, fingerprints
+from covey.learner import FIRST_UPDATE
 from covey.runs import checkpoint
 from kit import tiny_model, tiny_tokenizer
 
@@ -118,6 +119,98 @@ def test_an_adapter_file_that_is_not_the_trained_one_is_refused(tmp_path: Path) 
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 16'))
     with pytest.raises(InvariantError, match="its option lora_alpha differs"):
         expect_adapter_reloads(one.model, folder)
+
+
+class Before(TrainerCallback):
+    """Does something once in the middle of a step: when its rollout is there and its update is not."""
+
+    def __init__(self, step: int, one: GRPOTrainer, deed: Callable[[], None]) -> None:
+        self.step, self.one, self.deed = step, one, deed
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            learner = self.one._running.learner
+            annotate = learner.annotate
+
+            def then(*given: Any) -> Any:
+                found = annotate(*given)
+                self.deed()
+                del learner.annotate
+                return found
+
+            learner.annotate = then
+
+
+@torch.no_grad()
+def shrink(model: torch.nn.Module) -> None:
+    """What a callback that swaps in averaged weights, and forgets to swap back, does."""
+    for weight in model.parameters():
+        weight.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"num_iterations": 2}, "learner's log-probabilities are .* from its own at the rollout"),
+        ({}, "sampler does not sample from the policy that is trained"),
+    ],
+    ids=["its own", "the sampler's"],
+)
+def test_a_ratio_that_is_not_1_at_the_first_update_of_a_rollout_ends_the_run_before_the_update(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    one = trainer(tmp_path, max_steps=6, **changed)
+    one.add_callback(Before(4, one, lambda: shrink(one.model)))
+    with pytest.raises(InvariantError, match=said) as raised:
+        one.train()
+    assert raised.value.exit_code == 72
+    assert one.state.global_step == 4
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == [1, 2, 3, 4]
+
+
+class Gaps(TrainerCallback):
+    """What the ratio is watched by, at each rollout's first update."""
+
+    def __init__(self, one: GRPOTrainer) -> None:
+        self.one, self.seen = one, []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        learner = self.one._running.learner
+        watch = learner.look_at_first
+
+        def look(metrics: Any, version: int) -> None:
+            self.seen.append([metrics[name].value for name in (FIRST_UPDATE, "sampling/sampling_logp_difference/mean")])
+            watch(metrics, version)
+
+        learner.look_at_first = look
+
+
+@pytest.mark.parametrize(
+    "peft_config, changed, looks",
+    [
+        (LORA, {}, 6),
+        (None, {"steps_per_generation": 3, "gradient_accumulation_steps": 1}, 2),
+        (None, {"num_iterations": 2, "beta": 0.1, "max_tokens_per_microbatch": 40}, 3),
+    ],
+    ids=["on-policy, LoRA", "steps_per_generation", "num_iterations, small micro-batches and a KL term"],
+)
+def test_a_healthy_run_has_ratio_1_up_to_float_error_at_the_first_update_of_every_rollout(
+    peft_config: Any, changed: dict[str, Any], looks: int, tmp_path: Path
+) -> None:
+    one = trainer(tmp_path, peft_config, max_steps=6, save_strategy="no", **changed)
+    gaps = Gaps(one)
+    one.add_callback(gaps)
+    one.train()
+    assert len(gaps.seen) == looks
+    assert all(gap < 1e-5 for pair in gaps.seen for gap in pair), gaps.seen
+
+
+def test_a_model_that_drops_out_is_not_expected_to_repeat_itself(tmp_path: Path) -> None:
+    dropping = LoraConfig(r=2, lora_alpha=8, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    one = trainer(tmp_path, dropping, num_iterations=2, disable_dropout=False, max_steps=2)
+    assert draws_while_training(one.model)
+    assert one.train().global_step == 2
+    assert not draws_while_training(tiny_model("qwen2"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])

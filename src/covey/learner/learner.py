@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,9 @@ from covey.types import (
     merge_metrics,
 )
 from covey.world import World
+
+FIRST_UPDATE = "first_update/log_ratio"
+"""Mean distance, a token, of the log-probabilities of a rollout's first update from those measured at the rollout."""
 
 
 @dataclass(eq=False)
@@ -68,6 +71,8 @@ class Learner:
     """Makes a single completion need less memory, once; False when it cannot."""
     between: Callable[[], None] = lambda: None
     """Called before each micro-batch; what it raises ends the step, of which `forget` leaves nothing."""
+    look_at_first: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
+    """Sees the metrics of a rollout's first update, and the version of its weights, before it is made; may refuse it."""
     room: Room = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +138,9 @@ class Learner:
             parts += self.room.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
         parts += self.room.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self.forget)
         metrics = self.world.merge(merge_metrics(parts))
+        if rows and all(row.completion.version == step - 1 for row in rows):
+            self.look_at_first(metrics, step - 1)
+        metrics.pop(FIRST_UPDATE, None)
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         report = self._update(metrics, step)
         return replace(report, events=(*self.room.take_events(), *report.events))
@@ -152,7 +160,9 @@ class Learner:
         mine = self.world.share(rows)
         algorithm = self._prepared(algorithm, (mine,), totals)
         parts = self.room.attempt(lambda: self._evaluate_all(mine, algorithm, totals))
-        return self.world.merge(merge_metrics(parts))
+        metrics = self.world.merge(merge_metrics(parts))
+        metrics.pop(FIRST_UPDATE, None)
+        return metrics
 
     def _prepared(self, algorithm: Algorithm, parts: Sequence[Sequence[Row]], totals: Totals) -> Algorithm:
         """The algorithm with whatever it must know of the whole step (quantiles, covariances) filled in.
@@ -196,7 +206,8 @@ class Learner:
             metrics["aux_loss"] = Mean(measured.auxiliary_loss.item() * len(batch), len(batch))
             loss = loss + self.policy.auxiliary_coefficient * share * measured.auxiliary_loss
         metrics["loss"] = Sum(loss.item())
-        return loss, metrics | _difference(tokens) | _effective_size(tokens)
+        gap = (tokens.logp.detach() - tokens.old_logp).abs()
+        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | _difference(tokens) | _effective_size(tokens)
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
