@@ -45,34 +45,46 @@ def total_of(group: Group, weights: Tensor) -> Tensor:
 
 def _diversity(ids: Sequence[Sequence[NDArray[np.int64]]]) -> dict[str, Metric]:
     """Of completions [P][G][T_i], by group: distinct completions, distinct n-grams (Li et al. 2016), and n-grams that return."""
+    rows = [row for group in ids for row in group]
+    of_group = np.repeat(np.arange(len(ids)), [len(group) for group in ids])
     unique = [len({row.tobytes() for row in group}) / max(len(group), 1) for group in ids]
     metrics: dict[str, Metric] = {"diversity/unique": Mean(sum(unique), len(unique))}
+    grams = _Grams(rows)
     for n in (1, 2):
-        shares = [_distinct(np.concatenate([_grams(row, n) for row in group])) for group in ids]
-        known = [share for share in shares if share is not None]
-        metrics[f"diversity/distinct_{n}"] = Mean(sum(known), len(known))
-    fresh = [_distinct(_grams(row, _REPEATED)) for group in ids for row in group]
-    again = [1.0 - share for share in fresh if share is not None]
-    return {**metrics, "completions/repetition": Mean(sum(again), len(again))}
+        shares = grams.distinct(n, of_group, len(ids))
+        metrics[f"diversity/distinct_{n}"] = Mean(float(shares.sum()), len(shares))
+    again = 1.0 - grams.distinct(_REPEATED, np.arange(len(rows)), len(rows))
+    return {**metrics, "completions/repetition": Mean(float(again.sum()), len(again))}
 
 
-def _grams(row: NDArray[np.int64], n: int) -> NDArray[np.uint64]:
-    """[T - n + 1], one number for each n-gram; equal n-grams have equal numbers."""
-    count = len(row) - n + 1
-    if count <= 0:
-        return np.zeros(0, dtype=np.uint64)
-    code = np.zeros(count, dtype=np.uint64)
-    for i in range(n):
-        code = code * _MIX + row[i : i + count].astype(np.uint64) + np.uint64(1)
-    return code
+class _Grams:
+    """The n-grams of completions [N][T_i], all at once: a step has hundreds of completions, mostly short ones."""
 
+    def __init__(self, rows: Sequence[NDArray[np.int64]]) -> None:
+        self._tokens = np.concatenate(rows).astype(np.uint64) if rows else np.zeros(0, dtype=np.uint64)
+        self._row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
 
-def _distinct(codes: NDArray[np.uint64]) -> float | None:
-    """Share of the codes that are left once each is counted once; None of none. By sorting, ten times as fast as by hashing."""
-    if not len(codes):
-        return None
-    ordered = np.sort(codes)
-    return (1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))) / len(codes)
+    def distinct(self, n: int, places: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+        """[<= count], for each of `count` places the share of its n-grams that are left once each is counted once.
+
+        `places` [N]: which place a completion belongs to. A place without n-grams is left out. An n-gram is a number of 64
+        bits less those that its place takes; two that differ share one about once in 2^50 pairs.
+        """
+        size = len(self._tokens) - n + 1
+        if size <= 0:
+            return np.zeros(0)
+        code = np.zeros(size, dtype=np.uint64)
+        for i in range(n):
+            code = (code + self._tokens[i : i + size] + np.uint64(1)) * _MIX
+        is_inside = self._row[:size] == self._row[n - 1 :]
+        place = places[self._row[:size][is_inside]]
+        bits = max(count - 1, 1).bit_length()
+        ordered = np.sort(place.astype(np.uint64) << np.uint64(64 - bits) | code[is_inside] >> np.uint64(bits))
+        is_new = np.ones(len(ordered), dtype=bool)
+        is_new[1:] = ordered[1:] != ordered[:-1]
+        all_of = np.bincount(place, minlength=count)
+        new_of = np.bincount((ordered[is_new] >> np.uint64(64 - bits)).astype(np.int64), minlength=count)
+        return new_of[all_of > 0] / all_of[all_of > 0]
 
 
 def _lengths(groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,40 +30,39 @@ class UpdateMeter:
     def __init__(self, model: Any, is_due: Callable[[], bool] = lambda: True) -> None:
         self.model, self.is_due = model, is_due
         self._before: dict[str, Tensor] = {}
+        self._sampled: Tensor | None = None
         self._sizes: dict[str, float] = {}
         self._found: dict[str, Metric] = {}
         self._blocks: tuple[str, ...] | None = None
+        self._modules: list[tuple[str, Any]] | None = None
 
     @torch.no_grad()
     def before(self) -> None:
         """Remember some of the weights, when this step is one to measure."""
-        self._before = {}
+        self._before, self._sampled = {}, None
         if self.is_due():
-            adapters = {id(p) for _, module in self._adapted() for p in _factors(module)}
-            self._before = {
-                name: parameter.detach().clone() if id(parameter) in adapters else _sample(parameter)
-                for name, parameter in self._trained()
-            }
+            plain, inside = self._trained()
+            self._before = {name: parameter.detach().clone() for name, parameter in inside}
+            self._sampled = _samples([parameter for _, parameter in plain])
 
     @torch.no_grad()
     def after(self) -> None:
-        if not self._before:
+        if self._sampled is None:
             return
-        before, self._before = self._before, {}
+        before, sampled, self._before, self._sampled = self._before, self._sampled, {}, None
         moved: dict[str, float] = {}
         size: dict[str, float] = {}
-        changed = total = 0
-        inside = {id(p) for _, module in self._adapted() for p in _factors(module)}
-        names = {id(parameter): name for name, parameter in self._trained()}
-        for name, parameter in self._trained():
-            if name not in before:
-                continue
-            now = parameter.detach() if id(parameter) in inside else _sample(parameter)
-            changed += int((now != before[name]).sum())
-            total += now.numel()
-            if id(parameter) not in inside:
-                scale = parameter.numel() / max(now.numel(), 1)
-                self._add(moved, size, name, _square(now - before[name]) * scale, _square(now) * scale)
+        plain, inside = self._trained()
+        now = _samples([parameter for _, parameter in plain])
+        lengths = [_sampled_of(parameter) for _, parameter in plain]
+        sums = lambda x: [part.square().sum() for part in x.split(lengths)]
+        found = torch.stack([*sums(now - sampled), *sums(now)]).tolist() if plain else []  # one wait for the device
+        changed = int((now != sampled).sum()) + sum(int((p.detach() != before[name]).sum()) for name, p in inside)
+        total = now.numel() + sum(parameter.numel() for _, parameter in inside)
+        for i, (name, parameter) in enumerate(plain):
+            scale = parameter.numel() / max(lengths[i], 1)
+            self._add(moved, size, name, found[i] * scale, found[len(plain) + i] * scale)
+        names = {id(parameter): name for name, parameter in inside}
         for name, module in self._adapted():
             change = _product_change(module, before, names)
             if change is not None:
@@ -77,13 +76,17 @@ class UpdateMeter:
         found, self._found = self._found, {}
         return found
 
-    def _trained(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+    def _trained(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """What is trained by itself, and the factors of adapters."""
+        factors = {id(p) for _, module in self._adapted() for p in _factors(module)}
+        found = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return [(n, p) for n, p in found if id(p) not in factors], [(n, p) for n, p in found if id(p) in factors]
 
-    def _adapted(self) -> Iterator[tuple[str, Any]]:
-        for name, module in self.model.named_modules():
-            if _is_lora(module):
-                yield f"{name}.weight", module
+    def _adapted(self) -> list[tuple[str, Any]]:
+        """Layers with an adapter. Looked for once: a run does not change what it trains."""
+        if self._modules is None:
+            self._modules = [(f"{name}.weight", m) for name, m in self.model.named_modules() if _is_lora(m)]
+        return self._modules
 
     def _frozen(self, name: str, module: Any) -> float:
         """Squared norm of the matrix under an adapter, which never changes."""
@@ -143,8 +146,24 @@ def _product_change(module: Any, before: dict[str, Tensor], names: dict[int, str
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = parameter.detach().reshape(-1)
-    step = -(-flat.numel() // _SAMPLE)
-    return flat[:: step | 1].clone()
+    return flat[:: _stride(flat.numel())]
+
+
+def _samples(parameters: Sequence[Tensor]) -> Tensor:
+    """[S] float32, the sampled weights of all, one after the other, in memory of their own."""
+    if not parameters:
+        return torch.zeros(0)
+    device = parameters[0].device
+    return torch.cat([_sample(parameter).to(device, torch.float32) for parameter in parameters])
+
+
+def _sampled_of(parameter: Tensor) -> int:
+    """How many weights `_sample` takes."""
+    return -(-parameter.numel() // _stride(parameter.numel())) if parameter.numel() else 0
+
+
+def _stride(count: int) -> int:
+    return -(-count // _SAMPLE) | 1
 
 
 def _square(x: Tensor) -> float:
