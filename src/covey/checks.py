@@ -25,6 +25,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "rollout_backend": ("auto", "native", "transformers", "vllm"),
     "vllm_mode": ("colocate", "server"),
     "rollout_dtype": ("auto", "float32", "bfloat16"),
+    "shared_attention": ("auto", "flex", "sdpa"),
     "on_reward_error": ("record", "raise"),
     "reward_normalization": ("none", "group", "batch", "running"),
     "on_long_prompt": ("error", "drop"),
@@ -51,6 +52,7 @@ _AT_LEAST: Mapping[str, float] = {
     "max_completion_length": 1,
     "num_completions_to_print": 1,
     "reward_error_limit": 1,
+    "save_error_limit": 1,
     "bad_steps_limit": 1,
     "roll_backs_limit": 0,
     "max_tokens_per_microbatch": 1,
@@ -106,7 +108,7 @@ _OPTIONAL = frozenset(
         "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
         "max_tokens_per_microbatch", "logits_chunk_tokens", "early_stopping_patience", "epsilon_high", "router_aux_loss_coef", "max_grad_norm",
         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "delta", "off_policy_mask_threshold",
-        "reward_timeout_seconds", "min_p",
+        "reward_timeout_seconds", "min_p", "save_error_limit",
     }
 )  # fmt: skip
 

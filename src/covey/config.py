@@ -236,6 +236,8 @@ class GRPOConfig(TrainingArguments):
     """Begin without gradient checkpointing, and switch it on once a single completion does not fit in memory."""
     activation_offloading: bool = False
     """Keep activations in the host's memory between forward and backward; for accelerators."""
+    shared_attention: str = "auto"
+    """Attention of completions behind their shared prompt: flex (FlexAttention, CUDA), sdpa (by part), or auto (flex where it works)."""
     logits_chunk_tokens: int | None = None
     """Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value."""
     curriculum: str = "none"
@@ -268,6 +270,8 @@ class GRPOConfig(TrainingArguments):
     """Evaluations without a better `metric_for_best_model` before the run stops."""
     save_async: bool = True
     """Write checkpoints beside the steps that follow, from a copy in the host's memory; false: wait for the disk."""
+    save_error_limit: int | None = None
+    """Saves in a row that the disk may refuse before the run stops (exit code 74); unset: it never stops for them."""
     rollout_log_steps: int = 10
     """Write prompts, completions, rewards and advantages to `rollouts/` every so many steps; 0: never."""
 

@@ -56,14 +56,15 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "early_stopping_patience",
     ),
     "output": (
-        "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_async", "resume_from_checkpoint",
+        "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_async", "save_error_limit", "resume_from_checkpoint",
         "rollout_log_steps", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
         "trackio_static_space_id", "logging_strategy", "logging_steps", "logging_first_step", "log_completions",
         "num_completions_to_print", "log_unique_prompts", "log_level", "log_level_replica", "disable_tqdm",
     ),
     "memory, precision and devices": (
         "bf16", "fp16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
-        "activation_checkpointing_kwargs", "activation_offloading", "checkpoint_when_needed", "max_tokens_per_microbatch", "logits_chunk_tokens", "use_cpu", "seed",
+        "activation_checkpointing_kwargs", "activation_offloading", "checkpoint_when_needed", "max_tokens_per_microbatch", "logits_chunk_tokens",
+        "shared_attention", "use_cpu", "seed",
         "data_seed", "full_determinism", "ddp_backend", "ddp_timeout",
     ),
 }  # fmt: skip

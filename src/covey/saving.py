@@ -21,7 +21,7 @@ from covey.runs import checkpoint, serial
 from covey.runs.background import Background
 from covey.runs.snapshot import bytes_to_copy, free_memory, weights_now
 from covey.state import TrainState
-from covey.types import Event
+from covey.types import Alert, Event
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ _UPLOADS: dict[str, Callable[[Any], bool]] = {
     "MLflowCallback": lambda callback: bool(getattr(callback, "_log_artifacts", True)),
     "TrackioCallback": lambda callback: False,
 }
+
+
+_LOUD_AFTER = 3
+"""Saves in a row that failed before it is an alert."""
 
 
 @dataclass(eq=False)
@@ -53,6 +57,8 @@ class Saver:
     has_told_tight: bool = False
     writing: int = 0
     """The step of the checkpoint that is being written, or was last."""
+    failed: int = 0
+    """Saves in a row that the disk refused."""
 
     def save(self, parts: Parts, state: TrainState) -> None:
         """Save the run as it is now. Every process must call it; the main one writes."""
@@ -102,11 +108,37 @@ class Saver:
         try:
             path = self.background.finish()
         except StorageError as error:
-            logger.error("%s Training goes on; the next save tries again.", error)
-            parts.session.recorder.event(self.writing, Event(kind="save_failed", said=str(error)))
+            self._refused(parts, error)
             return
+        if path is not None:
+            self.failed = 0
         if path is not None and self.trainer_state.best_global_step == checkpoint.step_of(path):
             self.trainer_state.best_model_checkpoint = str(path)
+
+    def _refused(self, parts: Parts, error: StorageError) -> None:
+        """Tell of a save that the disk refused; of several in a row louder. Raises it again at `save_error_limit`."""
+        self.failed += 1
+        logger.error("%s Training goes on; the next save tries again.", error)
+        parts.session.recorder.event(self.writing, Event(kind="save_failed", said=str(error)))
+        if self.failed == _LOUD_AFTER:
+            said = f"{self.failed} saves in a row failed, so a crash would lose everything since the newest checkpoint: {error}"
+            parts.session.monitor.tell(
+                Alert(
+                    rule="saves_failing",
+                    severity="error",
+                    said=said,
+                    step=self.writing,
+                    evidence={"failed": self.failed},
+                    try_this=(
+                        "make room on the disk, or a lower save_total_limit",
+                        "save_error_limit ends the run instead",
+                    ),
+                )
+            )
+        if self.args.save_error_limit is not None and self.failed >= self.args.save_error_limit:
+            raise StorageError(
+                f"{self.failed} saves in a row failed (save_error_limit={self.args.save_error_limit}), the last: {error}"
+            ) from error
 
     def _work(self, tree: dict[str, Any], look: Callable[[], None], *, copies: bool) -> Callable[[], Path]:
         """What writes the checkpoint of this moment: from copies where training goes on meanwhile."""

@@ -32,7 +32,7 @@ from covey.build import (
 )
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
-from covey.errors import ConfigError, CoveyError, DataError, InvariantError
+from covey.errors import ConfigError, CoveyError, DataError, InvariantError, StorageError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.models import (
@@ -323,7 +323,9 @@ class GRPOTrainer:
             return loop.run(parts, state)
         except BaseException as error:
             is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
-            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, InvariantError)
+            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(
+                error, (InvariantError, StorageError)
+            )
             if (
                 is_shared
                 and saves

@@ -20,6 +20,7 @@ import pytest
 from small_runs import trainer
 from transformers import TrainerCallback
 
+from covey.errors import StorageError
 from covey.runs import checkpoint, seal
 from kit import tiny_model
 
@@ -133,6 +134,30 @@ def test_a_full_disk_is_told_at_the_next_step_and_training_goes_on(
     assert all("no space is left on the disk" in said and "the next save tries again" in said for said in told)
     assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-6"]
     assert seal.problems(run / "checkpoint-6") == []
+
+
+def test_the_third_save_that_fails_in_a_row_is_an_alert_and_the_limit_ends_the_run_with_74(small_disk: Path) -> None:
+    run = small_disk / "run"
+    ballast = Ballast(small_disk, fill_at=3, free_at=100)
+    options = {"max_steps": 20, "save_error_limit": 5, "save_async": False, "callbacks": [ballast]}
+    one = trainer(run, model=tiny_model("qwen2", hidden=8), **options)
+    heard: list[Any] = []
+
+    class Listen(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor = one._parts.session.monitor
+            monitor.outlets = [*monitor.outlets, heard.append]  # the disk is too full for alerts.jsonl
+
+    one.add_callback(Listen())
+    warnings.simplefilter("ignore")  # the logs tell of the full disk too; pytest puts the filters back
+    with pytest.raises(StorageError, match=r"5 saves in a row failed .*checkpoint-7") as raised:
+        one.train()
+    assert raised.value.exit_code == 74
+    assert [(alert.rule, alert.severity, alert.step) for alert in heard if alert.rule == "saves_failing"] == [
+        ("saves_failing", "error", 5)
+    ]
+    assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
+    assert all(seal.problems(path) == [] for path in checkpoint.checkpoints(run))
 
 
 class Look(TrainerCallback):

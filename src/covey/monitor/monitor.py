@@ -66,11 +66,14 @@ class Monitor:
 
     def look(self, report: StepReport) -> list[Alert]:
         """What is new and wrong after a step. It has been told to every outlet."""
-        alerts = [alert for alert in self.watch(report) if self.action_for(alert) != "off"]
-        for alert in alerts:
-            for tell in self.outlets:
-                tell(alert)
-        return alerts
+        return [alert for alert in self.watch(report) if self.tell(alert)]
+
+    def tell(self, alert: Alert) -> bool:
+        """Tell every outlet, unless it was asked that such an alert be off; whether it was told."""
+        is_wanted = self.action_for(alert) != "off"
+        for tell in self.outlets if is_wanted else ():
+            tell(alert)
+        return is_wanted
 
     def action_for(self, alert: Alert) -> Action:
         """What was asked for: by the rule's name, by its severity, or for all."""
