@@ -128,7 +128,7 @@ def advice_for(args: GRPOConfig, model: Any) -> list[str]:
 
 def build_policy(given: Given) -> Policy:
     args = given.args
-    return Policy(
+    policy = Policy(
         model=given.model,
         pad_id=given.tokenizer.pad_token_id,
         temperature=args.temperature or 1.0,
@@ -136,7 +136,11 @@ def build_policy(given: Given) -> Policy:
         logits_chunk=args.logits_chunk_tokens,
         auxiliary_coefficient=auxiliary_coefficient(args, given.model),
         offloads=args.activation_offloading and given.world.device.type != "cpu",
+        shared_attention=args.shared_attention,
     )
+    if args.shared_attention != "auto":
+        policy.shares_prompts()  # what was asked for and cannot be had is refused before any work
+    return policy
 
 
 def compute_dtype(args: GRPOConfig) -> torch.dtype | None:

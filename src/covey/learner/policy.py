@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from covey.learner import shared
+from covey.errors import ConfigError
+from covey.learner import shared, shared_flex
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
+from covey.learner.shared_flex import Heads
 from covey.types import Completion, Prompt
 from covey.world import autocast
 
@@ -67,9 +70,12 @@ class Policy:
     auxiliary_coefficient: float = 0.0
     offloads: bool = False
     """Keep activations in the host's memory between forward and backward."""
+    shared_attention: str = "auto"
+    """What computes the attention of prompts that are shared: auto (FlexAttention on CUDA where it works), flex, sdpa."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
+    _kernel: str = field(default="own", init=False)
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +108,7 @@ class Policy:
         """
         has_siblings = len({row.group for row in rows}) < len(rows)
         if has_siblings and self._shares() and (against is None or against.policy._shares()):
-            return self._measure(share_rows(rows, self.device), entropy, against)
+            return self._measure(share_rows(rows, self.device, self._kernel), entropy, against)
         return self._measure(pad_rows(rows, self.pad_id, self.device), entropy, against)
 
     @torch.no_grad()
@@ -165,6 +171,11 @@ class Policy:
                 reason = "its balancing loss is measured on padded rows"
             reason = reason or shared.reason_against(self.model) or self._try_sharing()
             self._is_shared = reason is None
+            if reason is not None and self.shared_attention != "auto":
+                raise ConfigError(
+                    f"shared_attention={self.shared_attention!r}, but {type(_inner(self.model)).__name__} computes each prompt "
+                    f"once a completion: {reason}; leave it out."
+                )
             if reason is not None:
                 logger.warning(
                     "%s computes each prompt once a completion: %s.", type(_inner(self.model)).__name__, reason
@@ -182,7 +193,8 @@ class Policy:
         try:
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
             config._attn_implementation = shared.ATTENTION
-            together = self._measure(share_rows(rows, self.device), True)
+            heads: set[Heads] = set()
+            together = self._measure(replace(share_rows(rows, self.device), heads=heads), True)
             gap = (apart.logp - together.logp).abs().max().item()
             reason = (
                 None
@@ -195,7 +207,27 @@ class Policy:
             self.model.train(was_training)
         if reason is not None:
             config._attn_implementation = before
+        else:
+            self._kernel = self._choose_kernel(heads)
         return reason
+
+    def _choose_kernel(self, heads: set[Heads]) -> str:
+        """The kernel for layers like these. Raises ConfigError where FlexAttention was asked for and cannot be had."""
+        if self.shared_attention == "sdpa" or (self.shared_attention == "auto" and self.device.type == "cpu"):
+            return "sdpa" if self.shared_attention == "sdpa" else "own"
+        dropped = (
+            "its attention drops weights at random (disable_dropout=True ends that)"
+            if shared.drops(self.model)
+            else None
+        )
+        unseen = None if heads else "its layers cannot be looked at from here"
+        reason = dropped or unseen or next(filter(None, map(shared_flex.reason_against, heads)), None)
+        if reason is None:
+            return "flex"
+        if self.shared_attention == "flex":
+            raise ConfigError(f"shared_attention='flex', but FlexAttention is not used: {reason}; leave it out.")
+        _tell_once(f"Shared prompts are computed through SDPA by part, not FlexAttention: {reason}.")
+        return "sdpa"
 
     def _is_exact(self) -> bool:
         return self.compute_dtype is None and next(self.model.parameters()).dtype == torch.float32
@@ -217,6 +249,11 @@ class Policy:
                     name,
                 )
         return self._is_split
+
+
+@lru_cache
+def _tell_once(said: str) -> None:
+    logger.warning("%s", said)
 
 
 def _short_row(model: Any, count: int) -> Row:

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from covey.learner import shared_flex
 from covey.learner.packing import Row
 from covey.learner.shared_attention import Layout, SharedAttention, runs_here
+from covey.learner.shared_flex import Heads
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,12 @@ class SharedRows:
     """[M], flat index into [N, T]."""
     shape: tuple[int, int]
     """(N, T)"""
+    kernel: str = "own"
+    """What computes the attention: own (one function, on a CPU; SDPA by part elsewhere), sdpa (always by part), flex."""
+    mask: Any = None
+    """FlexAttention's."""
+    heads: set[Heads] | None = None
+    """Filled with what the layers look like, where it is wanted."""
 
     def spread(self, values: Tensor) -> Tensor:
         """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""
@@ -66,8 +74,11 @@ class SharedRows:
         return flat.index_put((self.place,), values).view(self.shape)
 
 
-def share_rows(rows: Sequence[Row], device: torch.device) -> SharedRows:
-    """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`."""
+def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -> SharedRows:
+    """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`.
+
+    For the kernel "flex" the row ends with padding of its own, up to a whole block, which nothing sees.
+    """
     longest = max(row.completion.num_tokens for row in rows)
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -90,6 +101,12 @@ def share_rows(rows: Sequence[Row], device: torch.device) -> SharedRows:
             target.append(rows[i].completion.token_ids)
             place.append(i * longest + steps)
             offset += count
+    padding = shared_flex.padded(offset) - offset if kernel == "flex" else 0
+    if padding:
+        ids.append(torch.zeros(padding, dtype=torch.long))
+        positions.append(torch.arange(padding))
+        segments.append(_segment(offset, padding, offset + padding, [], device))
+    layouts = [segment.layout for segment in segments]
     return SharedRows(
         input_ids=torch.cat(ids)[None].to(device),
         position_ids=torch.cat(positions)[None].to(device),
@@ -98,16 +115,18 @@ def share_rows(rows: Sequence[Row], device: torch.device) -> SharedRows:
         target=torch.cat(target).to(device),
         place=torch.cat(place).to(device),
         shape=(len(rows), longest),
+        kernel=kernel,
+        mask=shared_flex.mask_of(layouts, device) if kernel == "flex" else None,
     )
 
 
 def _segment(start: int, length: int, first: int, lengths: Sequence[int], device: torch.device) -> Segment:
     """The completions of one prompt, the first of which begins at `first`."""
-    longest = max(lengths)
-    counts = torch.tensor(lengths)
+    longest = max(lengths, default=0)
+    counts = torch.tensor(lengths, dtype=torch.long)
     steps = torch.arange(longest)
     valid = steps < counts[:, None]  # [G, T]
-    begins = first + torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)[:-1]])
+    begins = first + counts.cumsum(0) - counts
     index = torch.where(valid, begins[:, None] + steps, torch.tensor(start))
     own = steps[:, None] >= steps
     mask = torch.cat([torch.ones(longest, length, dtype=torch.bool), own], dim=1)
@@ -123,11 +142,11 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    covey_segments: Sequence[Segment] | None = None,
+    covey_rows: SharedRows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: `query` [1, H, S, D] -> [1, S, H, D]. Without segments it is SDPA as usual."""
-    if covey_segments is None:
+    """transformers' attention interface: `query` [1, H, S, D] -> [1, S, H, D]. Without packed rows it is SDPA as usual."""
+    if covey_rows is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         out, _ = sdpa_attention_forward(
@@ -137,18 +156,28 @@ def attention(
     for name in _NOT_UNDERSTOOD:
         if kwargs.get(name) is not None:
             raise ValueError(f"its attention uses {name}")
-    if runs_here(query, value, dropout):
+    if covey_rows.heads is not None:
+        covey_rows.heads.add(_heads_of(query, key, value))
+    if covey_rows.kernel == "flex" and dropout == 0.0:
+        return shared_flex.attend(query, key, value, covey_rows.mask, scaling), None
+    if covey_rows.kernel == "own" and runs_here(query, value, dropout):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        layouts = tuple(segment.layout for segment in covey_segments)
+        layouts = tuple(segment.layout for segment in covey_rows.segments)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         out = SharedAttention.apply(query[0].to(dtype), key[0].to(dtype), value[0].to(dtype), layouts, scale)
         return out.transpose(0, 1)[None], None
     repeats = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     parts = []
-    for segment in covey_segments:
+    for segment in covey_rows.segments:
         parts += _attend(query[0], key[0], value[0], segment, repeats, options)
     return torch.cat(parts)[None], None
+
+
+def _heads_of(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    return Heads(query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype, query.device)
 
 
 def _attend(
@@ -160,6 +189,8 @@ def _attend(
     own = lambda x: x[:, segment.start : stop][None]  # [1, H, length, D]
     prompt = F.scaled_dot_product_attention(own(query), own(key), own(value), is_causal=True, **options)
     count, longest = segment.index.shape
+    if not count:
+        return [prompt[0].transpose(0, 1)]
     flat = segment.index.flatten()
     pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
     keys = torch.cat([own(key).expand(count, -1, -1, -1), pick(key)], dim=2)
@@ -169,12 +200,19 @@ def _attend(
 
 
 def install() -> None:
-    """Make the attention known to transformers, with SDPA's masks for calls without segments."""
+    """Make the attention known to transformers, with SDPA's masks for calls without packed rows."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+
+
+def drops(model: Any) -> bool:
+    """Whether attention drops weights at random while the model trains."""
+    names = ("attention_dropout", "attn_dropout")
+    found = [getattr(module, name, 0.0) for module in model.modules() for name in names]
+    return any((one.p if isinstance(one, torch.nn.Dropout) else one) for one in found if one is not None)
 
 
 def reason_against(model: Any) -> str | None:
@@ -199,5 +237,5 @@ def forward_kwargs(rows: SharedRows) -> dict[str, Any]:
         "input_ids": rows.input_ids,
         "position_ids": rows.position_ids,
         "attention_mask": unread,
-        "covey_segments": rows.segments,
+        "covey_rows": rows,
     }
