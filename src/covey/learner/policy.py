@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -153,6 +154,8 @@ class Policy:
         if self.auxiliary_coefficient:
             # padding would be routed too and would change the balance that the loss measures
             extra |= {"attention_mask": rows.attention_mask, "output_router_logits": True}
+            if self._splits() and "logits_to_keep" in inspect.signature(_inner(self.model).forward).parameters:
+                extra["logits_to_keep"] = 1  # the model's own logits are not wanted, and would be whole
             output = self.model(input_ids=rows.input_ids, output_hidden_states=self._splits(), **extra)
             return (output.hidden_states[-1] if self._splits() else output.logits), output.aux_loss
         if self._splits():
