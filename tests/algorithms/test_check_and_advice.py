@@ -164,4 +164,7 @@ def test_a_value_far_off_gets_one_sentence_and_a_source(options, option, words):
 
 def test_small_models_are_spared_the_learning_rates_of_large_ones():
     assert advise(learning_rate=1e-3, num_parameters=2_000_000) == []
+    (advice,) = advise(learning_rate=1e-6, num_parameters=2_000_000)
+    assert "hardly moves at it" in advice.said
+    assert advise(learning_rate=1e-6, num_parameters=2_000_000, is_lora=True) == []
     assert advise(learning_rate=1e-3, num_parameters=2_000_000_000) != []

@@ -41,6 +41,22 @@ def test_help_lists_every_verb(capsys):
     assert all(f"\n  {verb} " in shown for verb in VERBS)
 
 
+def test_help_fits_the_terminal(capsys, monkeypatch):
+    for columns in (70, 80, 110):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for words in (["--help"], ["help", "train"], ["train", "--help-all"], ["doctor", "--help"]):
+            assert main(words) == 0
+            shown = capsys.readouterr().out.splitlines()
+            assert [line for line in shown if len(line) > columns and not line.startswith("  $ ")] == []
+
+
+def test_help_before_a_verb_is_help_of_the_verb(capsys):
+    assert main(["chat", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["help", "chat"]) == 0
+    assert capsys.readouterr().out == shown
+
+
 def test_no_verb_shows_help_and_says_that_something_is_missing(capsys):
     assert main([]) == 2
     assert "usage: covey VERB" in capsys.readouterr().out
@@ -64,6 +80,9 @@ def test_the_version_is_the_package_version(capsys):
         (["train", "--evaluation_strategy", "no"], "Use eval_strategy."),
         (["train", "--dataset_name", "x"], "Use dataset."),
         (["env", "--jsn"], "Did you mean --json?"),
+        (["demo", "--steps", "-3"], "--steps -3 is no number to count to; give 1 or more."),
+        (["doctor", "demo", "--seeds", "3"], "--seeds is not an option here. One run is looked at"),
+        (["doctor", "--from-run", "runs/x"], "covey doctor runs/x/train.yaml"),
     ],
 )
 def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_2(words, said, capsys):
@@ -130,6 +149,14 @@ def test_a_reader_that_stops_reading_is_no_error():
     )
     assert shown.stdout.startswith("usage: covey train")
     assert "BrokenPipe" not in shown.stderr
+
+
+def test_a_full_disk_under_stdout_is_one_sentence_and_exit_code_74():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "covey", "train", "--help-all"]
+        shown = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert shown.returncode == 74
+    assert shown.stderr == "error: the result cannot be written to stdout: No space left on device.\n"
 
 
 def test_what_is_printed_cannot_steer_the_terminal(capsys):

@@ -114,6 +114,18 @@ def test_the_word_demo_stands_for_the_shipped_model_data_and_reward(capsys):
     assert (shown["model"], shown["dataset"], shown["reward"]) == ("demo", "demo", ["demo"])
 
 
+def test_the_word_demo_brings_the_settings_that_the_shipped_model_learns_with(capsys):
+    from covey.demo import DEMO_SETTINGS
+
+    assert main(["train", "demo", "--max-completion-length", "40", "--print-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    for name in ("learning_rate", "per_device_train_batch_size"):
+        assert shown[name] == DEMO_SETTINGS[name]
+    assert shown["max_completion_length"] == 40  # a flag wins over it, as over a file
+    assert main(["train", "demo", "--dry-run", "--json"]) == 0
+    assert 80 <= json.loads(capsys.readouterr().out)["arithmetic"]["total_steps"] <= 120
+
+
 def test_every_option_can_be_reached():
     from covey import options
 

@@ -33,6 +33,18 @@ def test_runs_that_differ_in_the_seed_alone_are_one_side(tmp_path):
     assert [(one.area, one.name, one.values) for one in found] == [("config", "learning_rate", ["1e-05", "0.001"])]
 
 
+def test_sides_of_seeds_alone_are_named_by_the_folders_around_them(tmp_path):
+    for name, rate in (("old", 1e-5), ("new", 1e-3)):
+        for seed in (0, 1):
+            write_run(tmp_path / name / f"seed-{seed}", seed=seed, learning_rate=rate)
+    write_run(tmp_path / "third", learning_rate=1e-4)
+    both = grouped(read(tmp_path / "old", tmp_path / "new"))
+    assert [side.title for side in both] == ["A (old)", "B (new)"]
+    assert [side.title for side in grouped(read(tmp_path / "old", tmp_path / "third"))] == ["A (old)", "B (third)"]
+    single = grouped(read(tmp_path / "old" / "seed-0", tmp_path / "new" / "seed-0"))
+    assert [side.title for side in single] == ["A (old)", "B (new)"]
+
+
 def test_where_and_how_often_a_run_writes_is_no_difference(tmp_path):
     write_run(tmp_path / "a", run_name="x", logging_steps=1, max_steps=4)
     write_run(tmp_path / "b", seed=1, run_name="y", logging_steps=9, max_steps=4.0)

@@ -40,8 +40,9 @@ def advise(
     away from small ones. Values in the known range give an empty list.
     """
     found: list[Advice] = []
-    if learning_rate is not None and (num_parameters is None or num_parameters >= SMALL_MODEL):
-        found += _learning_rate(learning_rate, is_lora)
+    if learning_rate is not None:
+        is_small = num_parameters is not None and num_parameters < SMALL_MODEL
+        found += _rate_of_a_small_model(learning_rate, is_lora) if is_small else _learning_rate(learning_rate, is_lora)
     if num_generations is not None:
         found += _group_size(num_generations, scale_rewards)
     if beta is not None:
@@ -83,6 +84,15 @@ def _learning_rate(value: float, is_lora: bool) -> Iterator[Advice]:
             f"learning_rate={value:g} is so low that hardly anything moves; reinforcement learning uses 1e-6 to 3e-6."
         )
         yield Advice("learning_rate", said, "DeepSeekMath 2024 and DAPO 2025 use 1e-6")
+
+
+def _rate_of_a_small_model(value: float, is_lora: bool) -> Iterator[Advice]:
+    if not is_lora and value < 1e-5:
+        said = (
+            f"learning_rate={value:g} is what models of billions of parameters are trained with; one below 100 million hardly "
+            "moves at it. Try 1e-4 to 1e-3."
+        )
+        yield Advice("learning_rate", said, "Covey's shipped model of one million learns at 6e-4")
 
 
 def _group_size(size: int, scale_rewards: str | bool) -> Iterator[Advice]:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.say("Interrupted.")
         return 130
     except BrokenPipeError:  # the reader of stdout has gone, as in `covey env | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.drop_stdout()
         return 141
 
 
@@ -67,6 +67,8 @@ def _set_threads() -> None:
 
 
 def _run(words: list[str]) -> int:
+    if words[0:1] == ["help"] and words[1:2]:
+        words = [words[1], "--help"]
     name = words[0] if words else "--help"
     if name in ("--help", "-h", "help"):
         output.result(verbs_help(VERBS, __version__))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
-from covey.errors import RunFolderError
+from covey.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from covey.assessment import Assessment
@@ -28,6 +28,9 @@ _FLAGS = (
 def run(given: Given) -> int | None:
     """Evaluate, train, evaluate again, and say what changed."""
     options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    for name in ("steps", "held_out"):
+        if options[name] is not None and options[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {options[name]} is no number to count to; give 1 or more.")
     folder = _folder(options)
     started = time.perf_counter()
     trainer = _trainer(folder, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
@@ -21,11 +22,12 @@ _SAMPLE = Flag(
     name="sample_prompts", help="Prompts that are answered and scored for a trial; 0: no trial.", type=int, default=16, group="run"
 )  # fmt: skip
 _WIDTH = 110
+"""Most columns of a row; a narrower terminal gets its own."""
 
 
 def flags() -> tuple[Flag, ...]:
     """Those of `covey train`, and how large the trial is."""
-    left_out = {"dry_run", "print_config", "resume"}
+    left_out = {"dry_run", "print_config", "resume", "from_run", "seeds"}
     return (_SAMPLE, *(flag for flag in train.flags() if flag.name not in left_out))
 
 
@@ -45,9 +47,9 @@ def run(given: Given) -> int:
     if given.get("json"):
         output.result_json({"ok": not counts["FAIL"], "counts": dict(counts), "findings": [vars(one) for one in found]})
     else:
-        output.result(
-            f"\n{counts['PASS']} passed, {counts['WARN']} warnings, {counts['FAIL']} failed: {_verdict(counts)}"
-        )
+        warnings = "warning" if counts["WARN"] == 1 else "warnings"
+        said = f"{counts['PASS']} passed, {counts['WARN']} {warnings}, {counts['FAIL']} failed: {_verdict(counts)}"
+        output.result("\n" + textwrap.fill(said, _width()))
     return 1 if counts["FAIL"] else 0
 
 
@@ -82,11 +84,16 @@ def predicted_peak(given: Given, config: Any, dataset: Any) -> int:
 def row(finding: Finding) -> str:
     """`WARN  model        the sentence`, and what to do below it."""
     start = f"{finding.status}  {finding.area:<12} "
-    lines = textwrap.wrap(finding.said, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+    width = _width()
+    lines = textwrap.wrap(finding.said, width, initial_indent=start, subsequent_indent=" " * len(start))
     if finding.fix:
         indent = " " * len(start) + "-> "
-        lines += textwrap.wrap(finding.fix, _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+        lines += textwrap.wrap(finding.fix, width, initial_indent=indent, subsequent_indent=" " * len(indent))
     return "\n".join(lines)
+
+
+def _width() -> int:
+    return max(min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns), 50)
 
 
 def _verdict(counts: Mapping[str, int]) -> str:
@@ -103,7 +110,11 @@ verb = Verb(
     flags=flags,
     quiet_flags=other_flags,
     types=train.config_types,
-    hints=train.HINTS,
+    hints={
+        **train.HINTS,
+        "seeds": "One run is looked at; the others differ in their seed alone.",
+        "from_run": "Give its options: covey doctor runs/x/train.yaml --output-dir runs/new.",
+    },
     positional=("config",),
     presets=train.PRESETS,
     run=run,

@@ -15,8 +15,9 @@ def verbs_help(verbs: Mapping[str, str], version: str) -> str:
     """The page of `covey --help`."""
     lines = [f"covey {version}: post-train language models with GRPO and its family.", "", "usage: covey VERB ...", ""]
     width = max(map(len, verbs), default=0) + 2
-    lines += [f"  {name:<{width}}{sentence}" for name, sentence in verbs.items()]
-    lines += ["", "covey VERB --help shows the options of a verb; --debug adds tracebacks to errors."]
+    for name, sentence in verbs.items():
+        lines += _wrapped(sentence, f"  {name:<{width}}")
+    lines += ["", *_wrapped("covey VERB --help shows the options of a verb; --debug adds tracebacks to errors.")]
     return "\n".join(lines)
 
 
@@ -24,7 +25,7 @@ def flags_help(usage: str, sentence: str, examples: Iterable[str], flags: Iterab
     """The page of `covey VERB --help`, or of `--help-all`."""
     flags = list(flags)
     shown = [flag for flag in flags if flag.is_common or is_all]
-    lines = [f"usage: {usage}", "", sentence]
+    lines = [*_wrapped(usage, "usage: "), "", *_wrapped(sentence)]
     lines += [f"  $ {example}" for example in examples]
     groups = dict.fromkeys(flag.group for flag in shown)
     for group in groups:
@@ -34,15 +35,29 @@ def flags_help(usage: str, sentence: str, examples: Iterable[str], flags: Iterab
                 lines += _entry(flag)
     hidden = len(flags) - len(shown)
     if hidden:
-        lines += ["", f"{hidden} more options: --help-all. In a YAML file (--config) names have underscores."]
+        lines += [
+            "",
+            *_wrapped(f"{hidden} more options: --help-all. In a YAML file (--config) names have underscores."),
+        ]
     return "\n".join(lines)
 
 
+def _width() -> int:
+    """Columns of the terminal, 110 where there is none."""
+    return min(shutil.get_terminal_size((110, 24)).columns, 120)
+
+
+def _wrapped(text: str, start: str = "") -> list[str]:
+    """`start` and the text, in the width of the terminal; further lines begin below the text."""
+    return textwrap.wrap(
+        text, max(_width(), 50), initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+    )
+
+
 def _entry(flag: Flag) -> list[str]:
-    width = min(shutil.get_terminal_size((110, 24)).columns, 120)
     head = f"  {flag.spelled} {_placeholder(flag)}".rstrip()
     default = "" if flag.default in (None, "None", "", False, "False") else f" [{flag.default}]"
-    body = textwrap.wrap(flag.help + default, max(width - 36, 30)) or [""]
+    body = textwrap.wrap(flag.help + default, max(_width() - 36, 30), break_on_hyphens=False) or [""]
     if len(head) < 36:
         return [f"{head:<36}{body[0]}", *(" " * 36 + line for line in body[1:])]
     return [head, *(" " * 36 + line for line in body)]

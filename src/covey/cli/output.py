@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import warnings
 from typing import Any
 
+from covey.errors import StorageError
 from covey.runs.text import safe
 
 
 def result(text: str) -> None:
-    """What the user asked for."""
-    sys.stdout.write(safe(text) + "\n")
-    sys.stdout.flush()
+    """What the user asked for. Raises StorageError where it goes to a file and the disk is full."""
+    try:
+        sys.stdout.write(safe(text) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_stdout()
+        raise StorageError(f"the result cannot be written to stdout: {error.strerror or error}.") from error
+
+
+def drop_stdout() -> None:
+    """Let what is left for stdout go: Python would try again, and complain, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def result_json(value: Any) -> None:

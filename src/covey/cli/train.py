@@ -67,7 +67,19 @@ HINTS = {
     "use_peft": "Set lora_r, such as 16.",
 }
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"demo": {"model": "demo", "dataset": "demo", "reward": ["demo"]}}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "demo": {
+        "model": "demo",
+        "dataset": "demo",
+        "reward": ["demo"],
+        # as in covey.demo.DEMO_SETTINGS: at TRL's 1e-6 so small a model hardly moves
+        "learning_rate": 6e-4,
+        "per_device_train_batch_size": 128,
+        "max_completion_length": 32,
+        "num_train_epochs": 0.4,
+    }
+}
+"""Options that a word stands for where a YAML file may stand: `covey train demo` learns what `covey demo` shows."""
 
 
 @functools.cache

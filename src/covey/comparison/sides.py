@@ -83,9 +83,7 @@ def as_sides(groups: Sequence[Sequence[Run]]) -> list[Side]:
         seen.add(run.path.resolve())
     if len(groups) > 26:
         raise ConfigError(f"{len(groups)} sides are more than can be compared at once; 26 is the most.")
-    names = [_common_name([run.name for run in group]) for group in groups]
-    if len(set(names)) < len(names):
-        names = [group[0].name for group in groups]
+    names = _names(groups)
     return [
         Side(letter=chr(65 + i), name=name, runs=list(group))
         for i, (name, group) in enumerate(zip(names, groups, strict=True))
@@ -158,6 +156,17 @@ def _text(value: Any) -> str:
 
 def _short(text: str, most: int = 90) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """A name for each side: of the runs, or, where these are `seed-0`, `seed-1` on every side, of the folders around them."""
+    around = [[run.path.resolve().parent.name for run in group] for group in groups]
+    own = [_common_name([run.name for run in group]) for group in groups]
+    mixed = [name or (folders[0] if len(set(folders)) == 1 else "") for name, folders in zip(own, around, strict=True)]
+    for names in (mixed, [_common_name(folders) for folders in around]):
+        if all(names) and len(set(names)) == len(names):
+            return names
+    return [group[0].name for group in groups]
 
 
 def _common_name(names: Sequence[str]) -> str:
