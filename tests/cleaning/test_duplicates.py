@@ -30,7 +30,7 @@ def found(texts, answers=None, near=0.8, batch=7):
             )
         same = sorted(duplicates.same())
         certain, disputed = ([twin for twin, is_it in same if is_it == wanted] for wanted in (False, True))
-        return certain, disputed, duplicates.nearly()
+        return certain, disputed, list(duplicates.nearly())
 
 
 def test_white_space_and_unicode_form_do_not_make_another_text():

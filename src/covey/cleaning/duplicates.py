@@ -1,18 +1,16 @@
-"""Rows that say the same: to the letter, or nearly. Memory grows by some 100 bytes a row, the rest lies in a temporary folder."""
+"""Rows that say the same: to the letter, or nearly. What must be remembered of them lies on disk, but for two bytes a row."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 
+from covey.cleaning import spill
 from covey.cleaning.grams import Hashes, common_runs, grams, mixed
-from covey.errors import StorageError
+from covey.cleaning.spill import Spill
 
 SHINGLE = 3
 """Words of a run; two texts are as near as the share of runs that they have in common (Jaccard)."""
@@ -24,6 +22,8 @@ _COMMON, _ENOUGH = 0.1, 200
 """Runs of words in a tenth of the first rows that come together, if they are so many, are instructions, and do not count."""
 _FEW = 64
 """Up to so many rows with the same band each meets each; of more, each meets the first so many."""
+_BLOCKS = 4096
+"""Parts of the rows by which pairs are counted, so that those of some rows can be taken at a time."""
 
 
 class Twin(NamedTuple):
@@ -45,11 +45,10 @@ class Duplicates:
 
     def __init__(self, near: float | None = 0.8) -> None:
         self.near = near
-        self._folder = tempfile.TemporaryDirectory(prefix="covey-duplicates-")
-        path = Path(self._folder.name)
-        names = ["rows", "texts", "answers", "counts", "runs", *(f"band-{band}" for band in range(_BANDS))]
+        self._rows = Spill([("row", "<i8"), ("text", "<u8"), ("answer", "<u8")])
+        self._places, self._runs = Spill("<i8"), Spill("<u4")
+        self._bands = [Spill("<u8") for _ in range(_BANDS)]
         self._instructions: Hashes | None = None
-        self._files = {name: (path / name).open("w+b") for name in names}
         random = numpy.random.default_rng(20_240_317)
         self._factors = random.integers(1, 2**63, _BANDS * _ROWS_IN_BAND, dtype=numpy.uint64) * numpy.uint64(2) + numpy.uint64(1)  # fmt: skip
 
@@ -57,10 +56,8 @@ class Duplicates:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for file in self._files.values():
-            with contextlib.suppress(OSError):  # what could not be written is not wanted any more
-                file.close()
-        self._folder.cleanup()
+        for one in (self._rows, self._places, self._runs, *self._bands):
+            one.close()
 
     def add(
         self,
@@ -71,15 +68,15 @@ class Duplicates:
         words: Sequence[Sequence[int]],
     ) -> None:
         """Take rows by their number, with what `same_text` and `numbers_in` say of them, their answer, and their words."""
-        self._write("rows", numpy.array(rows, dtype=numpy.int64))
-        self._write("texts", numpy.array(texts, dtype=numpy.uint64))
-        self._write("answers", numpy.array(answers, dtype=numpy.uint64))
+        taken = numpy.zeros(len(rows), self._rows.kind)
+        taken["row"], taken["text"], taken["answer"] = rows, numpy.array(texts, "u8"), numpy.array(answers, "u8")
+        self._rows.extend(taken)
         if self.near is None:
             return
         runs, places = self._without_instructions(*grams(words, SHINGLE))
         counts = numpy.diff(places)
-        self._write("counts", counts)
-        self._write("runs", (runs >> numpy.uint64(32)).astype(numpy.uint32))
+        self._places.extend(len(self._runs) + places[:-1])
+        self._runs.extend((runs >> numpy.uint64(32)).astype(numpy.uint32))
         guard = mixed(mixed(numpy.array(numbers, dtype=numpy.uint64)) + numpy.array(answers, dtype=numpy.uint64))
         has_words = counts > 0
         for band in range(_BANDS):
@@ -90,45 +87,67 @@ class Duplicates:
                 if len(runs):
                     lowest[has_words] = numpy.minimum.reduceat(stirred, places[:-1][has_words])
                 keys = mixed(keys + lowest)
-            self._write(f"band-{band}", keys)
+            self._bands[band].extend(keys)
 
     def same(self) -> Iterator[tuple[Twin, bool]]:
         """Rows with the text of an earlier row; and whether that is disputed: the text has another answer in another row.
 
         Of a disputed text all rows are given, each with one that answers otherwise.
         """
-        rows, texts, answers = self._read("rows", "i8"), self._read("texts", "u8"), self._read("answers", "u8")
-        for group in _groups(texts, numpy.arange(len(texts))):
-            is_disputed = bool((answers[group] != answers[group[0]]).any())
-            for index in group[0 if is_disputed else 1 :]:
-                other = group[answers[group] != answers[index]][0] if is_disputed else group[0]
-                yield Twin(int(rows[index]), int(rows[other]), 1.0), is_disputed
+        for _, part in self._rows.by_hash("text"):
+            rows, answers = part["row"], part["answer"]
+            for group in _groups(part["text"], numpy.arange(len(part))):
+                is_disputed = bool((answers[group] != answers[group[0]]).any())
+                for index in group[0 if is_disputed else 1 :]:
+                    other = group[answers[group] != answers[index]][0] if is_disputed else group[0]
+                    yield Twin(int(rows[index]), int(rows[other]), 1.0), is_disputed
 
-    def nearly(self) -> list[Twin]:
+    def nearly(self) -> Iterator[Twin]:
         """Rows that share at least `near` of their runs of words with an earlier row which is itself none of these."""
-        if self.near is None:
-            return []
-        rows, texts = self._read("rows", "i8"), self._read("texts", "u8")
-        firsts = numpy.sort(numpy.unique(texts, return_index=True)[1])
-        size = max(len(rows), 1)
-        met = [numpy.zeros(0, dtype=numpy.int64)]
-        for band in range(_BANDS):
-            keys = self._read(f"band-{band}", "u8")[firsts]
-            pairs = numpy.fromiter((a * size + b for a, b in _pairs(keys, firsts)), numpy.int64)
-            met.append(pairs)
-        places = numpy.concatenate([[0], numpy.cumsum(self._read("counts", "i8"))])
-        runs = self._mapped("runs")
-        dropped: dict[int, Twin] = {}
-        coded = numpy.unique(numpy.concatenate(met))
-        order = numpy.lexsort((coded // size, coded % size))  # by the later row, then by the earlier
-        for later, earlier in zip((coded % size)[order].tolist(), (coded // size)[order].tolist(), strict=True):
-            if later in dropped or earlier in dropped:
+        if self.near is None or not len(self._rows):
+            return
+        size = len(self._rows)
+        if len(self._places) == size:
+            self._places.add(len(self._runs))
+        is_dropped = numpy.zeros(size, dtype=bool)
+        for pair in self._met(size):
+            later, earlier = divmod(pair, size)
+            if is_dropped[later] or is_dropped[earlier]:
                 continue
-            mine, theirs = runs[places[later] : places[later + 1]], runs[places[earlier] : places[earlier + 1]]
+            mine, theirs = self._runs_of(later), self._runs_of(earlier)
             likeness = jaccard(mine, theirs)
             if likeness >= (self.near if min(len(mine), len(theirs)) > _SHORT - SHINGLE else 1.0):
-                dropped[later] = Twin(int(rows[later]), int(rows[earlier]), likeness)
-        return list(dropped.values())
+                is_dropped[later] = True
+                yield Twin(self._row(later), self._row(earlier), likeness)
+
+    def _met(self, size: int) -> Iterator[int]:
+        """Pairs that share a band, as `later * size + earlier`, ascending, each once; of rows whose text comes first."""
+        is_first = numpy.zeros(size, dtype=bool)
+        for places, part in self._rows.by_hash("text"):
+            is_first[places[numpy.unique(part["text"], return_index=True)[1]]] = True
+        met, block = Spill("<u8"), -(-size // _BLOCKS)
+        counts = numpy.zeros(_BLOCKS + 1, dtype=numpy.int64)
+        for band in self._bands:
+            for places, keys in band.by_hash():
+                kept = is_first[places]
+                pairs = (later * size + earlier for earlier, later in _pairs(keys[kept], places[kept]))
+                while len(part := numpy.fromiter(itertools.islice(pairs, spill.AT_ONCE), numpy.uint64)):
+                    met.extend(part)
+                    counts += numpy.bincount(part // numpy.uint64(size * block), minlength=len(counts))
+        low = 0
+        while low < _BLOCKS:  # as many blocks as have pairs for one part, at least one
+            high = low + 1
+            while high < _BLOCKS and counts[low : high + 1].sum() <= spill.AT_ONCE:
+                high += 1
+            if counts[low:high].any():
+                yield from numpy.unique(met.within(low * block * size, high * block * size)[1]).tolist()
+            low = high
+
+    def _runs_of(self, place: int) -> numpy.ndarray:
+        return self._runs.read(*self._places.read(place, place + 2).tolist())
+
+    def _row(self, place: int) -> int:
+        return int(self._rows.read(place, place + 1)["row"][0])
 
     def _without_instructions(self, runs: Hashes, places: numpy.ndarray) -> tuple[Hashes, numpy.ndarray]:
         """The runs but those that very many rows share; a row that has no others keeps them."""
@@ -144,24 +163,6 @@ class Duplicates:
         kept = is_own | is_bare[owners]
         counts = numpy.bincount(owners[kept], minlength=count)
         return runs[kept], numpy.concatenate([[0], numpy.cumsum(counts)])
-
-    def _write(self, name: str, numbers: numpy.ndarray) -> None:
-        try:
-            self._files[name].write(numbers.tobytes())
-        except OSError as error:
-            raise StorageError(
-                f"The temporary folder {self._folder.name} cannot be written ({error.strerror or error}); "
-                "point TMPDIR to a disk with room, some 500 bytes a row."
-            ) from error
-
-    def _read(self, name: str, kind: str) -> numpy.ndarray:
-        self._files[name].flush()
-        return numpy.fromfile(Path(self._folder.name) / name, dtype=kind)
-
-    def _mapped(self, name: str) -> numpy.ndarray:
-        self._files[name].flush()
-        path = Path(self._folder.name) / name
-        return numpy.memmap(path, dtype=numpy.uint32, mode="r") if path.stat().st_size else numpy.zeros(0, numpy.uint32)
 
 
 def jaccard(first: numpy.ndarray, second: numpy.ndarray) -> float:

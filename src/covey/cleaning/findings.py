@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy
+from covey.cleaning.spill import Spill
+
+_AS_OBJECTS = 10_000
 
 Action = Literal["drop", "change", "look"]
 """What `covey data clean` does: leave the row out, mend its text, or nothing, because only a person can judge."""
@@ -94,25 +95,19 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 """By name, in the order of the table."""
 
 
-class _Found:
-    """The rows of one kind: 24 bytes each."""
-
-    def __init__(self) -> None:
-        self.rows, self.others, self.amounts = array("q"), array("q"), array("d")
-
-
 class Findings:
-    """What was found, kind by kind, each with its rows' numbers."""
+    """What was found, kind by kind, each with its rows' numbers; all but the last few lie on disk."""
 
     def __init__(self) -> None:
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, Spill] = {}
+        self._most = -1
 
     def add(self, kind: str, row: int, other: int = -1, amount: float = math.nan) -> None:
         """Row `row` has this fault; `other` and `amount` are what the kind's sentence needs."""
-        found = self._found.setdefault(KINDS[kind].name, _Found())
-        found.rows.append(row)
-        found.others.append(other)
-        found.amounts.append(amount)
+        if kind not in self._found:
+            self._found[KINDS[kind].name] = Spill([("row", "<i8"), ("other", "<i8"), ("amount", "<f8")])
+        self._found[kind].add((row, other, amount))
+        self._most = max(self._most, row)
 
     def drop(self, kind: str) -> None:
         """Forget a kind."""
@@ -123,19 +118,19 @@ class Findings:
         return [kind for name, kind in KINDS.items() if name in self._found]
 
     def rows(self, kind: str) -> list[int]:
-        """The numbers of the rows with this fault, in ascending order."""
-        return sorted(self._found[kind].rows) if kind in self._found else []
+        """The numbers of the rows with this fault, in ascending order, all at once."""
+        return [row for row, _, _ in self.of(kind)]
 
     def count(self, kind: str) -> int:
         """How many rows have this fault."""
-        return len(self._found[kind].rows) if kind in self._found else 0
+        return len(self._found[kind]) if kind in self._found else 0
 
     def of(self, kind: str) -> Iterator[tuple[int, int, float]]:
         """Row, other row and amount of each finding of a kind, by row."""
-        found = self._found.get(kind)
-        if found is not None:
-            for place in numpy.argsort(numpy.array(found.rows), kind="stable"):
-                yield found.rows[place], found.others[place], found.amounts[place]
+        if kind in self._found:
+            for part in self._found[kind].by_number("row", self._most):
+                for start in range(0, len(part), _AS_OBJECTS):
+                    yield from part[start : start + _AS_OBJECTS].tolist()
 
     def by_row(self) -> Iterator[tuple[int, list[tuple[Kind, int, float]]]]:
         """Each row that has findings, in ascending order, with the kind, other row and amount of each."""

@@ -17,6 +17,7 @@ from covey.cleaning.look import LONGEST_VALUE, Looked, Looker, Traits, answer_of
 from covey.cleaning.overlap import Overlap
 from covey.cleaning.rows import Record, Rows
 from covey.cleaning.settings import Settings
+from covey.cleaning.spill import median
 from covey.errors import DataError, did_you_mean
 
 _BATCH = 1000
@@ -56,7 +57,7 @@ class Inspection:
 def inspect(rows: Rows, settings: Settings) -> Inspection:
     """Read all rows and find what is wrong with them.
 
-    Memory grows by about 150 bytes a row, not by the rows' size. Raises DataError when there are no rows, or no row has the
+    What must be remembered of a row lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
     prompt's column, or none the answer's column that `settings` names.
     """
     settings.check_against(rows.source)
@@ -184,22 +185,38 @@ def _compare(duplicates: Duplicates, findings: Findings) -> None:
 
 def _odd_ones(traits: Traits, settings: Settings, findings: Findings) -> None:
     """Rows that are not as nearly all others are."""
-    rows, kinds = numpy.array(traits.rows), numpy.array(traits.answers)
-    has_answer = int((kinds >= 0).sum())
-    is_number_set = has_answer >= _FEWEST and (kinds == 1).sum() >= _MOSTLY * has_answer
-    if settings.answers == "number" or (settings.answers == "auto" and is_number_set):
-        for row in rows[kinds == 0].tolist():
+    wants_numbers = settings.answers == "number" or (settings.answers == "auto" and _are_numbers(traits))
+    known = Counter({code: count for code, count in traits.languages.items() if code is not None})
+    usual = known.most_common(1)[0] if sum(known.values()) >= _FEWEST else ("", 0)
+    codes = numpy.array([usual[1] >= _MOSTLY * known.total() and code not in (None, usual[0]) for code in traits.codes])
+    far = _far(traits.characters)
+    for _, part in traits.rows.chunks():
+        odd = part["answer"] == 0 if wants_numbers else numpy.zeros(len(part), bool)
+        for row in part["row"][odd].tolist():
             findings.add("odd_answer", row)
-    known = Counter(code for code in traits.languages if code is not None)
-    if sum(known.values()) >= _FEWEST and known.most_common(1)[0][1] >= _MOSTLY * sum(known.values()):
-        usual = known.most_common(1)[0][0]
-        for row, code in zip(traits.rows, traits.languages, strict=True):
-            if code not in (None, usual):
-                findings.add("language", row)
-    if len(rows) >= _FEWEST:
-        logs = numpy.log(numpy.maximum(numpy.array(traits.characters), 1))
-        middle = float(numpy.median(logs))
-        spread = 1.4826 * float(numpy.median(numpy.abs(logs - middle)))
-        far = numpy.abs(logs - middle) > max(6 * spread, float(numpy.log(4)))
-        for place in numpy.flatnonzero(far).tolist():
-            findings.add("length", int(rows[place]), amount=traits.characters[place])
+        for row in part["row"][codes[part["language"]]].tolist():
+            findings.add("language", row)
+        for row, characters in part[["row", "characters"]][numpy.isin(part["characters"], far)].tolist():
+            findings.add("length", row, amount=characters)
+
+
+def _are_numbers(traits: Traits) -> bool:
+    """Whether nearly all answers are numbers."""
+    count = Counter[int]()
+    for _, part in traits.rows.chunks():
+        count.update(Counter(part["answer"].tolist()))
+    has_answer = count[0] + count[1]
+    return has_answer >= _FEWEST and count[1] >= _MOSTLY * has_answer
+
+
+def _far(characters: Counter[int]) -> list[int]:
+    """The lengths that are far from the usual one: six times the median distance from it, and four times longer or shorter."""
+    if characters.total() < _FEWEST:
+        return []
+    lengths = numpy.array(sorted(characters))
+    counts = numpy.array([characters[length] for length in lengths.tolist()])
+    logs = numpy.log(numpy.maximum(lengths, 1))
+    middle = median(logs, counts)
+    distances = numpy.abs(logs - middle)
+    spread = 1.4826 * median(distances, counts)
+    return list(lengths[distances > max(6 * spread, float(numpy.log(4)))].tolist())

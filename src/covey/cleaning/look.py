@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from array import array
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -16,6 +16,7 @@ from covey.cleaning.grams import text_of
 from covey.cleaning.language import language
 from covey.cleaning.personal import personal
 from covey.cleaning.settings import Settings
+from covey.cleaning.spill import Spill
 from covey.data.prompts import check_prompt, encode_chat
 from covey.errors import DataError
 from covey.rewards.answers import gold_answer, is_plain, number
@@ -30,17 +31,26 @@ _LEAKED = 24
 """Characters from which an answer that stands in its prompt is no chance, nor one of the choices."""
 
 
-@dataclass
 class Traits:
-    """Of every row that has a prompt, what the others are compared by: 33 bytes a row."""
+    """Of every row that has a prompt, what the others are compared by: on disk, and counted."""
 
-    rows: array[int] = field(default_factory=lambda: array("q"))
-    characters: array[int] = field(default_factory=lambda: array("q"))
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    """-1 without a tokenizer."""
-    answers: array[int] = field(default_factory=lambda: array("b"))
-    """1: a number, 0: another answer, -1: none."""
-    languages: list[str | None] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.rows = Spill([("row", "<i8"), ("characters", "<i8"), ("answer", "<i1"), ("language", "<i2")])
+        """`answer` is 1: a number, 0: another answer, -1: none; `language` a place in `codes`."""
+        self.codes: list[str | None] = []
+        self.characters, self.tokens = Counter[int](), Counter[int]()
+        """How many rows have so many; `tokens` is empty without a tokenizer."""
+        self.languages = Counter[str | None]()
+
+    def add(self, row: int, characters: int, tokens: int | None, answer: int, language: str | None) -> None:
+        """Take a row."""
+        if language not in self.languages:
+            self.codes.append(language)
+        self.languages[language] += 1
+        self.characters[characters] += 1
+        if tokens is not None:
+            self.tokens[tokens] += 1
+        self.rows.add((row, characters, answer, self.codes.index(language)))
 
 
 @dataclass(frozen=True)
@@ -79,38 +89,32 @@ class Looker:
         signs = len(_SIGN.findall(text))
         if len(text) >= _FEWEST_CHARACTERS and signs > _MOST_SIGNS * len(text):
             self._findings.add("symbols", number_, amount=signs / len(text))
-        answer = self._answer(number_, mended, text)
-        self.traits.rows.append(number_)
-        self.traits.characters.append(len(text))
-        self.traits.languages.append(language(text))
-        self.traits.tokens.append(self._tokens(number_, prompt))
+        answer, kind_of_answer = self._answer(number_, mended, text)
+        self.traits.add(number_, len(text), self._tokens(number_, prompt), kind_of_answer, language(text))
         return Looked(number_, text, answer)
 
-    def _answer(self, number_: int, row: Mapping[str, Any], text: str) -> int:
-        """The answer as a number; 0 where the data set has no answers."""
+    def _answer(self, number_: int, row: Mapping[str, Any], text: str) -> tuple[int, int]:
+        """The answer as a number, 0 where the data set has no answers; and its kind in `Traits`."""
         if self._answer_column is None:
-            self.traits.answers.append(-1)
-            return 0
+            return 0, -1
         gold = answer_of(row, self._answer_column)
         if not gold:
             self._findings.add("no_answer", number_)
-            self.traits.answers.append(-1)
-            return 1
+            return 1, -1
         if len(gold) >= _LEAKED and gold in text:
             self._findings.add("leak", number_)
         exact = number(gold)
-        self.traits.answers.append(int(exact is not None))
         if self._settings.answers == "math" and not _parses(gold):
             self._findings.add("odd_answer", number_)
         if exact is None and (self._settings.answers == "text" or len(gold) > LONGEST_VALUE):
-            return 1
+            return 1, int(exact is not None)
         plain = " ".join(gold.split()).casefold() if exact is None else str(exact)
-        return xxhash.xxh3_64_intdigest(plain.encode("utf-8", "surrogatepass")) | 1
+        return xxhash.xxh3_64_intdigest(plain.encode("utf-8", "surrogatepass")) | 1, int(exact is not None)
 
-    def _tokens(self, number_: int, prompt: Any) -> int:
+    def _tokens(self, number_: int, prompt: Any) -> int | None:
         tokenizer, most = self._settings.tokenizer, self._settings.max_prompt_length
         if tokenizer is None or most is None:
-            return -1
+            return None
         if isinstance(prompt, str):
             count = len(tokenizer(text=prompt)["input_ids"])
         else:
@@ -118,7 +122,7 @@ class Looker:
                 count = len(encode_chat(prompt, f"Row {number_}", tokenizer, {}))
             except DataError:  # its sentence is the kind's
                 self._findings.add("template", number_)
-                return -1
+                return None
         if count > most:
             self._findings.add("too_long", number_, amount=count - most)
         return count

@@ -19,7 +19,6 @@ summary { cursor: pointer; padding: .3rem 0; } details { border-top: 1px solid v
 code { font-size: .92em; } td.t { overflow-wrap: anywhere; min-width: 16rem; }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_MOST_ROWS = 200
 
 
 def as_html(found: Summary) -> str:
@@ -60,7 +59,7 @@ def as_html(found: Summary) -> str:
 def _overview(found: Summary) -> str:
     body = "".join(
         f"<tr><td>{_text(entry.kind.title)}</td><td><code>{entry.kind.name}</code></td>"
-        f'<td class="n">{len(entry.rows):,}</td><td class="n">{100 * len(entry.rows) / found.num_rows:.2f}%</td>'
+        f'<td class="n">{entry.count:,}</td><td class="n">{100 * entry.count / found.num_rows:.2f}%</td>'
         f"<td>{'mend' if entry.kind.must_be_mended else 'look'}</td>"
         f'<td class="t">{_text(entry.kind.fix)}</td></tr>'
         for entry in found.entries
@@ -74,11 +73,11 @@ def _details(entry: Entry) -> str:
         f'<tr><td class="n">{example.row}</td><td class="t">{_text(example.why)}</td><td class="t">{_text(example.begins)}</td></tr>'
         for example in entry.examples
     )
-    rows = ", ".join(str(row) for row in entry.rows[:_MOST_ROWS])
-    more = len(entry.rows) - _MOST_ROWS
+    rows = ", ".join(str(row) for row in entry.rows)
+    more = entry.count - len(entry.rows)
     rest = f" and {more:,} more (--json lists all)" if more > 0 else ""
     return (
-        f"<details><summary>{_text(entry.kind.title)}: {len(entry.rows):,}</summary>"
+        f"<details><summary>{_text(entry.kind.title)}: {entry.count:,}</summary>"
         + _table('<tr><th class="n">row</th><th>why</th><th>it begins</th></tr>', examples)
         + f"<p>Rows, counting from 0: {rows}{rest}.</p></details>"
     )

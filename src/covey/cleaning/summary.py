@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-
-from covey.cleaning.findings import Kind
+from covey.cleaning.findings import Findings, Kind
 from covey.cleaning.inspection import Inspection
 from covey.cleaning.rows import Record
+from covey.cleaning.spill import percentile
 from covey.cleaning.writing import begins
+
+_ROWS_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Entry:
     """A kind of fault that was found."""
 
     kind: Kind
+    count: int
     rows: Sequence[int]
+    """The first of them."""
     examples: Sequence[Example]
 
 
@@ -49,6 +53,7 @@ class Summary:
     languages: Mapping[str, int]
     """Rows by language; `?` where it cannot be told."""
     notes: Sequence[str]
+    findings: Findings
 
     @property
     def is_ok(self) -> bool:
@@ -63,8 +68,8 @@ class Summary:
                 "title": entry.kind.title,
                 "must_be_mended": entry.kind.must_be_mended,
                 "clean": entry.kind.action,
-                "count": len(entry.rows),
-                "rows": list(entry.rows),
+                "count": entry.count,
+                "rows": self.findings.rows(entry.kind.name),
                 "examples": [vars(example) for example in entry.examples],
                 "fix": entry.kind.fix,
             }
@@ -88,7 +93,7 @@ def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
     findings = inspection.findings
     first = {}
     for kind in findings.kinds():
-        first[kind.name] = [one for one, _ in zip(findings.of(kind.name), range(num_examples), strict=False)]
+        first[kind.name] = list(itertools.islice(findings.of(kind.name), num_examples))
     shown = _records(inspection, {row for found in first.values() for row, _, _ in found})
     entries = []
     for kind in findings.kinds():
@@ -99,24 +104,28 @@ def summary(inspection: Inspection, num_examples: int = 3) -> Summary:
                 f"is {record.fault}" if record is not None and record.fault else inspection.reason(kind, other, amount)
             )
             examples.append(Example(row, why, "" if record is None else begins(record, inspection)))
-        entries.append(Entry(kind, findings.rows(kind.name), examples))
-    dropped = {row for entry in entries if entry.kind.action == "drop" for row in entry.rows}
-    changed = {row for entry in entries if entry.kind.action == "change" for row in entry.rows}
+        rows = [row for row, _, _ in itertools.islice(findings.of(kind.name), _ROWS_SHOWN)]
+        entries.append(Entry(kind, findings.count(kind.name), rows, examples))
+    dropped = changed = 0
+    for _, faults in findings.by_row():
+        actions = {kind.action for kind, _, _ in faults}
+        dropped += "drop" in actions
+        changed += "change" in actions and "drop" not in actions
     traits = inspection.traits
-    lengths = {"characters": _quantiles(numpy.array(traits.characters))}
-    tokens = numpy.array(traits.tokens)
-    if (tokens >= 0).any():
-        lengths["tokens"] = _quantiles(tokens[tokens >= 0])
-    languages = Counter(code or "?" for code in traits.languages)
+    lengths = {"characters": _quantiles(traits.characters)}
+    if traits.tokens:
+        lengths["tokens"] = _quantiles(traits.tokens)
+    languages = Counter({code or "?": count for code, count in traits.languages.items()})
     return Summary(
         inspection.rows.source,
         inspection.num_rows,
         entries,
-        len(dropped),
-        len(changed - dropped),
+        dropped,
+        changed,
         lengths,
         dict(languages.most_common()),
         inspection.notes,
+        findings,
     )
 
 
@@ -130,8 +139,10 @@ def _records(inspection: Inspection, wanted: set[int]) -> dict[int, Record]:
     return found
 
 
-def _quantiles(lengths: numpy.ndarray) -> dict[str, float]:
-    if not len(lengths):
+def _quantiles(lengths: Counter[int]) -> dict[str, float]:
+    if not lengths:
         return {}
+    values = sorted(lengths)
+    counts = [lengths[value] for value in values]
     points = {"least": 0, "p05": 5, "median": 50, "p95": 95, "most": 100}
-    return {name: float(numpy.percentile(lengths, point)) for name, point in points.items()}
+    return {name: percentile(values, counts, point) for name, point in points.items()}

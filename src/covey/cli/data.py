@@ -146,7 +146,7 @@ def _show(found: Summary, num_examples: int) -> None:
 
 
 def _show_entry(entry: Entry, num_rows: int, num_examples: int) -> None:
-    count = len(entry.rows)
+    count = entry.count
     output.result(f"  {entry.kind.title:<34}{entry.kind.name:<16}{count:>8,}  {100 * count / num_rows:>5.2f}%")
     for example in entry.examples[:num_examples]:
         output.result(f"      row {example.row} {example.why}")
