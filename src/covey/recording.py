@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,8 @@ from covey.runs import RunFolder, checkpoint, evaluations, rng
 from covey.session import Session
 from covey.state import TrainState
 from covey.types import Event, Group, StepReport
+
+logger = logging.getLogger(__name__)
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any] | None = None) -> None:
@@ -71,6 +74,14 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     parts.scorer.load_state_dict(tree["scorer"])
     parts.session.load_state_dict(tree["window"])
     rng.restore(_mine(parts, tree["rng"]))
+    if len(tree["rng"]) != parts.world.size and parts.world.is_main:
+        logger.warning(
+            "%s was saved by %d process(es) and goes on with %d: the same prompts, draws and gradients up to rounding, "
+            "but not bit-exact.",
+            folder,
+            len(tree["rng"]),
+            parts.world.size,
+        )
     if "memory" in tree:
         _restore_sizes(parts, _mine(parts, tree["memory"]))
     known = {item.name for item in fields(TrainState)}

@@ -54,6 +54,7 @@ from covey.recording import (
 )
 from covey.recovery import lower_learning_rate
 from covey.runs import RunFolder, StopRequest, checkpoint
+from covey.runs.resuming import expect_resumable
 from covey.saving import Saver
 from covey.session import Session
 from covey.state import TrainState
@@ -61,6 +62,7 @@ from covey.world import World
 
 logger = logging.getLogger(__name__)
 
+_NO_CHECKPOINT_AFTER = (InvariantError, StorageError)
 _NOT_YET = {
     "tools": "tool calls in rollouts are not supported yet",
     "rollout_func": "give Covey a `Sampler` of your own instead: it is a protocol of two methods",
@@ -142,6 +144,7 @@ class GRPOTrainer:
         self._restarts = wanted == "auto"
         found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(found)
+        expect_resumable(start, self.args, self.train_dataset, self.model, tells=self.world.is_main)
         with StopRequest() as stop, closing(self.scorer):
             parts = self._build_parts(stop, start)
             self._parts = parts
@@ -323,15 +326,9 @@ class GRPOTrainer:
             return loop.run(parts, state)
         except BaseException as error:
             is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
-            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(
-                error, (InvariantError, StorageError)
-            )
-            if (
-                is_shared
-                and saves
-                and self.args.save_strategy != "no"
-                and parts.session.latest.step > parts.session.last_saved
-            ):
+            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)
+            saves = saves and self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved
+            if is_shared and saves:
                 parts.session.save(parts.session.latest)
             parts.session.fail()
             raise

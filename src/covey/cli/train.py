@@ -128,6 +128,7 @@ def run(given: Given) -> int:
     own = {name: value for name, value in given.items() if name in _OWN}
     if given.get("seeds") is not None:
         return seeds.run(given, wanted, own)
+    refuse_other_options(config, given, dataset)
     held_out = given.get("eval_dataset")
     eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
     return _train(config, given, dataset, eval_dataset, peft_config, rerun.recorder(wanted, own))
@@ -147,6 +148,19 @@ def refuse_missing(given: Given) -> None:
     for name in ("model", "dataset", "reward"):
         if not given.get(name):
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
+
+
+def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
+    """Raise ConfigError, before the model is loaded, when the run to go on with cannot be gone on with under these options."""
+    from covey.runs import checkpoint
+    from covey.runs.resuming import expect_resumable
+
+    wanted = given.get("resume", "never")
+    if wanted == "never":
+        return
+    place = Path(config.output_dir if wanted == "auto" else wanted)
+    saved = checkpoint.checkpoints(place) or checkpoint.checkpoints(place.parent)
+    expect_resumable(saved[-1] if saved else None, config, dataset, tells=False)
 
 
 def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any) -> int:

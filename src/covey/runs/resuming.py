@@ -1,0 +1,88 @@
+"""Before a run is gone on with: what its options were, and whether it can be gone on with under those of now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from covey import options
+from covey.errors import ConfigError
+from covey.runs import manifest, provenance
+from covey.runs.masking import mask
+
+logger = logging.getLogger(__name__)
+
+_DECISIVE: Mapping[str, str] = {
+    **dict.fromkeys(("seed", "data_seed", "shuffle_dataset", "curriculum"), "the place in the data would mean nothing"),
+    **dict.fromkeys(
+        ("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
+        "the rollout that is half used would not fit the schedule",
+    ),
+    "optim": "the state of the optimizer would mean nothing",
+    "algorithm": "its coefficients and critic would be another algorithm's",
+    "loss_type": "the run would be another experiment half-way",
+}
+"""Options that a run cannot change on its way, and why."""
+_OF_THE_CALL = frozenset(
+    {"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "run_name", "ddp_timeout"}
+)
+
+
+def expect_resumable(start: Path | None, args: Any, dataset: Any, model: Any = None, *, tells: bool = True) -> None:
+    """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be gone on with under these options.
+
+    `args` is the GRPOConfig of now; `model` may not be loaded yet. Without a checkpoint or a `run.json` nothing is compared.
+    With `tells`, what differs and does no harm is logged, as `learning_rate 1e-06 -> 1e-05`.
+    """
+    if start is None:
+        return
+    changed = differences(
+        start.parent,
+        config=args.to_dict(),
+        rows=len(dataset) if hasattr(dataset, "__len__") else None,
+        model=provenance.model_facts(model),
+    )
+    if changed and tells:
+        logger.warning("%s goes on with other options: %s.", start.parent, "; ".join(changed))
+
+
+def differences(
+    run_dir: Path, *, config: Mapping[str, Any], rows: int | None, model: Mapping[str, Any] | None
+) -> list[str]:
+    """What differs from the run in `run_dir` and does no harm. Raises ConfigError for the first difference that does."""
+    before = manifest.read(run_dir / manifest.NAME)
+    if before is None or not isinstance(before.get("config"), Mapping):
+        return []
+    now = {"config": manifest.to_json(mask(dict(config))), "dataset": {"rows": rows}, "model": dict(model or {})}
+    for name, why in _DECISIVE.items():
+        if _differs(before["config"], now["config"], name):
+            raise _refusal(run_dir, name, before["config"][name], now["config"][name], why)
+    for part, name, what in (
+        ("dataset", "rows", "the number of rows of the data set"),
+        ("model", "class", "the model's class"),
+        ("model", "parameters", "the number of the model's parameters"),
+        ("model", "trained", "the number of parameters that are trained"),
+    ):
+        was = before[part] if isinstance(before.get(part), Mapping) else {}
+        if was.get(name) is not None and now[part].get(name) is not None and was[name] != now[part][name]:
+            raise _refusal(run_dir, what, was[name], now[part][name], "the checkpoint holds the state of the former")
+    shown = sorted(options.HONOURED - _OF_THE_CALL - set(_DECISIVE))
+    return [
+        f"{name} {before['config'][name]} -> {now['config'][name]}"
+        for name in shown
+        if _differs(before["config"], now["config"], name)
+    ]
+
+
+def _differs(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    """An option that one of the two versions of Covey did not have says nothing."""
+    return name in before and name in now and before[name] != now[name]
+
+
+def _refusal(run_dir: Path, what: str, was: Any, now: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"The run in {run_dir} had {what}={was} and this one has {now}, so it cannot be gone on with: {why}. Give it as it was, or "
+        "start a new run from the checkpoint as its model."
+    )

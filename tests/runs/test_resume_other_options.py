@@ -1,0 +1,112 @@
+"""A run is gone on with under the options it had; those that do no harm may change and are named, others are refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from resume_cases import Case, trainer
+
+from covey.cli import main
+from covey.errors import ConfigError, CoveyError
+from covey.runs import checkpoint
+from kit import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    trainer(Case("first", {"max_steps": 2}), folder).train()
+    return folder
+
+
+def again(run: Path, elsewhere: Path, **changed: Any) -> Any:
+    """Go on with the run in a folder of its own, so that the run stays as it is for the next test."""
+    return trainer(Case("again", {"max_steps": 3, **changed}), elsewhere).train(str(run / "checkpoint-2"))
+
+
+def test_what_does_no_harm_is_named_and_allowed(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
+        assert again(run, tmp_path / "run", learning_rate=2e-2, temperature=0.9).global_step == 3
+    (said,) = [record.message for record in caplog.records if record.name == "covey.runs.resuming"]
+    assert said.endswith(
+        "goes on with other options: learning_rate 0.01 -> 0.02; max_steps 2 -> 3; temperature 1.0 -> 0.9."
+    )
+
+
+def test_nothing_is_said_of_a_run_that_goes_on_as_it_was(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="covey.runs.resuming"):
+        again(run, tmp_path / "run", max_steps=2)
+    assert not [record for record in caplog.records if record.name == "covey.runs.resuming"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seed": 8},
+        {"shuffle_dataset": False},
+        {"curriculum": "difficulty"},
+        {"optim": "sgd"},
+        {"num_iterations": 2},
+        {"num_generations": 2},
+        {"steps_per_generation": 2},
+        {"per_device_train_batch_size": 4},
+        {"loss_type": "dr_grpo"},
+        {"algorithm": "rloo"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_a_run_cannot_change_is_refused_before_any_step(
+    changed: dict[str, Any], run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot be gone on with: .* Give it as it was, or start a new run"
+    ) as raised:
+        again(run, tmp_path / "run", **changed)
+    assert raised.value.exit_code == 2
+    assert not checkpoint.checkpoints(tmp_path / "run")
+
+
+def test_another_model_adapter_or_data_set_is_refused(run: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    options = {"max_steps": 3}
+    other = trainer(Case("again", options, peft=lora), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="the model's class=Qwen2ForCausalLM"):
+        other.train(str(run / "checkpoint-2"))
+    larger = trainer(Case("again", options), tmp_path / "larger")
+    larger.model = tiny_model("qwen2", layers=3)
+    with pytest.raises(ConfigError, match="the number of the model's parameters"):
+        larger.train(str(run / "checkpoint-2"))
+    fewer = trainer(Case("again", options), tmp_path / "fewer")
+    fewer.train_dataset = Dataset.from_list([{"prompt": "2 + 2 =", "difficulty": 1.0}])
+    with pytest.raises(ConfigError, match=r"the number of rows of the data set=6 and this one has 1"):
+        fewer.train(str(run / "checkpoint-2"))
+
+
+def test_without_a_run_json_nothing_is_compared(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    (run / "checkpoint-2").rename(tmp_path / "copy" / "checkpoint-2")
+    try:
+        assert again(tmp_path / "copy", tmp_path / "run").global_step == 3
+    finally:
+        (tmp_path / "copy" / "checkpoint-2").rename(run / "checkpoint-2")
+
+
+def test_the_command_line_refuses_before_the_model_is_loaded(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n' * 6)
+    words = ["train", "--model", str(tmp_path / "no model"), "--dataset", str(rows), "--reward", "format"]
+    words += ["--output-dir", str(run), "--resume", "auto", "--seed", "9"]
+    assert main(words) == CoveyError.exit_code + 1 == 2
+    said = capsys.readouterr().err
+    assert "had seed=7 and this one has 9" in said
+    assert "no model" not in said
