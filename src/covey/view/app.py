@@ -21,6 +21,7 @@ from covey.view import browsing
 from covey.view.asking import flag, number, one_of, text, whole
 from covey.view.groups import SORTS
 from covey.view.guard import Guard
+from covey.view.phases import phases_of
 from covey.view.reading import Library, differences
 
 _PAGE = Path(__file__).parent / "page"
@@ -101,6 +102,13 @@ def spread(library: Library, request: Request) -> Any:
     return browsing.spread_of(library.get(text(request, "run")).groups, whole(request, "points", 200, low=2, high=2000))
 
 
+def phases(library: Library, request: Request) -> Any:
+    """Where the time and the memory of the steps between `from` and `to` went."""
+    run = library.get(text(request, "run"))
+    points = whole(request, "points", 200, low=2, high=2000)
+    return phases_of(run.series, points, number(request, "from"), number(request, "to"))
+
+
 def facts(library: Library, request: Request) -> Any:
     """`run.json`, the last events."""
     run = library.get(text(request, "run"))
@@ -114,7 +122,7 @@ def diff(library: Library, request: Request) -> Any:
 
 
 _CALLS: dict[str, Callable[[Library, Request], Any]] = {
-    call.__name__: call for call in (runs, series, alerts, rollouts, rollout, spread, facts, diff)
+    call.__name__: call for call in (runs, series, alerts, rollouts, rollout, spread, phases, facts, diff)
 }
 
 

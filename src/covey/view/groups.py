@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-_FILE = re.compile(r"step-(\d+)\.parquet")
+from covey.view.files import FilesOnDisk, Mark
+
 _SCALARS = ("group", "prompt_uid", "finish", "num_tokens", "reward", "advantage")
 _KEPT_SEARCHES = 4
+_BATCH = 50
+"""Files whose numbers are worked out together."""
 
 NUMBERS = np.dtype(
     [
@@ -40,74 +42,103 @@ mean and largest length, how many completions were cut off, and the gain of the 
 
 
 class GroupIndex:
-    """The groups of `rollouts/`, newest files first; `refresh` reads the files that are new."""
+    """The groups of `rollouts/`, newest files first; `refresh` reads the files that are new. Safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.unreadable: dict[str, str] = {}
-        """Files that could not be read, and why."""
+        """Files that could not be read, and why; they are tried again when they change."""
         self.pending = 0
         """Files that are not indexed yet."""
+        self._files = FilesOnDisk(folder)
+        self._reading = threading.Lock()
         self._lock = threading.Lock()
-        self._parts: dict[int, np.ndarray] = {}
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._joined: np.ndarray | None = None
+        self._seen: dict[int, Mark] = {}
+        self._table = np.zeros(0, NUMBERS)
+        self._new: list[np.ndarray] = []
+        self._stale: set[int] = set()
         self._matches: dict[str, dict[int, frozenset[int]]] = {}
 
     def refresh(self, most_files: int | None = None) -> bool:
         """Read up to `most_files` files that are new or replaced (all by default). Whether all are indexed now."""
-        found = self._on_disk()
-        with self._lock:
-            for step in [step for step in self._parts if step not in found]:
-                del self._parts[step], self._seen[step]
-                self._joined = None
+        with self._reading:
+            found = self._files.marks()
+            gone = self._seen.keys() - found.keys()
             new = sorted((step for step, mark in found.items() if self._seen.get(step) != mark), reverse=True)
-        for step in new[:most_files]:
-            part = self._read(step)
-            with self._lock:
-                self._parts[step], self._seen[step] = part, found[step]
-                self._joined = None
-                for by_step in self._matches.values():
-                    by_step.pop(step, None)
-        self.pending = max(0, len(new) - (len(new) if most_files is None else most_files))
-        return self.pending == 0
+            self.pending = len(new)
+            self._forget(gone)
+            now = new[:most_files]
+            for start in range(0, len(now), _BATCH):
+                batch = now[start : start + _BATCH]
+                rows = self._read(batch)
+                with self._lock:
+                    self._stale |= self._seen.keys() & set(batch)
+                    self._seen |= {step: found[step] for step in batch}
+                    self._new.append(rows)
+                    for by_step in self._matches.values():
+                        for step in batch:
+                            by_step.pop(step, None)
+                self.pending -= len(batch)
+            return self.pending == 0
 
-    def _on_disk(self) -> dict[int, tuple[int, int]]:
-        found = {}
-        for path in self.folder.glob("step-*.parquet") if self.folder.is_dir() else ():
-            match = _FILE.fullmatch(path.name)
-            try:
-                facts = path.stat()
-            except FileNotFoundError:  # a resume has just dropped it
-                continue
-            if match:
-                found[int(match[1])] = (facts.st_size, facts.st_mtime_ns)
-        return found
+    def _forget(self, gone: Set[int]) -> None:
+        if not gone:
+            return
+        with self._lock:
+            self._new = [self._joined()]
+            self._table = self._table[:0]
+            self._new = [rows[~np.isin(rows["step"], list(gone))] for rows in self._new]
+            for step in gone:
+                del self._seen[step]
+                self.unreadable.pop(self.path_of(step).name, None)
 
     def path_of(self, step: int) -> Path:
         """The file of a step."""
         return self.folder / f"step-{step:06d}.parquet"
 
-    def _read(self, step: int) -> np.ndarray:
+    def _read(self, steps: Sequence[int]) -> np.ndarray:
+        """The groups of some files; those that cannot be read are named in `unreadable`."""
+        tables = {step: table for step in steps if (table := self._columns(step)) is not None}
+        try:
+            return summary_of(tables)
+        except (ValueError, pa.ArrowException, KeyError):  # one of them is not like the others
+            return np.concatenate([np.zeros(0, NUMBERS), *(self._alone(step, table) for step, table in tables.items())])
+
+    def _alone(self, step: int, table: pa.Table) -> np.ndarray:
+        try:
+            return summary_of({step: table})
+        except (ValueError, pa.ArrowException, KeyError) as error:
+            self.unreadable[self.path_of(step).name] = str(error)
+            return np.zeros(0, NUMBERS)
+
+    def _columns(self, step: int) -> pa.Table | None:
         path = self.path_of(step)
         try:
             with pq.ParquetFile(path) as file:
-                table = file.read(columns=[name for name in _SCALARS if name in file.schema_arrow.names])
-            self.unreadable.pop(path.name, None)
-            return summary_of(step, table)
+                names = [name for name in _SCALARS if name in file.schema_arrow.names]
+                table = file.read(columns=names, use_threads=False)
+            missing = {"group", "prompt_uid", "finish", "num_tokens"} - set(names)
+            if missing:
+                raise KeyError(f"no column {', '.join(sorted(missing))}")
         except (OSError, pa.ArrowException, KeyError) as error:
             self.unreadable[path.name] = str(error)
-            return np.zeros(0, NUMBERS)
+            return None
+        self.unreadable.pop(path.name, None)
+        return table
 
     def table(self) -> np.ndarray:
         """All indexed groups [n] as `NUMBERS`, by step and place."""
         with self._lock:
-            if self._joined is None:
-                parts = [self._parts[step] for step in sorted(self._parts)]
-                joined = np.concatenate(parts) if parts else np.zeros(0, NUMBERS)
-                joined["change"] = _changes(joined)
-                self._joined = joined
-            return self._joined
+            return self._joined()
+
+    def _joined(self) -> np.ndarray:
+        if self._new:
+            known = self._table[~np.isin(self._table["step"], list(self._stale))] if self._stale else self._table
+            joined = np.concatenate([known, *self._new])
+            joined = joined[np.argsort(joined["step"], kind="stable")]
+            joined["change"] = _changes(joined)
+            self._table, self._new, self._stale = joined, [], set()
+        return self._table
 
     def matches_of(self, text: str) -> dict[int, frozenset[int]]:
         """By step, the groups that contain the text, as far as a search has looked; kept for the last few texts."""
@@ -121,34 +152,42 @@ class GroupIndex:
     def steps(self) -> list[int]:
         """Steps whose file is indexed, in order."""
         with self._lock:
-            return sorted(self._parts)
+            return sorted(self._seen)
 
 
-def summary_of(step: int, table: pa.Table) -> np.ndarray:
-    """The groups [n] of one step's rows as `NUMBERS`; `change` is left at NaN."""
-    if not table.num_rows:
+def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:
+    """The groups [n] of the rows of some steps as `NUMBERS`; `change` is left at NaN. ValueError, KeyError for other rows."""
+    tables = {step: table for step, table in tables.items() if table.num_rows}
+    if not tables:
         return np.zeros(0, NUMBERS)
+    counts = np.array([table.num_rows for table in tables.values()])
+    step = np.repeat(np.array(list(tables), np.int64), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)  # [rows], where the rows of a step begin
+    table = pa.concat_tables(tables.values(), promote_options="permissive")
     group = table["group"].to_numpy()
-    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    starts = np.flatnonzero((np.diff(group, prepend=group[0] - 1) != 0) | (np.diff(step, prepend=step[0] - 1) != 0))
     sizes = np.diff(np.append(starts, len(group)))
     out = np.zeros(len(starts), NUMBERS)
-    out["step"], out["group"], out["first_row"], out["size"] = step, group[starts], starts, sizes
+    out["step"], out["group"], out["size"] = step[starts], group[starts], sizes
+    out["first_row"] = starts - first[starts]
     out["uid"] = _hashes(table["prompt_uid"].take(pa.array(starts)))
     rewards = _floats(table, "reward")
     scored = np.isfinite(rewards)
-    counts = np.add.reduceat(scored, starts, dtype=np.int64)
+    scores = np.add.reduceat(scored, starts, dtype=np.int64)
     sums = np.add.reduceat(np.where(scored, rewards, 0.0), starts)
-    means = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+    means = np.divide(sums, scores, out=np.full(len(starts), np.nan), where=scores > 0)
     off = np.where(scored, rewards - np.repeat(means, sizes), 0.0)
     out["reward"] = means
-    out["spread"] = np.sqrt(np.add.reduceat(off**2, starts) / np.maximum(counts, 1))
+    out["spread"] = np.sqrt(np.add.reduceat(off**2, starts) / np.maximum(scores, 1))
     out["lowest"] = np.fmin.reduceat(rewards, starts)
     out["highest"] = np.fmax.reduceat(rewards, starts)
     out["advantage"] = np.fmax.reduceat(np.abs(_floats(table, "advantage")), starts)
     lengths = _floats(table, "num_tokens")
     out["length"] = np.add.reduceat(lengths, starts) / sizes
     out["longest"] = np.fmax.reduceat(lengths, starts)
-    out["truncated"] = np.add.reduceat(pc.equal(table["finish"], "length").to_numpy().astype(np.int32), starts)
+    out["truncated"] = np.add.reduceat(
+        pc.equal(table["finish"], "length").fill_null(False).to_numpy().astype(np.int32), starts
+    )
     out["change"] = np.nan
     return out
 

@@ -16,9 +16,9 @@ from covey.view.groups import GroupIndex
 from covey.view.series import SeriesIndex
 from covey.view.thinning import smooth, thin
 
-_SHARE = 8 << 20
+_SHARE = 16 << 20
 """Bytes of one run's metrics that are indexed before another run has its turn."""
-_FILES_AT_ONCE = 20
+_FILES_AT_ONCE = 200
 _SHOWN = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length", "loss", "step_time")
 
 

@@ -16,6 +16,8 @@ import pyarrow.json as pj
 
 _BLOCK = 4 << 20
 _TAIL = 64
+_LONGEST_LINE = 64 << 20
+"""Bytes; what is longer is no line of metrics, and is passed over in parts."""
 NOT_FINITE = np.inf
 """What stands in a column for NaN and infinite values; NaN stands for a step that has no such metric."""
 
@@ -29,9 +31,10 @@ class SeriesIndex:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        """Bytes of the file when last looked at."""
+        """Bytes of the file's whole lines when last looked at, as far as that is known."""
         self.done = 0
         """Bytes of it that are indexed."""
+        self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._clear()
 
@@ -44,13 +47,17 @@ class SeriesIndex:
         self.done = 0
 
     def refresh(self, most_bytes: int | None = None) -> bool:
-        """Read up to `most_bytes` more (all of it by default). Whether the whole file is indexed now."""
-        with self._lock:
+        """Read up to `most_bytes` more (all of it by default). Whether the whole file is indexed now.
+
+        Readers wait only while rows are added, not while lines are parsed.
+        """
+        with self._reading:
             try:
                 descriptor = os.open(self.path, os.O_RDONLY)
             except FileNotFoundError:
-                self._clear()
-                self.size = 0
+                with self._lock:
+                    self._clear()
+                    self.size = 0
                 return True
             with open(descriptor, "rb") as file:
                 return self._read_more(file, most_bytes)
@@ -59,18 +66,22 @@ class SeriesIndex:
         found = os.fstat(file.fileno())
         self.size = found.st_size
         if found.st_ino != self._inode or found.st_size < self.done or self._was_rewritten(file):
-            self._clear()
-            self._inode = found.st_ino
+            with self._lock:
+                self._clear()
+                self._inode = found.st_ino
         goal = self.size if most_bytes is None else min(self.size, self.done + most_bytes)
         while self.done < goal:
             file.seek(self.done)
             block = file.read(_BLOCK)
-            block = block[: block.rfind(b"\n") + 1] or block + file.readline()
-            if not block.endswith(b"\n"):
-                return True  # a line that is still being written
-            self._add(_columns_of(block))
-            self.done += len(block)
-            self._before = block[-_TAIL:]
+            block = block[: block.rfind(b"\n") + 1] or block + file.readline(_LONGEST_LINE)
+            if not block.endswith(b"\n") and len(block) < _LONGEST_LINE:
+                self.size = self.done  # a line that is still being written, or that a kill tore, is not counted
+                return True
+            columns = _columns_of(block)
+            with self._lock:
+                self._add(columns)
+                self.done += len(block)
+                self._before = block[-_TAIL:]
         return self.done >= self.size
 
     def _was_rewritten(self, file: Any) -> bool:
@@ -113,8 +124,8 @@ class SeriesIndex:
                 return np.zeros(0), np.zeros(0)
             steps = self._columns["step"][: self._rows]
             values = self._columns[name][: self._rows]
-            has_it = ~np.isnan(values)
-            steps, values = steps[has_it], values[has_it]
+        has_it = ~np.isnan(values)  # rows once written never change, so this needs no lock
+        steps, values = steps[has_it], values[has_it]
         if len(steps) > 1 and (np.diff(steps) < 0).any():
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]

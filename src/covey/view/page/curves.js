@@ -3,7 +3,7 @@
 import { alertList } from "./alerts.js";
 import { ask, isStale } from "./api.js";
 import { fill, h, later } from "./dom.js";
-import { Panel, rewardSpread, signalShares } from "./panels.js";
+import { memoryUse, Panel, phaseSeconds, rewardSpread, signalShares, tokenSpeed } from "./panels.js";
 import { amend, chosenRuns, colourOf, place, shared } from "./state.js";
 
 const FIRST = [
@@ -17,7 +17,8 @@ const MOST_ASKED = 48;
 /** Fill the page; what comes back keeps it live. */
 export function curvesPage(main) {
   const words = place().words;
-  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [] };
+  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [],
+    range: () => ends().slice(0, 2) };
   const panels = new Map();
   const due = new Set();
   const grid = h("div", { class: "plots" });
@@ -41,6 +42,7 @@ export function curvesPage(main) {
     const runs = chosenRuns();
     const size = Math.max(1, Math.floor(MOST_ASKED / runs.length));
     for (let at = 0; at < asked.length; at += size) await load(asked.slice(at, at + size), runs);
+    document.documentElement.dataset.drawn = String(performance.now());
   }, 10);
 
   function want(panel) {
@@ -55,23 +57,22 @@ export function curvesPage(main) {
     const query = { run: runs, from: kept.low, to: kept.high, points: POINTS };
     try {
       const metrics = asked.filter((panel) => !panel.draws).map((panel) => panel.metric);
-      const raw = metrics.length ? (await ask("series", { ...query, metric: metrics })).curves : [];
-      const even = metrics.length && kept.smooth > 1 ? (await ask("series", { ...query, metric: metrics, smooth: kept.smooth })).curves : [];
-      for (const panel of asked) await panel.show(raw, even, kept);
-      document.documentElement.dataset.drawn = String(performance.now());
+      const curves = async (smooth) => (metrics.length && smooth ? (await ask("series", { ...query, metric: metrics, smooth })).curves : []);
+      const [raw, even] = await Promise.all([curves(1), curves(kept.smooth > 1 ? kept.smooth : 0)]);
+      await Promise.all(asked.map((panel) => panel.show(raw, even, kept)));
     } catch (error) {
       if (!isStale(error)) fill(told, h("p", { class: "bad" }, error.message));
     }
   }
 
-  async function arrange() {
+  function arrange() {
     const runs = shared.runs.filter((run) => chosenRuns().includes(run.name));
     const there = new Set(runs.flatMap((run) => run.metrics));
     const wanted = bar.filter.value.toLowerCase();
     const first = FIRST.filter((name) => there.has(name));
     const rest = [...there].filter((name) => !first.includes(name)).sort();
     const names = wanted ? [...first, ...rest].filter((name) => name.toLowerCase().includes(wanted)) : bar.all.checked ? [...first, ...rest] : first;
-    const special = wanted || runs.length === 0 ? [] : [rewardSpread(runs[0].name), signalShares(runs[0].name)];
+    const special = specialsOf(runs, there).filter(({ title }) => title.toLowerCase().includes(wanted));
     const keys = [...names.slice(0, 2), ...special.map((one) => one.key), ...names.slice(2)];
     for (const [key, panel] of panels) {
       if (!keys.includes(key)) {
@@ -140,8 +141,9 @@ export function curvesPage(main) {
   }
 
   const live = async () => {
-    await alerts();
-    await arrange();
+    const told = alerts();
+    arrange();
+    await told;
     for (const panel of panels.values()) want(panel);
   };
   bar.all.addEventListener("change", arrange);
@@ -163,6 +165,20 @@ export function curvesPage(main) {
       return true;
     },
   };
+}
+
+const MOST_SPECIAL = 3;
+
+/** The pictures that are no metric's curve. */
+function specialsOf(runs, there) {
+  const names = runs.map((run) => run.name);
+  const few = names.slice(0, MOST_SPECIAL);
+  return [
+    ...few.flatMap((name) => [rewardSpread(name), signalShares(name)]),
+    ...(there.has("seconds/step") ? few.map(phaseSeconds) : []),
+    ...(there.has("seconds/step") && there.has("num_tokens") ? [tokenSpeed(names)] : []),
+    ...runs.slice(0, MOST_SPECIAL).filter((run) => run.metrics.some((name) => name.startsWith("memory/"))).map((run) => memoryUse(run.name)),
+  ];
 }
 
 function legend() {

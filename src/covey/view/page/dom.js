@@ -31,11 +31,13 @@ export function visible(text) {
     .replace(DIRECTION, "\ufffd");
 }
 
+const WHOLE = new Intl.NumberFormat("en");
+
 /** A number in few characters; a dash for none. */
 export function short(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Number.isInteger(value)) return WHOLE.format(value);
   const size = Math.abs(value);
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : value.toFixed(size < 10 ? digits : 1);
 }

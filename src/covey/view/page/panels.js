@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { fill, h, short } from "./dom.js";
-import { area, band, line, Plot } from "./plot.js";
+import { areas, band, line, Plot } from "./plot.js";
 import { colourOf } from "./state.js";
 
 const MOST_ALERTS = 60;
@@ -25,8 +25,8 @@ export class Panel {
   async show(raw, even, kept) {
     this.plot ??= new Plot(this.picture, this.calls);
     if (this.draws) {
-      const { series, note, top } = await this.draws.load();
-      this.plot.draw(series, { range: [kept.low, kept.high], top });
+      const { series, note, top, unit } = await this.draws.load(kept);
+      this.plot.draw(series, { range: kept.range(), alerts: kept.alerts.slice(-MOST_ALERTS), top, unit });
       fill(this.note, note);
       return;
     }
@@ -37,7 +37,7 @@ export class Panel {
       ...mine(even).map((curve) => line(curve, { name: curve.run, colour: colourOf(curve.run) })),
     ];
     const alerts = kept.alerts.slice(-MOST_ALERTS);
-    this.plot.draw(series, { range: [kept.low, kept.high], alerts, isLog: kept.isLog });
+    this.plot.draw(series, { range: kept.range(), alerts, isLog: kept.isLog });
     fill(this.note, notes(mine(raw), kept.alerts.length - alerts.length));
   }
 
@@ -62,19 +62,27 @@ function notes(curves, hiddenAlerts) {
   ];
 }
 
+const spreads = new Map();
+
+/** How the rewards of a run lie; panels that ask at the same time share one answer. */
+function spreadOf(run) {
+  if (!spreads.has(run)) spreads.set(run, ask("spread", { run }).finally(() => spreads.delete(run)));
+  return spreads.get(run);
+}
+
 /** Median and quantile bands of the groups' mean rewards of one run. */
 export function rewardSpread(run) {
   return {
-    key: `spread of ${run}`, title: `rewards of groups: median, half, four fifths (${run})`,
+    key: `spread of ${run}`, title: `rewards of groups (${run})`,
     async load() {
-      const { steps, quantiles } = await ask("spread", { run });
+      const { steps, quantiles } = await spreadOf(run);
       const at = (place) => quantiles.map((row) => row[place]);
       const colour = colourOf(run);
       return {
-        note: steps.length ? null : "no rollouts yet",
+        note: steps.length ? "median, middle half, 10 to 90%" : "no rollouts yet",
         series: [
-          ...band(steps, at(1), at(5), { name: "10-90", colour, opacity: 0.15 }),
-          ...band(steps, at(2), at(4), { name: "25-75", colour, opacity: 0.25 }),
+          ...band(steps, at(1), at(5), { colour, opacity: 0.15 }),
+          ...band(steps, at(2), at(4), { colour, opacity: 0.25 }),
           line({ steps, values: at(3) }, { name: "median", colour }),
         ],
       };
@@ -85,14 +93,66 @@ export function rewardSpread(run) {
 /** Shares of groups that carry signal, are all at the top, or are all alike below it. */
 export function signalShares(run) {
   return {
-    key: `signal of ${run}`, title: `groups with signal, all best, all alike (${run})`,
+    key: `signal of ${run}`, title: `rewards within groups (${run})`,
     async load() {
-      const { steps, signal, all_best: best, all_same: same } = await ask("spread", { run });
+      const { steps, signal, all_best: best, all_same: same } = await spreadOf(run);
+      const parts = [{ name: "differ", values: signal, colour: "#2f7fc1" }, { name: "all best", values: best, colour: "#3a9d5d" }, { name: "all alike", values: same, colour: "#9aa3ad" }];
       return {
-        note: steps.length ? null : "no rollouts yet", top: 1,
-        series: [area(steps, signal, { name: "rewards differ", colour: "#2f7fc1" }), area(steps, best, { name: "all at the top", colour: "#3a9d5d" }),
-          area(steps, same, { name: "all alike", colour: "#9aa3ad" })],
+        note: steps.length ? parts.map((part) => h("span", { class: "key" }, dot(part.colour), part.name)) : "no rollouts yet", top: 1, series: areas(steps, parts),
       };
     },
   };
+}
+
+const PHASES = { rollout: "#2f7fc1", reward: "#3a9d5d", learn: "#d9730d", other: "#9aa3ad" };
+const MORE = ["#a34fb5", "#7a6a00", "#008b94", "#8c5a3c"];
+const timings = new Map();
+
+function phasesOf(run, { low, high }) {
+  const key = `${run} ${low} ${high}`;
+  if (!timings.has(key)) timings.set(key, ask("phases", { run, from: low, to: high }).finally(() => timings.delete(key)));
+  return timings.get(key);
+}
+
+/** Seconds of a step by phase, on each other. */
+export function phaseSeconds(run) {
+  return {
+    key: `phases of ${run}`, title: `seconds by phase (${run})`,
+    async load(kept) {
+      const { steps, seconds } = await phasesOf(run, kept);
+      const parts = Object.entries(seconds).map(([name, values], at) => ({ name, values, colour: PHASES[name] ?? MORE[at % MORE.length] }));
+      return { note: steps.length ? parts.map((part) => h("span", { class: "key" }, dot(part.colour), part.name)) : "not recorded", series: areas(steps, parts) };
+    },
+  };
+}
+
+/** Tokens a second of the chosen runs. */
+export function tokenSpeed(runs) {
+  return {
+    key: `speed of ${runs.join(" ")}`, title: "tokens per second",
+    async load(kept) {
+      const told = await Promise.all(runs.map((run) => phasesOf(run, kept)));
+      return { note: null, series: told.map(({ steps, speed }, at) => line({ steps, values: speed }, { name: runs[at], colour: colourOf(runs[at]) })) };
+    },
+  };
+}
+
+/** The most memory of the steps, in GiB, by what was measured. */
+export function memoryUse(run) {
+  return {
+    key: `memory of ${run}`, title: `memory in GiB (${run})`,
+    async load(kept) {
+      const { steps, memory } = await phasesOf(run, kept);
+      const colours = [...Object.values(PHASES), ...MORE];
+      const parts = Object.entries(memory).map(([name, values], at) => [name, values.map((bytes) => bytes / 2 ** 30), colours[at % colours.length]]);
+      return { note: parts.map(([name, , colour]) => h("span", { class: "key" }, dot(colour), name)),
+        series: parts.map(([name, values, colour]) => line({ steps, values }, { name, colour })) };
+    },
+  };
+}
+
+function dot(colour) {
+  const element = h("span", { class: "dot" });
+  element.style.backgroundColor = colour;
+  return element;
 }

@@ -1,95 +1,191 @@
-// One picture: lines, bands or stacked areas over steps, with alerts as marks. Tooltips are drawn, never HTML.
+// One picture: lines, bands or stacked areas over steps, with alerts as marks. Tooltips are text nodes.
 
-import { short } from "./dom.js";
+import { h, fill, short } from "./dom.js";
 
 const SEVERITY = { error: "#c23b4b", warning: "#d9730d", info: "#7f8a96" };
+const HEIGHT = 210;
+const NEAR = 6; // pixels
+const LOOK = 400; // points to either side in which the nearest value of a run is looked for
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** A plot in `element`. `onRange(low, high)` when the reader drags over a stretch, `onAlert(alert)` when one is clicked. */
 export class Plot {
   constructor(element, { onRange, onAlert } = {}) {
-    this.element = element;
-    this.onAlert = onAlert;
-    this.chart = window.echarts.init(element, null, { renderer: "canvas" });
-    this.chart.on("datazoom", (event) => {
-      const { startValue, endValue } = event.batch?.[0] ?? event;
-      if (startValue !== undefined && endValue > startValue) onRange?.(Math.floor(startValue), Math.ceil(endValue));
-    });
-    this.chart.on("click", (event) => {
-      if (event.componentType === "markLine" && event.data.alert) this.onAlert?.(event.data.alert);
-    });
-    this.chart.getZr().on("dblclick", () => onRange?.(null, null));
-    this.resizer = new ResizeObserver(() => this.chart.resize());
+    Object.assign(this, { element, onRange, onAlert, chart: null, look: "", lines: [], alerts: [] });
+    this.tip = h("div", { class: "tip", hidden: true });
+    this.resizer = new ResizeObserver(() => this.fit());
     this.resizer.observe(element);
   }
 
-  /** Draw `series` (ECharts line series without style) between the steps of `range`, with `alerts`. */
-  draw(series, { range = [null, null], alerts = [], isLog = false, top = null } = {}) {
-    const ink = style("--ink-soft");
-    const rule = style("--rule");
-    const axis = { axisLine: { lineStyle: { color: rule } }, axisLabel: { color: ink, hideOverlap: true }, splitLine: { lineStyle: { color: rule } } };
-    this.chart.setOption({
-      animation: false,
-      grid: { left: 8, right: 14, top: 12, bottom: 4, containLabel: true },
-      tooltip: { trigger: "axis", renderMode: "richText", confine: true, backgroundColor: style("--paper-high"), borderColor: rule,
-        textStyle: { color: style("--ink"), fontSize: 12 }, axisPointer: { lineStyle: { color: ink } }, formatter: (rows) => tip(rows) },
-      toolbox: { show: true, itemSize: 0, feature: { dataZoom: { yAxisIndex: "none", show: true } } },
-      xAxis: { type: "value", min: range[0] ?? "dataMin", max: range[1] ?? "dataMax", ...axis, splitLine: { show: false } },
-      yAxis: { type: isLog ? "log" : "value", scale: true, max: top, ...axis, axisLabel: { ...axis.axisLabel, formatter: (value) => short(value, 2) } },
-      series: [...series, ...(alerts.length ? [marks(alerts)] : [])],
-    }, { notMerge: true, lazyUpdate: false });
-    this.chart.dispatchAction({ type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true });
+  /** Draw `lines` (of `line`, `band`, `areas`) between the steps of `range`, with `alerts`; `top`: the axis goes from 0 to there. */
+  draw(lines, { range = [null, null], alerts = [], isLog = false, top = null, unit = null } = {}) {
+    this.lines = lines;
+    this.alerts = alerts;
+    const data = together(lines, isLog);
+    const [low, high] = ends(data[0], range);
+    const look = JSON.stringify([style("--paper"), isLog, top, unit, lines.map((one) => [one.name, one.stroke, one.width, one.fill, one.band])]);
+    if (look === this.look) {
+      this.chart.batch(() => {
+        this.chart.setData(data, false);
+        this.chart.setScale("x", { min: low, max: high });
+      });
+      return;
+    }
+    this.look = look;
+    this.chart?.destroy();
+    this.chart = new window.uPlot(this.options(lines, { low, high, isLog, top, unit }), data, this.element);
+    this.chart.over.append(this.tip);
+  }
+
+  options(lines, { low, high, isLog, top, unit }) {
+    const [ink, rule, font] = [style("--ink-soft"), style("--rule"), "12px system-ui, sans-serif"];
+    const axis = { stroke: ink, font, ticks: { stroke: rule, width: 1, size: 4 }, grid: { stroke: rule, width: 1 }, gap: 3 };
+    const width = (chart, values) => {
+      chart.ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+      return 12 + Math.max(0, ...(values ?? []).map((text) => chart.ctx.measureText(text).width / devicePixelRatio));
+    };
+    const text = (chart, places) => places.map((value) => (value === null ? "" : short(value, 2) + (unit ?? "")));
+    return {
+      width: Math.max(50, this.element.clientWidth), height: HEIGHT, padding: [8, 12, 0, 0], legend: { show: false }, focus: { alpha: 1 },
+      scales: { x: { time: false, min: low, max: high, auto: false }, y: { distr: isLog ? 3 : 1, range: top !== null ? [0, top] : isLog ? undefined : lines.some((one) => one.fill) ? stacked : padded } },
+      axes: [{ ...axis, grid: { show: false }, size: 24, values: (chart, places) => places.map((step) => (Number.isInteger(step) ? short(step) : "")) },
+        { ...axis, size: width, values: text }],
+      series: [{}, ...lines.map((one) => ({ label: one.name ?? "", stroke: one.stroke, width: one.width, fill: one.fill, spanGaps: false,
+        points: { show: one.steps.length < 3, size: 5, fill: one.stroke } }))],
+      bands: lines.flatMap((one, at) => (one.band ? [{ series: [at + 1, at + 2], fill: one.band }] : [])),
+      cursor: {
+        y: false, drag: { x: true, y: false, setScale: false, dist: 5 }, points: { size: 5 }, dataIdx: nearest,
+        bind: { dblclick: () => () => this.onRange?.(null, null), click: (chart, _, act) => (event) => (this.clicked(event) ? null : act(event)) },
+      },
+      hooks: { draw: [(chart) => this.marks(chart)], setSelect: [(chart) => this.selected(chart)], setCursor: [(chart) => this.tell(chart)] },
+    };
+  }
+
+  selected(chart) {
+    if (chart.select.width < 2) return;
+    const [low, high] = [chart.select.left, chart.select.left + chart.select.width].map((left) => chart.posToVal(left, "x"));
+    chart.setSelect({ left: 0, width: 0 }, false);
+    this.onRange?.(Math.max(0, Math.floor(low)), Math.ceil(high));
+  }
+
+  clicked(event) {
+    const left = event.clientX - this.chart.over.getBoundingClientRect().left;
+    const gaps = this.alerts.map((alert) => Math.abs(this.chart.valToPos(alert.step, "x") - left));
+    const gap = Math.min(...gaps, Infinity);
+    if (gap > NEAR) return false;
+    this.onAlert?.(this.alerts[gaps.indexOf(gap)]);
+    return true;
+  }
+
+  marks(chart) {
+    const { ctx } = chart;
+    const { left, top, width, height } = chart.bbox;
+    const size = 4 * devicePixelRatio;
+    ctx.save();
+    ctx.globalAlpha = 0.75;
+    ctx.lineWidth = devicePixelRatio;
+    for (const alert of this.alerts) {
+      const x = Math.round(chart.valToPos(alert.step, "x", true)) + 0.5;
+      if (x < left || x > left + width) continue;
+      ctx.strokeStyle = ctx.fillStyle = SEVERITY[alert.severity] ?? SEVERITY.info;
+      ctx.beginPath();
+      ctx.moveTo(x, top);
+      ctx.lineTo(x, top + height);
+      ctx.stroke();
+      ctx.beginPath();
+      ctx.moveTo(x - size, top);
+      ctx.lineTo(x + size, top);
+      ctx.lineTo(x, top + 1.6 * size);
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
+  tell(chart) {
+    const { left, idxs } = chart.cursor;
+    const found = left < 0 ? [] : this.lines.map((one, at) => [one, idxs[at + 1]]).filter(([one, at]) => one.name && at !== null && at !== undefined);
+    this.tip.hidden = !found.length;
+    if (!found.length) return;
+    const values = found.map(([one, at]) => [one, chart.data[0][at], one.told ? one.told[one.steps.indexOf(chart.data[0][at])] : chart.data[this.lines.indexOf(one) + 1][at]]);
+    const alert = this.alerts.find((one) => Math.abs(chart.valToPos(one.step, "x") - left) <= NEAR);
+    fill(this.tip, h("div", {}, `step ${short(values[0][1])}`), values.map(([one, , value]) => {
+      const dot = h("span", { class: "dot" });
+      dot.style.backgroundColor = one.stroke;
+      return h("div", {}, dot, `${one.name}: ${short(value, 4)}`);
+    }), alert ? h("div", {}, `${alert.severity} at step ${alert.step}: ${alert.said}`) : null);
+    const isRight = left > chart.over.clientWidth / 2;
+    Object.assign(this.tip.style, { left: isRight ? "auto" : `${left + 12}px`, right: isRight ? `${chart.over.clientWidth - left + 12}px` : "auto" });
+  }
+
+  fit() {
+    const width = this.element.clientWidth;
+    if (this.chart && width && width !== this.chart.width) this.chart.setSize({ width, height: HEIGHT });
   }
 
   /** The picture as a PNG's address. */
   picture() {
-    return this.chart.getDataURL({ pixelRatio: 2, backgroundColor: style("--paper") });
+    const drawn = this.chart.ctx.canvas;
+    const canvas = h("canvas", { width: drawn.width, height: drawn.height });
+    const context = canvas.getContext("2d");
+    context.fillStyle = style("--paper");
+    context.fillRect(0, 0, drawn.width, drawn.height);
+    context.drawImage(drawn, 0, 0);
+    return canvas.toDataURL();
   }
 
   leave() {
     this.resizer.disconnect();
-    this.chart.dispose();
+    this.chart?.destroy();
   }
 }
 
-function marks(alerts) {
-  return {
-    type: "line", name: "alerts", data: [], silent: false,
-    markLine: {
-      symbol: ["none", "triangle"], symbolSize: 7, animation: false, label: { show: false },
-      data: alerts.map((alert) => ({ xAxis: alert.step, alert, lineStyle: { color: SEVERITY[alert.severity] ?? SEVERITY.info, type: "solid", width: 1, opacity: 0.75 } })),
-    },
-  };
+/** All lines over one row of steps; where a line has no point, it goes on to its next one. */
+function together(lines, isLog) {
+  const shown = (values) => (isLog ? values.map((value) => (value > 0 ? value : null)) : values);
+  const tables = lines.map((one) => [one.steps, shown(one.values)]);
+  if (!tables.length) return [[], []];
+  return tables.every(([steps]) => steps === tables[0][0]) ? [tables[0][0], ...tables.map(([, values]) => values)] : window.uPlot.join(tables);
 }
 
-function tip(rows) {
-  const shown = rows.filter((row) => row.seriesName && !row.seriesName.startsWith("\u200b") && row.value?.[1] !== undefined);
-  if (!shown.length) return "";
-  return [`step ${short(shown[0].value[0])}`, ...shown.map((row) => `${row.marker ? "" : ""}${row.seriesName}: ${short(row.value[2] ?? row.value[1], 4)}`)].join("\n");
+const stacked = (_, low, high) => [0, (high ?? 0) > 0 ? 1.05 * high : 1];
+
+/** A little room above and below; a line that does not move lies in the middle. */
+function padded(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  const room = high > low ? 0.08 * (high - low) : Math.abs(low) * 0.1 || 1;
+  return [low >= 0 && low <= room ? 0 : low - room, high + room];
+}
+
+function ends(steps, [from, to]) {
+  const [low, high] = [from ?? steps[0] ?? 0, to ?? steps.at(-1) ?? 1];
+  return low < high ? [low, high] : [low - 1, low + 1];
+}
+
+/** The place of the value of a series that is nearest to where the pointer is; null for none. */
+function nearest(chart, series, at) {
+  const values = chart.data[series];
+  for (let by = 0; by < LOOK; by += 1) {
+    if (values[at - by] !== null && values[at - by] !== undefined) return at - by;
+    if (values[at + by] !== null && values[at + by] !== undefined) return at + by;
+  }
+  return null;
 }
 
 /** A line of `curve` (the server's). A faint one stands behind a smoothed one and is not named in tooltips. */
-export function line(curve, { name, colour, isFaint = false, dash = null }) {
-  const data = curve.steps.map((step, at) => [step, curve.values[at]]);
-  return {
-    type: "line", name: isFaint ? `\u200b${name}` : name, data, showSymbol: data.length < 2, symbolSize: 5, connectNulls: false, silent: true, z: isFaint ? 1 : 2,
-    lineStyle: { color: colour, width: isFaint ? 1 : 1.6, opacity: isFaint ? 0.25 : 1, type: dash ?? "solid" }, itemStyle: { color: colour },
-    tooltip: { show: !isFaint },
-  };
+export function line(curve, { name, colour, isFaint = false }) {
+  return { steps: curve.steps, values: curve.values, name: isFaint ? null : name, stroke: isFaint ? `${colour}55` : colour, width: isFaint ? 1 : 1.6 };
 }
 
-/** The area between two rows of numbers, as two series of one stack. */
-export function band(steps, low, high, { name, colour, opacity }) {
-  const shared = { type: "line", showSymbol: false, silent: true, lineStyle: { opacity: 0 }, stack: name, stackStrategy: "all", tooltip: { show: false } };
-  return [
-    { ...shared, name: `\u200b${name} low`, data: steps.map((step, at) => [step, low[at]]) },
-    { ...shared, name: `\u200b${name} high`, data: steps.map((step, at) => [step, high[at] - low[at]]), areaStyle: { color: colour, opacity } },
-  ];
+/** The area between two rows of numbers, as two lines without ink. */
+export function band(steps, low, high, { colour, opacity }) {
+  const shade = `${colour}${Math.round(255 * opacity).toString(16).padStart(2, "0")}`;
+  return [{ steps, values: high, name: null, width: 0, band: shade }, { steps, values: low, name: null, width: 0 }];
 }
 
-/** Shares that add up to one, as areas on each other. */
-export function area(steps, values, { name, colour }) {
-  return { type: "line", name, data: steps.map((step, at) => [step, values[at]]), showSymbol: false, silent: true, stack: "shares", lineStyle: { width: 0 },
-    areaStyle: { color: colour, opacity: 0.75 }, itemStyle: { color: colour } };
+/** Areas on each other: `parts` are `{name, values, colour}`, the first one lowest. */
+export function areas(steps, parts) {
+  const sums = [];
+  for (const { values } of parts) sums.push(values.map((value, at) => (value ?? 0) + (sums.at(-1)?.[at] ?? 0)));
+  return parts.map(({ name, values, colour }, at) => ({ steps, values: sums[at], told: values, name, stroke: colour, width: 1, fill: colour })).reverse();
 }

@@ -132,7 +132,7 @@ function filters(changed) {
   };
   const field = (name, label, properties) => {
     const input = h("input", { value: words.get(name) ?? "", "aria-label": label, ...properties });
-    input.addEventListener("input", later(() => set(name, input.value), 150));
+    input.addEventListener("input", later(() => set(name, input.value), 60));
     return h("label", {}, `${label} `, input);
   };
   const box = (name, label) => {
@@ -144,11 +144,11 @@ function filters(changed) {
     options.map((option) => h("option", { value: option, selected: option === now }, option)));
   const search = h("input", { type: "search", class: "long", value: words.get("search") ?? "", placeholder: "Search prompts and completions",
     "aria-label": "Search prompts and completions" });
-  search.addEventListener("input", later(() => set("search", search.value), 150));
+  search.addEventListener("input", later(() => set("search", search.value), 60));
   const uid = words.has("uid") ? h("button", { onclick: (event) => { event.target.remove(); set("uid", null); } }, "one prompt only ×") : null;
   return h("div", { class: "bar" }, select("run", "Run", shared.runs.map((one) => one.name), run), search,
     select("sort", "Order", shared.sorts, words.get("sort") ?? "newest"),
-    field("from", "step", { type: "number", min: 0 }), field("to", "to", { type: "number", min: 0 }),
-    field("min_reward", "reward", { type: "number", step: "any" }), field("max_reward", "to", { type: "number", step: "any" }),
+    h("span", { class: "pair" }, field("from", "step", { type: "number", min: 0 }), field("to", "to", { type: "number", min: 0 })),
+    h("span", { class: "pair" }, field("min_reward", "reward", { type: "number", step: "any" }), field("max_reward", "to", { type: "number", step: "any" })),
     box("truncated", "cut off"), box("signal", "rewards differ"), uid);
 }
