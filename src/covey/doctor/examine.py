@@ -16,6 +16,7 @@ from covey.data import eos_ids, prepare_tokenizer
 from covey.doctor import data, model, plan, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
+from covey.learner.longest import try_longest
 from covey.memory import is_out_of_memory
 from covey.models import context_limit, disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
 from covey.world import World
@@ -52,6 +53,8 @@ class _Loaded:
     eos: tuple[int, ...] = ()
     peft_config: Any = None
     counts: Any = None
+    longest_prompt: int = 0
+    """Tokens."""
     has_failed: set[str] = field(default_factory=set)
 
 
@@ -115,7 +118,9 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     yield from model.model_findings(so_far.model, so_far.tokenizer, so_far.eos, so_far.args, is_chat=is_chat)
     if so_far.dataset is not None:
         limit = context_limit(so_far.model)
-        yield from data.data_findings(so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit)
+        for found in data.data_findings(so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit):
+            so_far.longest_prompt = found.facts.get("longest", so_far.longest_prompt)
+            yield found
 
 
 def _load(case: Case, so_far: _Loaded) -> None:
@@ -172,8 +177,13 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
             "signal", "no trial: what failed above has to be mended first.", "mend it and run covey doctor again"
         )
         return
+    found: trial.Trial | None = None
     try:
-        found, wrong = attempt("rewards", lambda: _tried(case, so_far))
+        bench, wrong = attempt("options", lambda: _bench(so_far))
+        if bench is not None:
+            if "memory" not in so_far.has_failed:
+                yield _longest(bench, so_far)
+            found, wrong = attempt("rewards", lambda: trial.attempt_step(bench, case.prompts))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -198,7 +208,19 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     yield plan.expected_time(found, so_far.counts)
 
 
-def _tried(case: Case, so_far: _Loaded) -> trial.Trial:
+def _longest(bench: trial.Bench, so_far: _Loaded) -> Finding:
+    """Whether the longest micro-batch that the run can meet fits, tried."""
+    args = so_far.args
+    algorithm = bench.given.algorithm.resolve(bench.given.algorithm.initial_controllers())
+    room = context_limit(so_far.model)
+    prompt = so_far.longest_prompt if room is None else min(so_far.longest_prompt, room - args.max_completion_length)
+    vocabulary = so_far.model.get_input_embeddings().num_embeddings
+    given = {"prompt_tokens": prompt, "group": args.num_generations, "vocabulary": vocabulary}
+    found, wrong = attempt("memory", lambda: try_longest(bench.learner, algorithm, **given))
+    return plan.longest_batch(found) if found is not None else wrong or failed("memory", "not tried.")
+
+
+def _bench(so_far: _Loaded) -> trial.Bench:
     args = so_far.args
     given = Given(
         args=args,

@@ -13,6 +13,7 @@ import torch
 from covey.arithmetic import Arithmetic
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.doctor.trial import Trial
+from covey.learner.longest import Longest
 
 
 def batches(counts: Arithmetic, num_prompts: int | None) -> Iterator[Finding]:
@@ -52,6 +53,16 @@ def memory(predicted: int, available: int, where: str) -> Finding:
     return (
         warned("memory", said + ".", fix, **facts) if predicted > 0.85 * available else passed("memory", said, **facts)
     )
+
+
+def longest_batch(tried: Longest) -> Finding:
+    """WARN when the longest micro-batch had to be made smaller."""
+    what = f"{tried.rows} completions of {tried.completion_tokens} tokens behind prompts of {tried.prompt_tokens}"
+    facts = {"longest_rows": tried.rows, "longest_seconds": tried.seconds}
+    if tried.events:
+        fix = "it will train, slower; lower --per-device-train-batch-size or --max-completion-length to begin there"
+        return warned("memory", f"the longest micro-batch, {what}, does not fit: {tried.events[-1].said}", fix, **facts)
+    return passed("memory", f"the longest micro-batch, {what}, fits: tried in {tried.seconds:.2g} s", **facts)
 
 
 def available_memory(device: torch.device) -> tuple[int, str]:

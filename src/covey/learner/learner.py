@@ -21,6 +21,7 @@ from covey.learner.reference import Reference
 from covey.types import (
     Completion,
     EffectiveSize,
+    Event,
     Group,
     Last,
     Max,
@@ -182,6 +183,18 @@ class Learner:
 
     def _accumulate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
         return [self._accumulate(batch, algorithm, totals) for batch in self.room.batches(rows)]
+
+    def rehearse(self, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
+        """The largest micro-batch of a step forward and backward, without an update: what ran out of memory on the way."""
+        rows = rows_of(groups)
+        totals = totals_of(rows, self.max_completion_length)
+        self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
+        algorithm = self._prepared(algorithm, (rows,), totals)
+        try:
+            self.room.attempt(lambda: self._accumulate(self.room.batches(rows)[0], algorithm, totals), self.forget)
+        finally:
+            self.forget()
+        return self.room.take_events()
 
     def forget(self) -> None:
         """Drop the gradients of a step that was begun."""

@@ -1,0 +1,60 @@
+"""The longest micro-batch that a run can meet, tried before the run: what does not fit is known at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from covey.algorithms import Algorithm
+from covey.learner.learner import Learner
+from covey.learner.packing import rows_of
+from covey.types import Completion, Event, Group, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longest:
+    """What came of it."""
+
+    rows: int
+    """Completions of the micro-batch, every one as long as allowed."""
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    """Of what measures before the update, and of the forward and backward pass that fitted."""
+    events: tuple[Event, ...]
+    """What ran out of memory on the way; the learner keeps the size that fits."""
+
+
+def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, group: int, vocabulary: int) -> Longest:
+    """One micro-batch of the longest completions behind prompts of `prompt_tokens`, forward and backward; no weight changes.
+
+    Raises MemoryLimitError when a single completion does not fit.
+    """
+    make = lambda count: _groups(count, prompt_tokens, learner.max_completion_length, group, vocabulary)
+    started = time.perf_counter()
+    first = learner.room.batches(rows_of(make(learner.room.max_rows)))[0]
+    groups = learner.annotate(make(len(first)), algorithm)
+    events = learner.rehearse(groups, algorithm)
+    return Longest(
+        rows=len(first),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=learner.max_completion_length,
+        seconds=time.perf_counter() - started,
+        events=events,
+    )
+
+
+def _groups(count: int, prompt_tokens: int, completion_tokens: int, size: int, vocabulary: int) -> list[Group]:
+    """`count` completions of random tokens in groups of `size`, with advantages, so that all of them teach."""
+    draw = torch.Generator().manual_seed(0)
+    drawn = lambda length: torch.randint(vocabulary, (length,), generator=draw)
+    answer = lambda: Completion(token_ids=drawn(completion_tokens), text="", finish="length")
+    found: list[Group] = []
+    for start in range(0, count, size):
+        answers: Sequence[Completion] = [answer() for _ in range(min(size, count - start))]
+        prompt = Prompt(uid=f"longest:{start}", token_ids=tuple(drawn(max(1, prompt_tokens)).tolist()))
+        found.append(Group(prompt=prompt, completions=tuple(answers), advantages=torch.ones(len(answers))))
+    return found
