@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from safetensors.torch import load_file
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
+from covey.data import mix
+from covey.runs import checkpoint
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -91,6 +94,20 @@ SETTINGS = [
     Case("bfloat16", {"bf16": True}),
     Case("gradient checkpointing", {"gradient_checkpointing": True}),
     Case("streaming data", data="stream"),
+    Case("a mixture of data sets", data="mixture"),
+    Case("dynamic sampling", {"dynamic_sampling": 2}),
+    Case("a schedule of reward weights", {"reward_weights": ["linear:1:0:6"]}),
+    Case(
+        "an adaptive KL coefficient",
+        {"algorithm": alg.grpo().replace(kl=alg.KL(alg.k3, coefficient=alg.AdaptiveKL(target=1e-4)))},
+    ),
+    Case("an adaptive entropy coefficient", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
+    Case("the ladder's memory, roll-backs allowed", {"on_spike": "clip", "on_bad_numbers": "roll_back"}),
+    Case(
+        "in the middle of a rollout of 4 steps, used twice",
+        {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 8},
+        at=5,
+    ),
     Case("a curriculum by a column", {"curriculum": "difficulty"}),
     Case("a curriculum by what was learned", {"curriculum": "frontier"}),
     Case("rewards with running statistics", {"reward_normalization": "running"}),
@@ -131,6 +148,8 @@ def trainer(case: Case, folder: Path) -> GRPOTrainer:
     data: Any = Dataset.from_list(rows)
     if case.data == "stream":
         data = IterableDataset.from_generator(lambda: iter(rows))
+    if case.data == "mixture":
+        data = mix({"few": Dataset.from_list(rows[:2]), "many": Dataset.from_list(rows[2:])}, {"few": 1, "many": 2})
     is_evaluated = "eval_strategy" in case.options
     return GRPOTrainer(
         tiny_model("qwen2", **({"attention_dropout": 0.1} if case.name == "dropout" else {})),
@@ -185,12 +204,41 @@ def differences(case: Case, one: Path, other: Path) -> dict[str, float]:
         for name in mine:
             if not torch.equal(_bits(mine[name]), _bits(theirs[name])):
                 found[f"{file}: {name}"] = float((mine[name].double() - theirs[name].double()).abs().max())
+    mine_state, their_state = (_state(run / names[-1]) for run in (one, other))
+    for place in mine_state.keys() | their_state.keys():
+        if mine_state.get(place) != their_state.get(place):
+            found[f"state: {place}"] = float("nan")
     mine_lines, their_lines = (_metrics(run) for run in (one, other))
     for step, line in their_lines.items():
         for name in line.keys() | mine_lines[step].keys():
             if line.get(name) != mine_lines[step].get(name):
                 found[f"metrics, step {step}: {name}"] = float("nan")
     return found
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """Everything else a checkpoint remembers (schedule, random generators, place in the data, history ...), by place; no clocks."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, place: str) -> None:
+        if any(word in place for word in ("second", "time", "throughput", "best_model_checkpoint")):
+            return
+        if is_dataclass(value):
+            value = {item.name: getattr(value, item.name) for item in fields(value)}
+        if isinstance(value, Mapping):
+            flat[f"{place}: names"] = sorted(map(str, value))
+            for key, item in value.items():
+                walk(item, f"{place}.{key}")
+        elif isinstance(value, list | tuple):
+            flat[f"{place}: length"] = len(value)
+            for i, item in enumerate(value):
+                walk(item, f"{place}.{i}")
+        elif not isinstance(value, torch.Tensor):  # those are in the files compared above
+            flat[place] = repr(value)
+
+    walk(checkpoint.load_state(folder), "state")
+    walk(json.loads((folder / "trainer_state.json").read_text()), "trainer_state")
+    return flat
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
