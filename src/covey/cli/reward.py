@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from covey.rewards.examination import Examination, Tried
     from covey.rewards.verdicts import Verdict
 
-_GOLD = ("answer", "solution", "reference", "summary", "label", "target", "code", "canonical_solution")
-
 _FLAGS = (
     Flag(name="reward", help="Built-in name, import path or reward model; may be repeated.", type="list[str]", group="reward"),
     Flag(name="dataset", help="Prompts with gold answers: a file, a folder or a hub id; left out: sums of two numbers.", group="data"),
@@ -88,7 +86,9 @@ def _sums(count: int) -> list[dict[str, Any]]:
 def _gold_column(wanted: str | None, columns: list[str]) -> str | None:
     if wanted is not None and wanted not in columns:
         raise DataError(f"--gold-column {wanted}: the data set has {', '.join(columns)}.")
-    return wanted or next((name for name in _GOLD if name in columns), None)
+    from covey.rewards.probes import GOLD_COLUMNS
+
+    return wanted or next((name for name in GOLD_COLUMNS if name in columns), None)
 
 
 def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from covey.algorithms.advice import SMALL_MODEL
 from covey.build import Given, advice_for, as_dict, build_algorithm, build_scorer, checked_dataset
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.data import eos_ids, prepare_tokenizer
-from covey.doctor import data, model, plan, rewards, signal, trial
+from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
 from covey.learner.longest import try_longest
@@ -202,6 +202,9 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
         return
     weights = so_far.scorer.weights
     yield from rewards.reward_findings(found, so_far.scorer.names, weights.tolist())
+    if "rewards" not in so_far.has_failed:
+        each = found.seconds["reward"] / max(1, found.num_completions)
+        yield from reward_test.tested(so_far.scorer.rewards, data.first_rows(so_far.dataset), each)
     args = so_far.args
     limit, masks = args.max_completion_length, bool(args.mask_truncated_completions)
     yield from signal.signal_findings(found, weights, max_tokens=limit, masks_truncated=masks)

@@ -77,8 +77,11 @@ class Examination:
         return found[0].scores if found else [math.nan] * len(self.rows)
 
 
-def examine(spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | None = 20.0) -> Examination:
+def examine(
+    spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | None = 20.0, without: Sequence[str] = ()
+) -> Examination:
     """Try a reward. A probe is one call with one completion of every row, so that what fails or is slow has a name.
+    `without` names garbage to leave out.
 
     Raises RewardError for what no call can mend: a wrong number of values, values that are no numbers.
     """
@@ -89,7 +92,8 @@ def examine(spec: RewardSpec, rows: Sequence[Row], *, timeout_seconds: float | N
         wording = _best_wording(found)
         reads_gold = wording is not None and _reads_gold(session, found, wording)
         given = Probe("given completions", "given", [row.given for row in rows])
-        rest = [*([given] if any(row.given for row in rows) else []), *garbage(rows)]
+        rest = [*([given] if any(row.given for row in rows) else [])]
+        rest += [probe for probe in garbage(rows) if probe.name not in without]
         found += [session.attempt(probe) for probe in [*(hedges(rows, wording) if wording else []), *rest]]
         moved, reordered = _changes(session, found, wording)
     finally:

@@ -34,6 +34,10 @@ MARK = "covey_reward_test_ran"
 """What a program among the probes sets in the interpreter that runs it."""
 
 
+GOLD_COLUMNS = ("answer", "solution", "reference", "summary", "label", "target", "code", "canonical_solution")
+"""Where a right answer is looked for, in this order."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A prompt with its columns, its gold answer in full and in short, and another row's."""
