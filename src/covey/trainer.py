@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, set_seed
-from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput, enable_full_determinism
 from transformers.utils.logging import set_verbosity
@@ -43,7 +42,7 @@ from covey.models import (
     refuse_quantized,
     with_adapter,
 )
-from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
+from covey.monitor import Progress, Trackers, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.parts import Parts
 from covey.recording import (
     Recording,
@@ -229,12 +228,14 @@ class GRPOTrainer:
         self.model = prepare_for_training(loaded, args)
 
     def _build_callbacks(self, callbacks: Sequence[Any] | None) -> CallbackHandler:
-        chosen: list[Any] = [DefaultFlowCallback, *get_reporting_integration_callbacks(self.args.report_to)]
+        self.trackers = Trackers(self.args.report_to)
+        chosen: list[Any] = [DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
         chosen += list(callbacks or [])
         if self.args.early_stopping_patience is not None:
             chosen.append(EarlyStoppingCallback(self.args.early_stopping_patience))
         handler = CallbackHandler(chosen, self.model, self.processing_class, None, None)
         handler.train_dataloader = handler.eval_dataloader = None
+        self.trackers.callbacks = handler.callbacks
         return handler
 
     @property
@@ -279,7 +280,9 @@ class GRPOTrainer:
         self.state.compute_steps(args, total_steps)
         is_shown = self.world.is_main and not args.disable_tqdm
         display = Progress(total_steps, enabled=is_shown, every=max(1, int(self.state.logging_steps)))
-        outlets = [] if folder is None else [folder.append_alert, alert_shower(display, is_shown)]
+        outlets: list[Any] = (
+            [] if folder is None else [folder.append_alert, self.trackers, alert_shower(display, is_shown)]
+        )
         monitor = build_monitor(args, self.scorer.names, self.model, outlets)
         learner.before_update = partial(self._event, "on_pre_optimizer_step", monitor.before_update)
         learner.after_update = partial(self._event, "on_optimizer_step", monitor.after_update)
@@ -303,13 +306,14 @@ class GRPOTrainer:
             show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
         )
         if folder is not None:
-            folder.describe(
+            described = folder.describe(
                 args=args,
                 algorithm=self.algorithm,
                 rewards=[spec.call for spec in self.scorer.rewards],
                 dataset=self.train_dataset,
                 model=self.model,
             )
+            self.trackers.run_id = described["id"]
         return session
 
     def _event(self, name: str, measure: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ _MOST_BAD_STEPS = 20
 _RECORDS = (
     *("run.json", "train.yaml", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts"),
     *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS),
+    "runs",  # TensorBoard's, as transformers names it
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 _HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")

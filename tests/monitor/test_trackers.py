@@ -1,0 +1,189 @@
+"""What trackers are told is read back with their own readers: names, steps, alerts, and the same run after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback
+
+sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
+from small_runs import lines, trainer
+
+from covey.monitor.trackers import Trackers
+from covey.types import Alert
+
+ALERT = Alert(
+    rule="dead_groups", severity="warning", said="Dead.", step=2, evidence={"tied": 1.0}, try_this=("easier",)
+)
+TEXT = "warning at step 2, dead_groups: Dead.\n  try: easier"
+RUN = {"logging_steps": 1, "save_steps": 2, "max_completion_length": 3}
+NAMES = (
+    "loss",
+    "reward",
+    "entropy",
+    "completions/mean_length",
+    "update/all",
+    "learning_rate",
+    "rewards/reward_len/mean",
+)
+
+
+def trained(folder: Path, tracker: str, **changed: Any) -> Any:
+    """Four steps, of which the last two come after a resume; an alert is told at step 2."""
+    part(folder, tracker, 2, **changed)
+    return part(folder, tracker, 4, **changed)
+
+
+def part(folder: Path, tracker: str, steps: int, **changed: Any) -> Any:
+    """Train up to `steps`, from step 2 on when there are more."""
+    one = trainer(folder, report_to=tracker, max_steps=steps, lr_scheduler_type="constant", **RUN, **changed)
+    one.add_callback(_Alarm(one.trackers))
+    one.train(resume_from_checkpoint=True if steps > 2 else None)
+    return one
+
+
+def elsewhere(folder: Path, tracker: str, steps: int) -> None:
+    """`part` in a process of its own."""
+    script = f"import test_trackers, pathlib; test_trackers.part(pathlib.Path({str(folder)!r}), {tracker!r}, {steps})"
+    here = Path(__file__).parent
+    places = os.pathsep.join(str(path) for path in (here.parent, here, here.parent / "faults"))
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": places})
+
+
+class _Alarm(TrainerCallback):
+    def __init__(self, tell: Trackers) -> None:
+        self.tell = tell
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.tell(ALERT)
+
+
+def expected(folder: Path, name: str) -> dict[int, float]:
+    """By step, what metrics.jsonl says."""
+    return {line["step"]: pytest.approx(line[name], rel=1e-5) for line in lines(folder)}
+
+
+def test_tensorboard_reads_back_every_metric_by_its_step_also_after_a_resume(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trained(tmp_path / "run", "tensorboard")
+    seen: dict[str, dict[int, float]] = {}
+    texts: dict[str, list[str]] = {}
+    for folder in sorted({path.parent for path in (tmp_path / "run" / "runs").rglob("events.out.*")}):
+        read = event_accumulator.EventAccumulator(str(folder))
+        read.Reload()
+        for name in read.Tags()["scalars"]:
+            seen.setdefault(name, {}).update({event.step: event.value for event in read.Scalars(name)})
+        for name in read.Tags()["tensors"]:
+            texts.setdefault(name, []).extend(event.tensor_proto.string_val[0].decode() for event in read.Tensors(name))
+    for name in NAMES:
+        assert seen[f"train/{name}"] == expected(tmp_path / "run", name)
+    assert texts["alerts/dead_groups/text_summary"] == [TEXT.replace("\n", "  \n")]
+
+
+@pytest.fixture
+def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    module = pytest.importorskip("mlflow")
+    before = module.get_tracking_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    module.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    yield module
+    module.set_tracking_uri(before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_one_run_with_every_step_after_a_resume_and_after_a_last_evaluation(
+    tmp_path: Path, mlflow: Any
+) -> None:
+    last = trained(tmp_path / "run", "mlflow")
+    last.evaluate(Dataset.from_list([{"prompt": "Tom has 3 apples.", "answer": "3"}]))
+    mlflow.flush_async_logging()
+    mlflow.end_run()
+    (run,) = mlflow.search_runs(output_format="list")
+    client = mlflow.MlflowClient()
+    for name in NAMES:
+        found = client.get_metric_history(run.info.run_id, name)
+        assert {one.step: one.value for one in found} == expected(tmp_path / "run", name)
+    assert "eval_reward" in run.data.metrics
+    assert run.data.tags["alert.dead_groups"] == TEXT
+    assert run.data.tags["covey.run"] == json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_has_one_run_with_every_step_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    trained(tmp_path / "run", "trackio", project="birds")
+    (run,) = trackio.Api().runs("birds")
+    assert run.name.startswith("run-"), "the folder's name and the run's id"
+    logs = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage.get_logs("birds", run.name)
+    for name in NAMES:
+        found = {row["train/global_step"]: row[f"train/{name}"] for row in logs if f"train/{name}" in row}
+        assert found == expected(tmp_path / "run", name)
+    (alert,) = run.alerts()
+    assert (alert["title"], alert["text"], alert["level"]) == ("dead_groups at step 2", TEXT, "warn")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_offline_keeps_one_run_id_every_step_and_the_alert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for steps in (2, 4):
+        elsewhere(tmp_path / "run", "wandb", steps)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    records = [record for file in files for record in wandb_records(file)]
+    ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
+    assert ids == {json.loads((tmp_path / "run" / "run.json").read_text())["id"]}
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    for name in NAMES:
+        found = {row["train/global_step"]: row[f"train/{name}"] for row in rows if f"train/{name}" in row}
+        assert found == expected(tmp_path / "run", name)
+    (alert,) = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    assert (alert.title, alert.text, alert.level) == ("dead_groups at step 2", TEXT, "WARN")
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of an offline run: LevelDB's log format after seven bytes, in blocks of 32 KiB."""
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    content, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = proto.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
+
+
+def test_what_a_tracker_raises_is_a_warning_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def add_text(self, *given: Any) -> None:
+            raise OSError("no room")
+
+    tell = Trackers(["tensorboard"], [type("Callback", (), {"tb_writer": Broken()})()])
+    tell(ALERT)
+    assert "tensorboard did not take an alert (OSError: no room); it is in alerts.jsonl." in caplog.text
