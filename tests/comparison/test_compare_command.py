@@ -123,6 +123,18 @@ def test_the_html_report_stands_alone_and_shows_hostile_text_as_text(tmp_path, c
         ET.fromstring(picture)
 
 
+def test_one_evaluation_of_several_seeds_is_a_bar():
+    from covey.comparison.curves import Curve, line_of
+    from covey.comparison.drawing import svg_of
+
+    line = line_of([[(4.0, 0.1)], [(4.0, 0.5)]])
+    picture = svg_of(Curve(name="eval/reward", title="held-out reward", scale=1.0, lines=[line]), ["A"])
+    bar = re.search(r'<polyline points="([^"]+)" stroke="[^"]+" stroke-width="6"', picture)
+    (x, low), (same_x, high) = (place.split(",") for place in bar[1].split())
+    assert x == same_x
+    assert float(low) - float(high) > 50, "it is as long as the two are apart, downwards in SVG"
+
+
 def test_a_side_that_is_named_like_a_tag_is_text_in_pictures_too(tmp_path):
     for name in ("<img src=x onerror=alert(1)>\x1b[31m\x01-0", "other-0"):
         write_run(tmp_path / name, scores={4: [0, 1, 1, 0]}, learning_rate=len(name))

@@ -82,6 +82,9 @@ def _drawn(line: Line, scale: float, frame: _Frame, colour: str, dash: str, titl
     upper = [(step, value * scale) for step, value in zip(line.steps, line.high, strict=True)]
     lower = [(step, value * scale) for step, value in zip(line.steps, line.low, strict=True)]
     parts = []
+    if len(middle) == 1 and len(line.runs) > 1:  # one evaluation: a band has no width there, a bar is seen
+        ends = _places([lower[0], upper[0]], frame)
+        parts.append(f'<polyline points="{ends}" stroke="{colour}" stroke-width="6" stroke-opacity="0.3"/>')
     if len(line.runs) > 1:
         around = _places([*upper, *reversed(lower)], frame)
         parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="0.15"/>')
