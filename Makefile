@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-trl
+# processes that share the quick tests, a file at a time
+WORKERS ?= 2
 
 .PHONY: install demo test test-all check bench soak audit clean
 
@@ -18,7 +20,7 @@ demo: $(STAMP)           ## train the shipped model with GRPO, on this machine, 
 	$(BIN)/covey demo
 
 test: $(STAMP)           ## the quick tests (minutes)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile
 
 test-all: $(STAMP)       ## the slow ones too
 	$(BIN)/python -m pytest -m "not gpu"

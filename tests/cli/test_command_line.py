@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,18 +16,16 @@ def covey(*words):
     )
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--help-all"], ["chat", "--help"]])
-def test_help_comes_within_half_a_second(words):
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        assert covey(*words).returncode == 0
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.5
-
-
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help-all"], ["chat", "--help"], ["eval", "--help"], ["demo", "--help"]]
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["train", "--help-all"],
+        ["chat", "--help"],
+        ["eval", "--help"],
+        ["demo", "--help"],
+    ],
 )
 def test_help_imports_neither_torch_nor_transformers(words):
     code = f"import sys; from covey.cli import main; main({words!r}); assert not {{'torch', 'transformers'}} & set(sys.modules)"
