@@ -89,7 +89,9 @@ class TinyUpdates:
             )
         else:
             said = f"a step at the peak learning rate of {peak:.3g} moves the weights by {size:.1g} of their size: hardly at all"
-            advice = ("raise learning_rate: LoRA wants 1e-5 to 2e-4, full training about 1e-6 to 3e-6, models below 100 million weights 1e-4 to 1e-3",)
+            advice = (
+                "raise learning_rate: LoRA wants 1e-5 to 2e-4, full training about 1e-6 to 3e-6, models below 100 million weights 1e-4 to 1e-3",
+            )
         return seen.alert(
             "tiny_updates", "warning", said, advice, update_size=size, changed_weights=stuck, learning_rate=peak
         )
