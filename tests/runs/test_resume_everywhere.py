@@ -1,0 +1,24 @@
+"""From every step of a run, wherever in its rollouts it stands, a resume ends as the run left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from resume_cases import Case, differences, train
+
+STEPS = 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_iterations", [1, 2])
+@pytest.mark.parametrize("steps_per_generation", [1, 2, 4])
+def test_a_run_resumed_from_any_step_ends_as_the_one_left_alone(
+    num_iterations: int, steps_per_generation: int, tmp_path: Path
+) -> None:
+    options = {"num_iterations": num_iterations, "steps_per_generation": steps_per_generation, "max_steps": STEPS}
+    case = Case("everywhere", {**options, "max_completion_length": 3, "gradient_accumulation_steps": 1})
+    train(case, tmp_path / "whole")
+    for step in range(1, STEPS):
+        train(case, tmp_path / f"from-{step}", tmp_path / "whole" / f"checkpoint-{step}")
+        assert differences(case, tmp_path / "whole", tmp_path / f"from-{step}") == {}, f"from step {step}"
