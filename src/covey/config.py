@@ -241,7 +241,8 @@ class GRPOConfig(TrainingArguments):
     logits_chunk_tokens: int | None = None
     """Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value."""
     curriculum: str = "none"
-    """Order of prompts: frontier (most often those that are solved sometimes), or a column, from low to high (-column: high to low)."""
+    """Order of prompts: frontier (most often those that are solved sometimes), or a column, from low to high (-column: high to low).
+    replay, or +replay after one of these: a quarter of the prompts (replay:0.1: a tenth) are ones that were solved rarely."""
     dynamic_sampling: int = 0
     """Times that further prompts are drawn in place of groups whose rewards are all equal (DAPO); 0: such groups stay."""
     on_long_prompt: str = "error"

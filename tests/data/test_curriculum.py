@@ -101,7 +101,9 @@ def test_a_row_that_changes_changes_its_weight():
     assert prompts._order.weights()[:10].mean() > 3 * before
 
 
-@pytest.mark.parametrize("curriculum", ["none", "frontier", "difficulty"])
+@pytest.mark.parametrize(
+    "curriculum", ["none", "frontier", "difficulty", "replay", "frontier+replay:0.4", "-difficulty+replay"]
+)
 def test_every_order_resumes_exactly_through_json(curriculum: str):
     data = table(30, difficulty=list(range(30)))
     for cut in (0, 3, 7):
@@ -145,7 +147,7 @@ def test_each_set_of_a_mixture_has_epochs_of_its_own():
     assert len({prompt.uid for prompt in drawn}) == 80
 
 
-@pytest.mark.parametrize("curriculum", ["none", "frontier"])
+@pytest.mark.parametrize("curriculum", ["none", "frontier", "replay:0.4"])
 def test_a_mixture_resumes_exactly(curriculum: str):
     data = mix({"a": table(9), "b": table(4)}, {"a": 0.7, "b": 0.3})
     first, again = stream(data, curriculum), stream(data, curriculum)

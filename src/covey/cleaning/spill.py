@@ -14,7 +14,7 @@ import numpy
 
 from covey.errors import StorageError
 
-AT_ONCE = 500_000
+AT_ONCE = 200_000
 """Records that are held in memory at a time where some order is asked for."""
 _BUFFERED = 4096
 """Single records that wait in memory to be written together."""

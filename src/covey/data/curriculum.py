@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from covey.data.order import BlockOrder, Permutation, Row, permutation
+from covey.data.replay import Replay, parted
 from covey.errors import DataError, did_you_mean
 
 WEIGHT_COLUMN, NAME_COLUMN = "dataset_weight", "dataset"
@@ -55,6 +56,10 @@ def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_s
 
 
 def _finite(dataset: Any, curriculum: str, seed: int, shuffle: bool) -> Order:
+    is_column = curriculum in (getattr(dataset, "column_names", None) or ())
+    base, share = (curriculum, None) if is_column else parted(curriculum)
+    if share is not None:
+        return Replay(dataset, _finite(dataset, base, seed, shuffle), share)
     if curriculum == "none":
         return Permutation(dataset, seed=seed, shuffle=shuffle)
     if curriculum == "frontier":
@@ -220,7 +225,7 @@ class Mixture:
             parts.setdefault(name, {})[local] = outcome
         for name, part in parts.items():
             order = self._orders[name]
-            if isinstance(order, Frontier):
+            if isinstance(order, Frontier | Replay):
                 order.learn(part)
 
     def state_dict(self) -> dict[str, Any]:
