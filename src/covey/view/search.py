@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 
 from covey.view.groups import GroupIndex
 
+_CHUNK = 4096
+
 
 @dataclass(frozen=True)
 class Found:
@@ -43,20 +45,21 @@ def search(
     deadline = time.monotonic() + seconds
     found: list[int] = []
     looked = 0
-    at = start
     matches = index.matches_of(text)
-    while at < len(order) and len(found) < most:
-        place = int(order[at])
-        step = int(table["step"][place])
-        if step not in matches:
-            if looked and time.monotonic() > deadline:
-                break
-            matches[step] = _groups_with(index.path_of(step), text)
-            looked += 1
-        if int(table["group"][place]) in matches[step]:
-            found.append(place)
-        at += 1
-    return Found(found, at, at >= len(order))
+    for first in range(start, len(order), _CHUNK):
+        part = order[first : first + _CHUNK]
+        whose = zip(part.tolist(), table["step"][part].tolist(), table["group"][part].tolist(), strict=True)
+        for at, (place, step, group) in enumerate(whose, first):
+            if len(found) == most:
+                return Found(found, at, False)
+            if step not in matches:
+                if looked and time.monotonic() > deadline:
+                    return Found(found, at, False)
+                matches[step] = _groups_with(index.path_of(step), text)
+                looked += 1
+            if group in matches[step]:
+                found.append(place)
+    return Found(found, len(order), True)
 
 
 def _groups_with(path: Path, text: str) -> frozenset[int]:

@@ -34,22 +34,25 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
     while span / width > points / 2:
         width *= 2
     starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
-    ends = np.append(starts[1:], len(steps))
-    kept = [_kept_of(values, bad, start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-    chosen = np.concatenate(kept)
-    drawn = np.where(bad[chosen], np.nan, values[chosen])
-    return Curve(steps[chosen], drawn, len(steps) - len(chosen), int(bad.sum()))
+    chosen = [
+        _first_where(values == _each(np.minimum, values, starts), starts),  # `inf` stands for what is not finite
+        _first_where(values == _each(np.maximum, np.where(bad, -np.inf, values), starts), starts),
+        _first_where(bad, starts),
+    ]
+    kept = np.unique(np.concatenate(chosen))
+    return Curve(steps[kept], np.where(bad[kept], np.nan, values[kept]), len(steps) - len(kept), int(bad.sum()))
 
 
-def _kept_of(values: np.ndarray, bad: np.ndarray, start: int, end: int) -> np.ndarray:
-    part = values[start:end]
-    is_bad = bad[start:end]
-    if not is_bad.any():
-        return start + np.unique([part.argmin(), part.argmax()])
-    kept = [int(is_bad.argmax())]
-    if not is_bad.all():
-        kept += [int(part.argmin()), int(np.where(is_bad, -np.inf, part).argmax())]
-    return start + np.unique(kept)
+def _each(of: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """For each place [n], `of` its bucket."""
+    return np.repeat(of.reduceat(values, starts), np.diff(np.append(starts, len(values))))
+
+
+def _first_where(found: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The first place of each bucket where `found` [n] holds; nothing for a bucket where it does not."""
+    places = np.flatnonzero(found)
+    buckets = np.searchsorted(starts, places, side="right")
+    return places[np.flatnonzero(np.diff(buckets, prepend=-1))]
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:

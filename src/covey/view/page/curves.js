@@ -17,7 +17,7 @@ const MOST_ASKED = 48;
 /** Fill the page; what comes back keeps it live. */
 export function curvesPage(main) {
   const words = place().words;
-  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [],
+  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], version: 0,
     range: () => ends().slice(0, 2) };
   const panels = new Map();
   const due = new Set();
@@ -43,7 +43,7 @@ export function curvesPage(main) {
     const size = Math.max(1, Math.floor(MOST_ASKED / runs.length));
     for (let at = 0; at < asked.length; at += size) await load(asked.slice(at, at + size), runs);
     document.documentElement.dataset.drawn = String(performance.now());
-  }, 10);
+  }, 0);
 
   function want(panel) {
     panel.isOld = true;
@@ -113,7 +113,9 @@ export function curvesPage(main) {
 
   async function alerts() {
     const runs = chosenRuns();
-    kept.alerts = runs.length ? (await ask("alerts", { run: runs })).alerts : [];
+    const now = runs.length ? (await ask("alerts", { run: runs })).alerts : [];
+    if (told.firstChild && JSON.stringify(now) === JSON.stringify(kept.alerts)) return; // what the reader opened stays open
+    kept.alerts = now;
     fill(told, alertList(kept.alerts, { onStep: (step) => range(Math.max(0, step - 50), step + 50) }));
   }
 
@@ -142,6 +144,7 @@ export function curvesPage(main) {
 
   const live = async () => {
     const told = alerts();
+    kept.version += 1;
     arrange();
     await told;
     for (const panel of panels.values()) want(panel);

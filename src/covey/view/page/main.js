@@ -115,6 +115,10 @@ async function start() {
   document.getElementById("theme").addEventListener("click", switchTheme);
   document.getElementById("help").addEventListener("click", showKeys);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page?.theme?.());
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address says which page this is
+    main.focus();
+  });
   addEventListener("hashchange", show);
   addEventListener("covey-chosen", () => drawLinks(place().page));
   addEventListener("keydown", onKey);

@@ -62,20 +62,27 @@ function notes(curves, hiddenAlerts) {
   ];
 }
 
-const spreads = new Map();
+const answers = new Map();
 
-/** How the rewards of a run lie; panels that ask at the same time share one answer. */
-function spreadOf(run) {
-  if (!spreads.has(run)) spreads.set(run, ask("spread", { run }).finally(() => spreads.delete(run)));
-  return spreads.get(run);
+/** An answer of the server that stays the same while `key` does, asked for once. */
+function kept(name, key, call, query) {
+  const known = answers.get(name);
+  if (known?.key === key) return known.answer;
+  const answer = ask(call, query);
+  answers.set(name, { key, answer });
+  answer.catch(() => answers.delete(name));
+  return answer;
 }
+
+const spreadOf = (run, { version }) => kept(`spread ${run}`, version, "spread", { run });
+const phasesOf = (run, { version, low, high }) => kept(`phases ${run}`, `${version} ${low} ${high}`, "phases", { run, from: low, to: high });
 
 /** Median and quantile bands of the groups' mean rewards of one run. */
 export function rewardSpread(run) {
   return {
     key: `spread of ${run}`, title: `rewards of groups (${run})`,
-    async load() {
-      const { steps, quantiles } = await spreadOf(run);
+    async load(now) {
+      const { steps, quantiles } = await spreadOf(run, now);
       const at = (place) => quantiles.map((row) => row[place]);
       const colour = colourOf(run);
       return {
@@ -94,8 +101,8 @@ export function rewardSpread(run) {
 export function signalShares(run) {
   return {
     key: `signal of ${run}`, title: `rewards within groups (${run})`,
-    async load() {
-      const { steps, signal, all_best: best, all_same: same } = await spreadOf(run);
+    async load(now) {
+      const { steps, signal, all_best: best, all_same: same } = await spreadOf(run, now);
       const parts = [{ name: "differ", values: signal, colour: "#2f7fc1" }, { name: "all best", values: best, colour: "#3a9d5d" }, { name: "all alike", values: same, colour: "#9aa3ad" }];
       return {
         note: steps.length ? parts.map((part) => h("span", { class: "key" }, dot(part.colour), part.name)) : "no rollouts yet", top: 1, series: areas(steps, parts),
@@ -106,20 +113,12 @@ export function signalShares(run) {
 
 const PHASES = { rollout: "#2f7fc1", reward: "#3a9d5d", learn: "#d9730d", other: "#9aa3ad" };
 const MORE = ["#a34fb5", "#7a6a00", "#008b94", "#8c5a3c"];
-const timings = new Map();
-
-function phasesOf(run, { low, high }) {
-  const key = `${run} ${low} ${high}`;
-  if (!timings.has(key)) timings.set(key, ask("phases", { run, from: low, to: high }).finally(() => timings.delete(key)));
-  return timings.get(key);
-}
-
 /** Seconds of a step by phase, on each other. */
 export function phaseSeconds(run) {
   return {
     key: `phases of ${run}`, title: `seconds by phase (${run})`,
-    async load(kept) {
-      const { steps, seconds } = await phasesOf(run, kept);
+    async load(now) {
+      const { steps, seconds } = await phasesOf(run, now);
       const parts = Object.entries(seconds).map(([name, values], at) => ({ name, values, colour: PHASES[name] ?? MORE[at % MORE.length] }));
       return { note: steps.length ? parts.map((part) => h("span", { class: "key" }, dot(part.colour), part.name)) : "not recorded", series: areas(steps, parts) };
     },
@@ -130,8 +129,8 @@ export function phaseSeconds(run) {
 export function tokenSpeed(runs) {
   return {
     key: `speed of ${runs.join(" ")}`, title: "tokens per second",
-    async load(kept) {
-      const told = await Promise.all(runs.map((run) => phasesOf(run, kept)));
+    async load(now) {
+      const told = await Promise.all(runs.map((run) => phasesOf(run, now)));
       return { note: null, series: told.map(({ steps, speed }, at) => line({ steps, values: speed }, { name: runs[at], colour: colourOf(runs[at]) })) };
     },
   };
@@ -141,8 +140,8 @@ export function tokenSpeed(runs) {
 export function memoryUse(run) {
   return {
     key: `memory of ${run}`, title: `memory in GiB (${run})`,
-    async load(kept) {
-      const { steps, memory } = await phasesOf(run, kept);
+    async load(now) {
+      const { steps, memory } = await phasesOf(run, now);
       const colours = [...Object.values(PHASES), ...MORE];
       const parts = Object.entries(memory).map(([name, values], at) => [name, values.map((bytes) => bytes / 2 ** 30), colours[at % colours.length]]);
       return { note: parts.map(([name, , colour]) => h("span", { class: "key" }, dot(colour), name)),

@@ -36,6 +36,7 @@ export class Plot {
     this.chart?.destroy();
     this.chart = new window.uPlot(this.options(lines, { low, high, isLog, top, unit }), data, this.element);
     this.chart.over.append(this.tip);
+    this.chart.over.addEventListener("click", (event) => this.clicked(event));
   }
 
   options(lines, { low, high, isLog, top, unit }) {
@@ -56,7 +57,7 @@ export class Plot {
       bands: lines.flatMap((one, at) => (one.band ? [{ series: [at + 1, at + 2], fill: one.band }] : [])),
       cursor: {
         y: false, drag: { x: true, y: false, setScale: false, dist: 5 }, points: { size: 5 }, dataIdx: nearest,
-        bind: { dblclick: () => () => this.onRange?.(null, null), click: (chart, _, act) => (event) => (this.clicked(event) ? null : act(event)) },
+        bind: { dblclick: () => () => this.onRange?.(null, null) },
       },
       hooks: { draw: [(chart) => this.marks(chart)], setSelect: [(chart) => this.selected(chart)], setCursor: [(chart) => this.tell(chart)] },
     };
@@ -73,9 +74,7 @@ export class Plot {
     const left = event.clientX - this.chart.over.getBoundingClientRect().left;
     const gaps = this.alerts.map((alert) => Math.abs(this.chart.valToPos(alert.step, "x") - left));
     const gap = Math.min(...gaps, Infinity);
-    if (gap > NEAR) return false;
-    this.onAlert?.(this.alerts[gaps.indexOf(gap)]);
-    return true;
+    if (gap <= NEAR) this.onAlert?.(this.alerts[gaps.indexOf(gap)]);
   }
 
   marks(chart) {

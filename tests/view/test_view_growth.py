@@ -1,0 +1,224 @@
+"""A run that is looked at while it is written: torn lines, files half there, files replaced or dropped, and steps that keep coming."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from covey.runs import rollouts
+from covey.runs.metrics import JsonLines
+from covey.types import Completion, Group, Prompt
+from covey.view import Library
+from covey.view.files import FilesOnDisk
+from covey.view.groups import GroupIndex
+from covey.view.phases import phases_of
+from covey.view.series import NOT_FINITE, SeriesIndex
+from covey.view.thinning import thin
+
+
+def group(uid: str, rewards: list[float], text: str = "four") -> Group:
+    completions = [Completion(token_ids=torch.tensor([1, 2]), text=text, finish="stop") for _ in rewards]
+    prompt = Prompt(uid=uid, token_ids=(1,), text="2 + 2 =")
+    return Group(prompt=prompt, completions=tuple(completions), rewards=torch.tensor(rewards)[:, None])
+
+
+def write(run: Path, step: int, *groups: Group) -> Path:
+    return rollouts.write(run / "rollouts", step, groups, ["right"])
+
+
+def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "reward": 0.5}\n{"step": 2, "rew')
+    series = SeriesIndex(path)
+    assert series.refresh()
+    assert series.last_step() == 1
+    assert series.done == series.size  # nothing is said to be left to read
+    with path.open("ab") as file:
+        file.write(b'ard": 0.75}\n')
+    series.refresh()
+    assert series.column("reward")[1].tolist() == [0.5, 0.75]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_metrics_written_in_pieces_of_any_size_are_those_of_the_whole_file(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    log = JsonLines(tmp_path / "whole.jsonl")
+    for step in range(1, 60):
+        log.append({"step": step, "reward": rng.choice([0.25, float("nan"), float("inf")]), f"m{rng.randrange(3)}": 1})
+    content = log.path.read_bytes()
+    grown = tmp_path / "metrics.jsonl"
+    grown.write_bytes(b"")
+    series, at = SeriesIndex(grown), 0
+    while at < len(content):
+        size = rng.randrange(1, 400)
+        with grown.open("ab") as file:
+            file.write(content[at : at + size])
+        at += size
+        series.refresh(most_bytes=rng.choice([None, 100]))
+    while not series.refresh():
+        pass
+    whole = SeriesIndex(log.path)
+    whole.refresh()
+    assert series.names() == whole.names()
+    for name in whole.names():
+        np.testing.assert_array_equal(series.column(name), whole.column(name))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_lines_are_left_out_and_the_others_stay(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    lines = [json.dumps({"step": step, "reward": step / 10}).encode() for step in range(1, 40)]
+    broken = set(rng.sample(range(39), 12))
+    for at in broken:
+        place = rng.randrange(len(lines[at]))
+        lines[at] = rng.choice([b"", b"null", b"[1]", b'{"step": "x"}', b"\xff\xfe\x00", lines[at][:place]])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    series = SeriesIndex(path)
+    series.refresh()
+    assert series.column("reward")[0].tolist() == [at + 1 for at in range(39) if at not in broken]
+
+
+def test_a_file_of_rollouts_that_is_half_there_is_named_and_read_when_it_is_whole(tmp_path: Path) -> None:
+    write(tmp_path, 10, group("0:1", [1.0, 0.0]))
+    content = write(tmp_path, 20, group("0:2", [1.0, 1.0])).read_bytes()
+    late = tmp_path / "rollouts" / "step-000020.parquet"
+    index = GroupIndex(tmp_path / "rollouts")
+    for size in (0, 1, len(content) // 2, len(content) - 1):
+        late.write_bytes(content[:size])
+        index.refresh()
+        assert list(index.unreadable) == [late.name]
+        assert index.table()["step"].tolist() == [10]
+        assert index.pending == 0
+    late.write_bytes(content)
+    index.refresh()
+    assert index.unreadable == {}
+    assert index.table()["step"].tolist() == [10, 20]
+
+
+def test_any_damage_to_a_file_of_rollouts_leaves_the_others_to_be_seen(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    whole = write(tmp_path, 10, group("0:1", [1.0, 0.0])).read_bytes()
+    path = write(tmp_path, 20, group("0:2", [1.0, 1.0]))
+    for _ in range(40):
+        damaged = bytearray(whole)
+        for _ in range(rng.randrange(1, 20)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        index = GroupIndex(tmp_path / "rollouts")
+        index.refresh()
+        assert 10 in index.table()["step"]
+
+
+def test_files_with_other_columns_are_indexed_beside_each_other(tmp_path: Path) -> None:
+    write(tmp_path, 10, group("0:1", [1.0, 0.0]))
+    write(tmp_path, 20, group("0:1", [float("nan"), float("nan")]))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"other": [1]}), tmp_path / "rollouts" / "step-000030.parquet")
+    index = GroupIndex(tmp_path / "rollouts")
+    index.refresh()
+    assert index.table()["step"].tolist() == [10, 20]
+    assert np.isnan(index.table()["reward"][1])
+    assert "prompt_uid" in index.unreadable["step-000030.parquet"]
+
+
+def test_the_gain_of_a_prompt_is_worked_out_across_files_whatever_order_they_come_in(tmp_path: Path) -> None:
+    index = GroupIndex(tmp_path / "rollouts")
+    for step, reward in ((30, 0.75), (10, 0.25), (20, 0.5)):
+        write(tmp_path, step, group("0:1", [reward]), group(f"other:{step}", [1.0]))
+        index.refresh()
+    change = index.table()["change"].tolist()
+    assert change[0] != change[0]  # never seen before
+    assert (change[2], change[4]) == (0.25, 0.25)
+
+
+def test_a_file_that_is_replaced_or_dropped_is_followed_with_its_search(tmp_path: Path, served: Any) -> None:
+    run = tmp_path / "run"
+    write(run, 10, group("0:1", [1.0], "heron"))
+    write(run, 20, group("0:2", [1.0], "egret"))
+    library = Library([run])
+    library.refresh()
+    with served(library) as client:
+        found = lambda word: [row["step"] for row in client.get("rollouts", run="run", search=word)["rows"]]
+        assert (found("heron"), found("egret")) == ([10], [20])
+        write(run, 10, group("0:1", [0.0], "a tall egret"))
+        library.refresh()
+        assert (found("heron"), found("egret")) == ([], [20, 10])
+        rollouts.truncate_to(run / "rollouts", 10)
+        library.refresh()
+        assert found("egret") == [10]
+        assert client.get("rollouts", run="run")["groups"] == 1
+
+
+def test_a_folder_that_did_not_change_is_not_looked_through_again(tmp_path: Path, monkeypatch: Any) -> None:
+    import os
+
+    path = write(tmp_path, 10, group("0:1", [1.0]))
+    os.utime(path.parent, (1e9, 1e9))  # long ago
+    files = FilesOnDisk(path.parent)
+    assert list(files.marks()) == [10]
+    looked = []
+    monkeypatch.setattr(FilesOnDisk, "_all", lambda self: looked.append(1) or {})
+    assert list(files.marks()) == [10]
+    assert looked == []
+    os.utime(path.parent, (1e9 + 5, 1e9 + 5))
+    files.marks()
+    assert looked == [1]
+
+
+def test_thinning_keeps_the_lowest_the_highest_and_every_gap() -> None:
+    steps = np.arange(1.0, 10_001)
+    values = np.sin(steps / 500)
+    values[[123, 7000]] = (9.0, -9.0)
+    values[4321] = NOT_FINITE
+    drawn = thin(steps, values, 200)
+    assert len(drawn.steps) <= 620
+    assert {124.0, 7001.0, 4322.0} <= set(drawn.steps.tolist())
+    assert np.isnan(drawn.values[drawn.steps == 4322.0]).all()
+    assert (drawn.hidden, drawn.not_finite) == (10_000 - len(drawn.steps), 1)
+    assert np.all(np.diff(drawn.steps) > 0)
+
+
+def test_time_by_phase_adds_up_to_the_step(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(1, 101):
+        log.append({"step": step, "num_tokens": 300, "seconds/rollout": 1.0, "seconds/learn": 0.5, "seconds/step": 2.0,
+                    "memory/peak": step})  # fmt: skip
+    series = SeriesIndex(log.path)
+    series.refresh()
+    found = phases_of(series, 10)
+    assert len(found["steps"]) <= 11
+    assert {name: set(part) for name, part in found["seconds"].items()} == {
+        "rollout": {1.0},
+        "learn": {0.5},
+        "other": {0.5},
+    }
+    assert set(found["speed"]) == {150.0}
+    assert max(found["memory"]["peak"]) == 100.0
+
+
+def test_a_page_that_is_open_follows_a_run_that_grows(tmp_path: Path, served: Callable[..., Any]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    log = JsonLines(run / "metrics.jsonl")
+    library = Library([tmp_path])
+    with served(library) as client:
+        for step in range(1, 6):
+            log.append({"step": step, "reward": step / 4})
+            write(run, step, group("0:1", [step / 4]))
+            with log.path.open("ab") as file:
+                file.write(b'{"step": 99, "rew')  # the next line is under way
+            library.refresh()
+            curve = client.get("series", run="run", metric="reward")["curves"][0]
+            assert curve["values"] == [n / 4 for n in range(1, step + 1)]
+            assert [row["step"] for row in client.get("rollouts", run="run")["rows"]] == list(range(step, 0, -1))
+            log = JsonLines(log.path)  # which takes the torn line away
