@@ -18,6 +18,8 @@ import numpy
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when it is imported, and other libraries import it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

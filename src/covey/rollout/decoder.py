@@ -60,6 +60,7 @@ class DecoderForward:
         self.key_heads = self.layers[0].heads
         self.query_heads = self.key_heads * int(attention.num_key_value_groups)
         self.rotation = torch.zeros(2, 0, self.width)
+        self.is_reserved = False
         self._take()
 
     def refresh(self) -> bool:
@@ -96,6 +97,12 @@ class DecoderForward:
             up=self.linear.of(mlp.up_proj),
             down=self.linear.of(mlp.down_proj),
         )
+
+    def reserve(self, positions: int) -> None:
+        if getattr(self.model.model.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
+            return  # its frequencies hang on how long the text is
+        self._rotate_up_to(positions)
+        self.is_reserved = True
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
         prompts, length = ids.shape
@@ -141,14 +148,18 @@ class DecoderForward:
 
     def _rotation_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[M, 1, D] cosines, and sines with the sign that a rotation by halves wants, from a table by position."""
-        needed = int(positions.max()) + 1
-        if needed > self.rotation.shape[1]:
-            every = torch.arange(max(needed, 2 * self.rotation.shape[1], 512), device=self.device)
-            cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
-            sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
-            self.rotation = torch.cat((cos, sin)).float()
+        if not self.is_reserved:
+            self._rotate_up_to(int(positions.max()) + 1)
         cos, sin = self.rotation[:, positions][:, :, None]
         return cos, sin
+
+    def _rotate_up_to(self, positions: int) -> None:
+        if positions <= self.rotation.shape[1]:
+            return
+        every = torch.arange(max(positions, 2 * self.rotation.shape[1], 512), device=self.device)
+        cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
+        sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
+        self.rotation = torch.cat((cos, sin)).float()
 
 
 class CopyForward(ModulesForward):

@@ -16,11 +16,15 @@ from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.flight import Flight, Job
 from covey.rollout.forward import Forward, ModulesForward, verify
+from covey.rollout.graphs import Capture, Captured, CudaCapture, Eager
+from covey.rollout.kernels import AttentionChoice, captures, verified_attention
 from covey.rollout.linear import has_bfloat16
 from covey.rollout.mode import evaluating, unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, Unsupported
 from covey.rollout.sampling import fresh_seed, sequence_key
+from covey.rollout.static_cache import Attention
+from covey.rollout.static_flight import StaticFlight
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group
 
@@ -64,6 +68,8 @@ class NativeSampler:
         max_rows: int = DEFAULT_ROWS,
         cache_bytes: int | None = None,
         environment: Environment | None = None,
+        cuda_graphs: bool | None = None,
+        attention: AttentionChoice = "auto",
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
 
@@ -74,27 +80,48 @@ class NativeSampler:
         at once (but always one group). By default half of the memory that is free when sampling begins.
 
         `environment` is asked whenever a completion ends by itself, and may answer with tokens that enter its context.
+
+        On CUDA, decode steps are replayed as CUDA graphs unless `cuda_graphs` is False or the variable COVEY_CUDA_GRAPHS
+        is 0, and attend with Triton's kernels where these run, with PyTorch's otherwise or with `attention="torch"`.
         """
         if max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
         if dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32 or bfloat16.")
+        if attention not in ("auto", "torch", "triton"):
+            raise ConfigError(f"attention {attention!r} is not known to the sampler; take auto, torch or triton.")
         self.dtype: Precision = dtype
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.cache_bytes, self.environment = max_rows, cache_bytes, environment
         self.between: Callable[[], None] = lambda: None
         """Called between tokens; what it raises ends the sampling."""
-        self.forward = best_forward(model, dtype)
-        verify(self.forward, model)
-        self.model, self.version = model, 0
+        self.asked_graphs, self.asked_attention = cuda_graphs, attention
+        self._take(model)
+        self.version = 0
+
+    def _take(self, model: Any) -> None:
+        """Find the fastest way to run this model that gives its logits."""
+        self.forward = best_forward(model, self.dtype)
+        device = self.forward.device
+        self.cuda_graphs = captures(self.asked_graphs, device)
+        """Whether decode steps are captured. False once one could not be."""
+        self.attention: Attention = "torch"
+        """Whose kernels attend while decoding."""
+        self.is_static = device.type == "cuda" or self.asked_attention == "triton"
+        """Whether steps run on buffers that keep their places, which only a GPU gains from."""
+        if self.is_static:
+            self.attention = verified_attention(self.forward, model, self.asked_attention)
+        else:
+            verify(self.forward, model)
+        self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
+        self.model = model
 
     def load(self, policy: Any, version: int) -> None:
         """Sample with this model, as it is now, from now on."""
         if policy is not self.model or not self.forward.refresh():
-            self.forward = best_forward(policy, self.dtype)
-            verify(self.forward, policy)
-        self.model, self.version = policy, version
+            self._take(policy)
+        self.version = version
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
@@ -125,11 +152,18 @@ class NativeSampler:
                 else:
                     yield from groups
             if failed is None:
+                del flight
+                self._give_back()
                 return
             jobs, rows, held = deque(flight.unfinished), flight.max_rows, flight.budget
             del flight
             release()
             self._halve(n, rows, held, failed)
+
+    def _give_back(self) -> None:
+        """What graphs had for themselves the allocator gives to nobody else before its cache is emptied."""
+        if self.cuda_graphs and self.forward.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _halve(self, n: int, rows: int, held: int, said: str) -> None:
         """Half as much in flight from now on. Every completion hangs on its own seed, so none of them changes."""
@@ -152,19 +186,26 @@ class NativeSampler:
         self.cache_bytes = min(known, default=None)
 
     def _flight(self, jobs: deque[Job], params: SamplingParams) -> Flight:
-        return Flight(
-            self.forward,
-            jobs,
-            params,
-            tokenizer=self.tokenizer,
-            eos_ids=self.eos_ids,
-            max_rows=self.max_rows,
-            cache_bytes=self.budget(),
-            context=context_of(unwrapped(self.model)),
-            version=self.version,
-            environment=self.environment,
-            between=self.between,
-        )
+        options: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "eos_ids": self.eos_ids,
+            "max_rows": self.max_rows,
+            "cache_bytes": self.budget(),
+            "context": context_of(unwrapped(self.model)),
+            "version": self.version,
+            "environment": self.environment,
+            "between": self.between,
+        }
+        if not self.is_static:
+            return Flight(self.forward, jobs, params, **options)
+        return StaticFlight(self.forward, jobs, params, **options, steps=self._new_steps(), attention=self.attention)
+
+    def _new_steps(self) -> Eager | Captured:
+        """A flight has captures of its own, for its buffers are its own and are given back with it."""
+        return Captured(self.new_capture(), self._refuse_graphs) if self.cuda_graphs else Eager()
+
+    def _refuse_graphs(self) -> None:
+        self.cuda_graphs = False
 
     def budget(self) -> int:
         """Bytes of keys and values that may be held."""

@@ -80,12 +80,13 @@ class Flight:
         self.version, self.environment = version, environment
         self.n = len(jobs[0].keys)
         self.context = context or UNLIMITED
-        self.cache = KeyValues(forward.layers, forward.device, forward.dtype, self.context)
         self.budget, self.held = cache_bytes, 0
         self.open: list[_Open | None] = []  # by slot; None where a group has finished
         self.max_rows = min(max(max_rows, self.n), len(jobs) * self.n)
         device, seats = forward.device, min(len(jobs), SEATS_PER_ROW * self.max_rows // self.n) * self.n
         longest = max(job.limit for job in jobs)
+        forward.reserve(rounded(max(len(job.prompt.token_ids) for job in jobs)) + longest)
+        self.cache = self._new_cache(longest)
         self.free_seats = list(range(seats))[::-1]
         self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
         self.num_rows = 0
@@ -100,6 +101,10 @@ class Flight:
         self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
             self.seen = torch.zeros(self.max_rows, self.forward.vocab_size, dtype=torch.bool, device=device)
+
+    def _new_cache(self, longest: int) -> KeyValues:
+        """For rows of at most `longest` tokens."""
+        return KeyValues(self.forward.layers, self.forward.device, self.forward.dtype, self.context)
 
     @property
     def is_busy(self) -> bool:

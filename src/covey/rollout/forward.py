@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,6 +32,10 @@ class Forward(Protocol):
         """The live weights have changed. False when the model itself has, so that another way must be found."""
         ...
 
+    def reserve(self, positions: int) -> None:
+        """What comes stays below this position: tables are made for it now, and not looked at in every step."""
+        ...
+
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
         """Run `ids` [A, L]; the batch keeps their keys and values."""
         ...
@@ -59,6 +63,9 @@ class ModulesForward:
 
     def refresh(self) -> bool:
         return True  # nothing is kept
+
+    def reserve(self, positions: int) -> None:
+        """The modules have tables of their own."""
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
         self._run(ids, positions, batch)
@@ -132,7 +139,15 @@ def refuse_known(model: Any) -> None:
         raise Unsupported(f"{name} does not take position_ids")
 
 
-def verify(forward: Forward, model: Any, tolerance: float | None = None) -> None:
+NewCache = Callable[[Forward, int], KeyValues]
+"""A cache for a forward pass and a context."""
+
+
+def plain_cache(forward: Forward, context: int) -> KeyValues:
+    return KeyValues(forward.layers, forward.device, forward.dtype, context)
+
+
+def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cache: NewCache = plain_cache) -> None:
     """Compare the engine's logits with the model's plain forward on a few random tokens.
 
     Two prompts of different lengths, two rows each, three steps. The measure is the median over the positions of
@@ -149,7 +164,7 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None) -> None
     lengths, steps = (min(6, limit - 3), min(3, limit - 3)), 3
     rows = [torch.randint(0, forward.vocab_size, (length + steps,), generator=generator) for length in lengths]
     with evaluating(inner):
-        mine = _engine_logits(forward, rows, lengths, limit)
+        mine = _engine_logits(forward, rows, lengths, new_cache(forward, limit))
         theirs = [inner(input_ids=row[None].to(forward.device)).logits[0, -steps:] for row in rows]
     errors = []
     for a, b in zip(mine, theirs, strict=True):
@@ -165,9 +180,9 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None) -> None
         )
 
 
-def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[int], context: int) -> list[Tensor]:
+def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[int], cache: KeyValues) -> list[Tensor]:
     """[steps, V] logits of each sequence's last tokens, two rows a prompt, both checked by averaging."""
-    cache = KeyValues(forward.layers, forward.device, forward.dtype, context)
+    forward.reserve(max(map(len, rows)))
     slots = cache.add_prompts(lengths)
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     for p, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -1,0 +1,98 @@
+"""Which kernels decode, and whether steps are captured: found out once, when a sampler gets its model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from typing import Any, Literal
+
+import torch
+
+from covey.errors import ConfigError
+from covey.memory import is_out_of_memory
+from covey.rollout.cache import KeyValues
+from covey.rollout.forward import Forward, verify
+from covey.rollout.sampler import Unsupported
+from covey.rollout.static_cache import Attention, StaticKeyValues
+
+logger = logging.getLogger(__name__)
+AttentionChoice = Literal["auto", "torch", "triton"]
+SWITCH = "COVEY_CUDA_GRAPHS"
+"""The environment's word on CUDA graphs, 0 or 1, where the sampler's argument says nothing."""
+
+
+def captures(asked: bool | None, device: torch.device) -> bool:
+    """Whether decode steps are to be captured as CUDA graphs. Raises ConfigError when that is asked for elsewhere."""
+    said = os.environ.get(SWITCH, "").strip()
+    if said not in ("", "0", "1"):
+        raise ConfigError(f"{SWITCH} is {said!r}; give 1 to decode with CUDA graphs, 0 to decode without.")
+    source = "cuda_graphs=True" if asked is not None else f"{SWITCH}=1"
+    wanted = asked if asked is not None else said == "1" if said else None
+    if device.type == "cuda":
+        return wanted is not False
+    if wanted:
+        raise ConfigError(f"{source} needs a model on a CUDA device, but this one is on {device.type}; leave it out.")
+    return False
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """None where Triton's kernels can run on this device, otherwise the reason."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
+    import triton
+
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"Triton's kernels run on CUDA devices, and the model is on {device.type}"
+    return None
+
+
+def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> Attention:
+    """The fastest kernels that give the model's own logits on static buffers: Triton's, or PyTorch's with a warning that says why.
+
+    Raises ConfigError when Triton's are asked for and cannot run, Unsupported when PyTorch's differ from the model too.
+    """
+    if asked != "torch":
+        reason = why_no_triton(forward.device)
+        if reason is not None and asked == "triton":
+            raise ConfigError(f"attention='triton' is not possible here: {reason}.")
+        if reason is None:
+            reason = _why_not_verified(forward, model, asked)
+        if reason is None:
+            return "triton"
+        logger.warning("Decoding with PyTorch's attention kernels: %s.", reason)
+    verify(forward, model, new_cache=_cache_with("torch"))
+    return "torch"
+
+
+def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> str | None:
+    """None when Triton's kernels compile, run and agree with the model."""
+    from triton.runtime.errors import TritonError
+
+    try:
+        verify(forward, model, new_cache=_cache_with("triton"))
+    except Unsupported as error:
+        if asked == "triton":
+            raise
+        return str(error)
+    except (TritonError, RuntimeError, OSError) as error:  # no compiler, no room on the chip, no driver
+        if asked == "triton" or is_out_of_memory(error):
+            raise
+        return f"Triton's do not run here ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+    return None
+
+
+def _cache_with(attention: Attention) -> Any:
+    def new(forward: Forward, context: int) -> KeyValues:
+        return StaticKeyValues(
+            forward.layers,
+            forward.device,
+            forward.dtype,
+            context,
+            group_size=2,
+            most_rows=4,
+            longest=8,
+            attention=attention,
+        )
+
+    return new

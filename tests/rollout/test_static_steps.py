@@ -1,0 +1,352 @@
+"""Decode steps on static buffers, as a GPU replays them: here eagerly, and replayed by a recorder that keeps the same rules.
+
+`Recording` is what a CUDA graph is: the operations of one run, on the tensors of that run, without Python between them. It
+refuses what a capture refuses, values that go from the device to the host or back.
+"""
+
+import weakref
+
+import pytest
+import torch
+from test_samplers import TEXTS, collect, ids_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from covey.errors import ConfigError
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.attention import HIDDEN
+from covey.rollout.cache import LayerShape
+from covey.rollout.graphs import Captured
+from covey.rollout.static_cache import NEVER, StaticKeyValues, bucket, columns_for, rows_for
+from covey.rollout.static_flight import StaticFlight
+from kit import tiny_model, tiny_tokenizer
+
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7, 70, 2, 33, 12, 5)]
+ASKS_THE_DEVICE = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2")
+COMES_FROM_THE_HOST = ("scalar_tensor", "lift_fresh", "lift_fresh_copy")
+
+
+class Recording(TorchDispatchMode):
+    """Records the operations of a step and puts back what they wrote; `replay` runs them on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.before = [], {}
+
+    def of(self, step):
+        with pytest.MonkeyPatch.context() as patch, self:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # transformers' own checks ask
+            self.result = step()
+        for storage, content in self.before.values():
+            storage.copy_(content)
+        return self.replay
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function._schema.name.removeprefix("aten::")
+        masks = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if name in ASKS_THE_DEVICE + COMES_FROM_THE_HOST or masks:
+            raise RuntimeError(f"operation not permitted while capturing: {name}")
+        for argument, given in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                storage = given.untyped_storage()
+                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = function(*args, **kwargs)
+        self.calls.append((function, args, kwargs, out))
+        return out
+
+    def replay(self):
+        for function, args, kwargs, out in self.calls:
+            known = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+            new = function(*args, **kwargs)
+            for old, fresh in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in known:
+                    old.copy_(fresh)
+        return self.result
+
+
+def record(step):
+    return Recording().of(step)
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def writer(arch="qwen2"):
+    """A model that ends its completions after 1 to 100 tokens, and whose every token hangs on what it attends to."""
+    model = tiny_model(arch, layers=2, seed=3)
+    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    head.weight.data = model.lm_head.weight.detach() * 8
+    head.bias.data.zero_()
+    head.bias.data[2] = 2.5
+    model.lm_head = head
+    return model
+
+
+def sampler_of(model, tokenizer, steps=None, **options):
+    """A sampler whose flights are the GPU's."""
+    sampler = NativeSampler(model, tokenizer, dtype="float32", **options)
+    sampler.is_static = True
+    if steps is not None:
+        sampler._new_steps = lambda: steps
+    return sampler
+
+
+def logprobs_of(groups):
+    return torch.cat([c.logprobs for group in groups for c in group.completions])
+
+
+def finishes_of(groups):
+    return [c.finish for group in groups for c in group.completions]
+
+
+WAYS = {
+    "plain": {},
+    "greedy": {"temperature": 0},
+    "top_p": {"top_p": 0.9},
+    "rich": {"repetition_penalty": 1.2, "top_k": 60, "stop": ("e",), "min_p": 0.001},
+}
+
+
+@pytest.mark.parametrize(
+    "way, max_rows",
+    [("plain", 9), ("rich", 9), ("top_p", 256)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 256), ("greedy", 9), ("top_p", 9))],
+)
+def test_steps_on_static_buffers_give_the_same_completions(tokenizer, way, max_rows):
+    """Bucketed rows, rows that have ended but are still there, admission, growth and shifting of the cache change nothing."""
+    model, params = writer(), SamplingParams(max_tokens=80, seed=7, **WAYS[way])
+    expected = collect(NativeSampler(model, tokenizer, dtype="float32", max_rows=max_rows), PROMPTS, 4, params)
+    groups = collect(sampler_of(model, tokenizer, max_rows=max_rows), PROMPTS, 4, params)
+    assert ids_of(groups) == ids_of(expected)
+    assert finishes_of(groups) == finishes_of(expected)
+    torch.testing.assert_close(logprobs_of(groups), logprobs_of(expected), atol=2e-5, rtol=0)  # sums of another order
+    if way == "plain":
+        assert len({c.num_tokens for group in groups for c in group.completions}) > 15
+
+
+@pytest.mark.parametrize(
+    "arch, way",
+    [
+        ("qwen2", "plain"),
+        ("gpt2", "rich"),
+        pytest.param("qwen3", "greedy", marks=pytest.mark.slow),
+        pytest.param("llama", "top_p", marks=pytest.mark.slow),
+        pytest.param("gemma2", "plain", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_can_be_captured_and_its_replays_change_no_bit(tokenizer, arch, way):
+    """Nothing of a step asks the host for a value, and nothing that the host knows is frozen into it."""
+    model, params = writer(arch), SamplingParams(max_tokens=80, seed=7, **WAYS[way])
+    expected = collect(sampler_of(model, tokenizer, max_rows=9), PROMPTS[:5], 3, params)
+    steps = Captured(record)
+    groups = collect(sampler_of(model, tokenizer, steps, max_rows=9), PROMPTS[:5], 3, params)
+    assert steps.reason is None
+    assert steps.num_captured > 1
+    assert steps.num_replayed > 5 * steps.num_captured
+    assert ids_of(groups) == ids_of(expected)
+    assert torch.equal(logprobs_of(groups), logprobs_of(expected))
+
+
+def test_captures_are_made_for_each_bucket_of_rows_and_again_when_buffers_have_moved(tokenizer):
+    keys = []
+
+    class Noting(Captured):
+        def run(self, key, epoch, step):
+            keys.append((key, epoch))
+            return super().run(key, epoch, step)
+
+    steps = Noting(record)
+    collect(sampler_of(writer(), tokenizer, steps), PROMPTS, 8, SamplingParams(max_tokens=150, seed=1))
+    assert len({rows for rows, _ in keys}) > 3
+    assert all(rows == rows_for(rows, 72) for rows, _ in keys)
+    assert len({epoch for _, epoch in keys}) > 2
+    often = {key for key in keys if keys.count(key) > 1}
+    assert steps.num_captured == len(often)
+    assert steps.num_replayed == len(keys) - len(set(keys))
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is_written_and_is_not_tried_again(tokenizer, caplog):
+    model, params = writer("gpt2"), SamplingParams(max_tokens=30, seed=7)
+    expected = collect(sampler_of(model, tokenizer), PROMPTS, 2, params)
+    forward = model.transformer.ln_f.forward
+    model.transformer.ln_f.forward = lambda x: forward(x) * float(x.abs().max() > -1)
+    sampler = sampler_of(model, tokenizer)
+    sampler.cuda_graphs, sampler.new_capture = True, lambda: record
+    groups = collect(sampler, PROMPTS, 2, params)
+    assert ids_of(groups) == ids_of(expected)
+    assert not sampler.cuda_graphs
+    assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(expected)
+    (said,) = [record.message for record in caplog.records if record.name == "covey.rollout.graphs"]
+    assert said == (
+        "Decoding goes on without CUDA graphs: the step cannot be captured "
+        "(operation not permitted while capturing: _local_scalar_dense)."
+    )
+
+
+def test_what_a_call_has_captured_goes_with_it(tokenizer):
+    sampler, held = sampler_of(writer(), tokenizer), []
+
+    class Noting(Recording):
+        def of(self, step):
+            held.append(weakref.ref(self))
+            return super().of(step)
+
+    sampler.cuda_graphs, sampler.new_capture = True, lambda: lambda step: Noting().of(step)
+    collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=20, seed=7))
+    assert held
+    assert not [reference for reference in held if reference() is not None]
+
+
+def test_an_environment_answers_between_static_steps(tokenizer):
+    model, params = writer(), SamplingParams(max_tokens=60, seed=3)
+    answer = tokenizer("42 ")["input_ids"]
+    replies = lambda turns: [answer if len(turn.token_ids) < 40 else None for turn in turns]
+    expected = collect(NativeSampler(model, tokenizer, dtype="float32", environment=replies), PROMPTS[:5], 3, params)
+    steps = Captured(record)
+    groups = collect(sampler_of(model, tokenizer, steps, environment=replies, max_rows=9), PROMPTS[:5], 3, params)
+    assert steps.num_replayed > 20
+    assert ids_of(groups) == ids_of(expected)
+    masks = [[c.mask.tolist() for c in group.completions] for group in groups]
+    assert masks == [[c.mask.tolist() for c in group.completions] for group in expected]
+    assert any(not all(mask) for group in masks for mask in group)
+
+
+def test_rows_that_have_ended_wait_until_some_can_be_taken_out_together(tokenizer):
+    waiting = []
+    retire = StaticFlight._retire
+
+    def watched(self, ends, stops):
+        waiting.append((int(ends.sum()), self.num_rows))
+        return retire(self, ends, stops)
+
+    params = SamplingParams(max_tokens=120, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StaticFlight, "_retire", watched)
+        groups = collect(sampler_of(writer(), tokenizer), TEXTS, 64, params)
+    assert len({c.num_tokens for group in groups for c in group.completions}) > 2 * len(waiting)
+    assert sum(ended for ended, _ in waiting) == 64 * len(TEXTS)
+    plain = collect(NativeSampler(writer(), tokenizer, dtype="float32"), TEXTS, 64, params)
+    assert ids_of(groups) == ids_of(plain)
+
+
+def test_buckets_are_few_and_at_most_half_too_large():
+    assert sorted({bucket(n) for n in range(1, 513)}) == [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert all(n <= bucket(n) <= max(8, 1.5 * n) for n in range(1, 2000))
+    assert rows_for(70, 72) == 72
+    assert rows_for(70, 512) == 96
+    assert [columns_for(n) for n in (1, 64, 65, 130, 1000)] == [64, 64, 96, 192, 1024]
+
+
+def new_cache(**options):
+    sizes = {"group_size": 2, "most_rows": 12, "longest": 200} | options
+    return StaticKeyValues([LayerShape(1, 4)], torch.device("cpu"), torch.float32, 1000, **sizes)
+
+
+def step(cache, value):
+    """One step of all rows whose new keys and values are `value`."""
+    cache.reserve(1)
+    cache.begin_step()
+    rows = cache.num_computed
+    cache.attend_decode(
+        0, torch.ones(rows, 2, 4), *(torch.full((rows, 1, 4), float(value)) for _ in range(2)), 1.0, None
+    )
+    cache.end_step()
+    cache.advance(1)
+
+
+def seen_by(cache, row):
+    """The values of the keys that a row sees, in order."""
+    return cache.suffix[0][0, row, 0, cache.suffix_bias[row] == 0, 0].tolist()
+
+
+def test_buffers_stay_until_they_are_full_and_keep_what_is_seen_when_they_grow():
+    cache = new_cache()
+    cache.add_prompts([3])
+    cache.add_rows(2)
+    cache.arrange([0, 0])
+    slab, epoch = cache.suffix[0].data_ptr(), cache.epoch
+    for t in range(64):
+        step(cache, t)
+    assert (cache.suffix[0].data_ptr(), cache.epoch) == (slab, epoch)
+    for t in range(64, 100):
+        step(cache, t)
+    assert cache.epoch > epoch
+    assert cache.suffix_bias.shape[1] == 128
+    assert seen_by(cache, 0) == seen_by(cache, 1) == list(range(100))
+    assert int(cache.now) == cache.clock == 100
+    assert cache.first.tolist()[:3] == [0, 0, NEVER]
+
+
+def test_columns_that_no_row_sees_any_more_are_used_again():
+    """Rows that follow each other need no more columns than the oldest one has tokens."""
+    cache = new_cache()
+    cache.add_prompts([3])
+    cache.add_rows(2)
+    cache.arrange([0, 0])
+    for t in range(40):
+        step(cache, t)
+    cache.drop_rows([0], [1], 1)
+    cache.add_rows(1)
+    cache.arrange([0, 0])
+    for t in range(40, 400):
+        step(cache, t)
+        if t % 40 == 0:  # the elder of the two rows makes place for a new one
+            cache.drop_rows([0], [1], 1)
+            cache.add_rows(1)
+            cache.arrange([0, 0])
+    assert cache.suffix_bias.shape[1] <= 128
+    assert seen_by(cache, 0) == list(range(321, 400))
+    assert seen_by(cache, 1) == list(range(361, 400))
+    assert cache.first[:2].tolist() == cache.starts
+
+
+def test_the_cache_never_grows_beyond_what_its_oldest_row_can_need():
+    cache = new_cache(longest=100)
+    cache.add_prompts([1])
+    cache.add_rows(1)
+    cache.arrange([0])
+    for t in range(100):
+        step(cache, t)
+    assert cache.suffix_bias.shape[1] <= cache.most_columns == 192
+
+
+def test_prompts_keep_their_keys_when_others_come_and_go():
+    cache = new_cache()
+    slots = cache.add_prompts([3, 5])
+    cache.prefix[0][:, slots.start] = 1.0
+    cache.prefix[0][:, slots.stop - 1] = 2.0
+    epoch = cache.epoch
+    cache.drop_prompts([1])
+    assert cache.lengths.tolist() == [5, 0]
+    assert list(cache.add_prompts([7])) == [1]
+    assert cache.epoch == epoch  # in the place of the one that went
+    assert cache.lengths.tolist() == [5, 7]
+    assert cache.prefix[0][0, 0, 0, 0, 0] == 2.0
+    assert (cache.prefix_bias == HIDDEN).sum(1).tolist() == [27, 25]
+    cache.add_prompts([40])
+    assert cache.epoch > epoch
+    assert cache.prefix[0].shape[1:4] == (3, 1, 64)
+    assert cache.prefix[0][0, 0, 0, 0, 0] == 2.0
+
+
+def test_cuda_graphs_are_refused_without_cuda_by_their_name(tokenizer, monkeypatch):
+    model = tiny_model()
+    with pytest.raises(ConfigError, match=r"cuda_graphs=True needs a model on a CUDA device, but this one is on cpu"):
+        NativeSampler(model, tokenizer, cuda_graphs=True)
+    monkeypatch.setenv("COVEY_CUDA_GRAPHS", "1")
+    with pytest.raises(ConfigError, match=r"COVEY_CUDA_GRAPHS=1 needs a model on a CUDA device"):
+        NativeSampler(model, tokenizer)
+    assert not NativeSampler(model, tokenizer, cuda_graphs=False).is_static
+    monkeypatch.setenv("COVEY_CUDA_GRAPHS", "yes")
+    with pytest.raises(ConfigError, match="give 1 to decode with CUDA graphs, 0 to decode without"):
+        NativeSampler(model, tokenizer)
+    monkeypatch.setenv("COVEY_CUDA_GRAPHS", "0")
+    assert not NativeSampler(model, tokenizer).cuda_graphs
+
+
+def test_other_kernels_are_refused_by_name(tokenizer):
+    with pytest.raises(ConfigError, match="take auto, torch or triton"):
+        NativeSampler(tiny_model(), tokenizer, attention="flash")
