@@ -283,7 +283,7 @@ class GRPOTrainer:
         outlets: list[Any] = (
             [] if folder is None else [folder.append_alert, self.trackers, alert_shower(display, is_shown)]
         )
-        monitor = build_monitor(args, self.scorer.names, self.model, outlets)
+        monitor = build_monitor(args, self.scorer.names, learner, outlets)
         learner.before_update = partial(self._event, "on_pre_optimizer_step", monitor.before_update)
         learner.after_update = partial(self._event, "on_optimizer_step", monitor.after_update)
         saver = Saver(args, self.model, self.processing_class, self.callback_handler, self.state)

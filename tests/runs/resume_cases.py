@@ -221,7 +221,7 @@ def _state(folder: Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def walk(value: Any, place: str) -> None:
-        if any(word in place for word in ("second", "time", "throughput", "best_model_checkpoint")):
+        if any(word in place for word in ("second", "time", "throughput", "memory/", "best_model_checkpoint")):
             return
         if is_dataclass(value):
             value = {item.name: getattr(value, item.name) for item in fields(value)}
@@ -248,7 +248,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 def _metrics(run: Path) -> dict[int, Options]:
     """The lines of metrics.jsonl by step, without clocks."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in line.items() if k != "time" and "seconds" not in k} for line in lines]
+    kept = [{k: v for k, v in line.items() if k != "time" and "seconds" not in k and "memory/" not in k} for line in lines]
     return {line["step"]: line for line in kept}
 
 

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from covey.monitor.anchor import Anchor
 from covey.monitor.drift import PromptDrift
 from covey.monitor.measures import text_metrics
+from covey.monitor.resources import memory_metrics, token_metrics
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch
@@ -26,6 +28,7 @@ class Monitor:
     watch: Watch = field(default_factory=Watch)
     drift: PromptDrift = field(default_factory=PromptDrift)
     slices: Slices = field(default_factory=lambda: Slices(()))
+    anchor: Anchor = field(default_factory=Anchor)
     meter: UpdateMeter | None = None
     actions: Mapping[str, Action] = field(default_factory=dict)
     """What follows an alert, by rule; "log" where there is none."""
@@ -44,7 +47,9 @@ class Monitor:
         """Metrics of a rollout that was scored with `weights` [R]: diversity, repetition, lengths, form, drift of the prompts."""
         if not groups:
             return {}
+        self.anchor.begin(groups)
         return {
+            **token_metrics(groups),
             **text_metrics(groups, self.reward_names, weights),
             **self.drift(groups),
             **self.slices(groups, weights),
@@ -61,8 +66,10 @@ class Monitor:
             self.meter.after()
 
     def with_update(self, report: StepReport) -> StepReport:
-        """The report with what the step did to the weights."""
-        return report if self.meter is None else report.merged(self.meter.take())
+        """The report with what the step did to the weights and to the policy, and the memory it left in use."""
+        if self.meter is None:
+            return report
+        return report.merged({**self.meter.take(), **self.anchor(report.step), **memory_metrics()})
 
     def look(self, report: StepReport) -> list[Alert]:
         """What is new and wrong after a step. It has been told to every outlet."""
@@ -92,10 +99,11 @@ class Monitor:
         self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"watch": self.watch, "drift": self.drift, "slices": self.slices}
+        parts: dict[str, Any] = {"watch": self.watch, "drift": self.drift, "slices": self.slices, "anchor": self.anchor}
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.watch.load_state_dict(state["watch"])
         self.drift.load_state_dict(state["drift"])
         self.slices.load_state_dict(state.get("slices", {}))
+        self.anchor.load_state_dict(state.get("anchor", {}))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from covey.monitor.anchor import Anchor
 from covey.monitor.detectors import standard
 from covey.monitor.monitor import Monitor
 from covey.monitor.progress import Progress
@@ -19,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_monitor(
-    args: Any, reward_names: Sequence[str], model: Any, outlets: Sequence[Callable[[Alert], object]]
+    args: Any, reward_names: Sequence[str], learner: Any, outlets: Sequence[Callable[[Alert], object]]
 ) -> Monitor:
-    """Everything watched. `outlets`: whom the main process tells, beside the webhook of the options; none on the others."""
+    """Everything watched of a `Learner`. `outlets`: whom the main process tells, beside the options' webhook; none on others."""
     audits = audit_metrics(args, reward_names)
     hooks = (
         [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))]
@@ -31,7 +32,8 @@ def build_monitor(
     return Monitor(
         reward_names=tuple(reward_names),
         watch=Watch(standard(audits), more=frozenset(audits)),
-        meter=UpdateMeter(model),
+        meter=UpdateMeter(learner.policy.model),
+        anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),
         actions=dict(args.alert_actions or {}),
         outlets=[*outlets, *hooks],

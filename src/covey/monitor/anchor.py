@@ -1,0 +1,75 @@
+"""How far the policy has gone from where training began, on a few completions of its first rollout: no second model is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from covey.types import Completion, Group, Mean, Metric, Prompt
+
+MOST = 16
+"""Completions that are kept."""
+EVERY = 10
+"""Steps from one look to the next: a forward pass of sixteen completions is then well below 1% of a usual step's time."""
+Annotate = Callable[[Sequence[Group], Any], list[Group]]
+
+
+class Anchor:
+    """`kl_start`: mean of `r - 1 - log r` with `r = p_now / p_start`, over the tokens of completions that the start policy wrote.
+
+    In nats a token; an estimate of KL(start || now) that is never negative (k3, Schulman 2020). The completions are the first
+    rollout's, so the first step trains on them: what it does to them is counted, and weighs little once a run has gone on. `annotate`
+    is `Learner.annotate`; every process must call, for it shares the work. What is kept is part of a checkpoint.
+    """
+
+    def __init__(self, annotate: Annotate | None = None) -> None:
+        self.annotate = annotate
+        self.groups: list[Group] = []
+        """With `old_logp` [T] as the start policy gives it."""
+        self.is_missed = False
+        """A run that goes on from a checkpoint without it: the start is over."""
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Keep some of the first rollout, before any update; later calls change nothing."""
+        if self.annotate is None or self.groups or self.is_missed:
+            return
+        each = max(1, MOST // max(1, len(groups)))
+        chosen = [_bare(group, each) for group in groups[:MOST]]
+        self.groups = self._measured([group for group in chosen if group.completions])
+
+    def __call__(self, step: int) -> dict[str, Metric]:
+        """At every tenth step, and the first."""
+        if not self.groups or (step != 1 and step % EVERY):
+            return {}
+        pairs = [
+            (before.old_logp, now.old_logp)
+            for old, new in zip(self.groups, self._measured(self.groups), strict=True)
+            for before, now in zip(old.completions, new.completions, strict=True)
+        ]
+        moved = torch.cat(
+            [now - before for before, now in pairs if before is not None and now is not None]
+        )  # [tokens], log r
+        return {"kl_start": Mean.of(moved.expm1() - moved)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"groups": list(self.groups)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.groups = list(state.get("groups", []))
+        self.is_missed = not self.groups
+
+    def _measured(self, groups: Sequence[Group]) -> list[Group]:
+        """With the log-probabilities of the policy as it is."""
+        assert self.annotate is not None
+        needs = SimpleNamespace(old_logp=True, ref_logp=False, values=False)
+        return self.annotate(groups, SimpleNamespace(needs=needs)) if groups else []
+
+
+def _bare(group: Group, most: int) -> Group:
+    """The first `most` completions that have tokens, as ids alone."""
+    ids = [completion.token_ids for completion in group.completions if completion.num_tokens][:most]
+    prompt = Prompt(uid=group.prompt.uid, token_ids=group.prompt.token_ids)
+    return Group(prompt=prompt, completions=tuple(Completion(token_ids=x, text="", finish="stop") for x in ids))

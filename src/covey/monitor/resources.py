@@ -1,0 +1,26 @@
+"""What a step uses: tokens by kind, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from covey.types import Group, Max, Metric, Sum
+
+
+def token_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """`tokens/prompts`, each group's prompt once, as the sampler reads it, and `tokens/completions`, what it wrote."""
+    return {
+        "tokens/prompts": Sum(float(sum(len(group.prompt.token_ids) for group in groups))),
+        "tokens/completions": Sum(float(sum(c.num_tokens for group in groups for c in group.completions))),
+    }
+
+
+def memory_metrics() -> dict[str, Metric]:
+    """Of this process, in GB of 10^9 bytes: `memory/process_gb`, resident now, and `memory/device_peak_gb`, the most that tensors on a GPU have held."""
+    found: dict[str, Metric] = {"memory/process_gb": Max(psutil.Process().memory_info().rss / 1e9)}
+    if torch.cuda.is_available():
+        found["memory/device_peak_gb"] = Max(torch.cuda.max_memory_allocated() / 1e9)
+    return found
