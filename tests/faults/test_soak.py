@@ -75,9 +75,13 @@ def test_a_fault_that_does_not_exist_is_refused(capfd: pytest.CaptureFixture[str
     assert "Did you mean NaN gradient?" in capfd.readouterr().err
     assert main(["faults", "--list"]) == 0
     assert "SIGKILL at a random moment" in capfd.readouterr().out
+    assert main(["faults", "--list", "--json"]) == 0
+    assert set(json.loads(capfd.readouterr().out)["faults"]) == set(FAULTS)
 
 
 def test_the_command_gives_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["faults", "--minutes", "1e-9", "--folder", str(tmp_path / "runs"), "--json"]) == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    shown = capfd.readouterr()
+    assert "Not injected in this time: kill -9," in shown.err
+    found = json.loads(shown.out.splitlines()[-1])
     assert {row["fault"] for row in found["faults"]} == set(FAULTS)

@@ -108,8 +108,9 @@ def test_the_command_grades_prompts_by_the_shipped_model_and_a_curriculum_reads_
     words = ["features", "demo", "--features", "length,difficulty", "--model", "demo", "--reward", "demo", "--max-prompts", "24",
              "--num-samples", "4", "--max-tokens", "12", "--output", str(output)]  # fmt: skip
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "24 rows" in told
+    told = capsys.readouterr()
+    assert "24 rows" in told.out
+    assert "Creating json" not in told.err, "a file that is written at once needs no bar"
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {row["difficulty"] for row in rows} <= {0.0, 0.25, 0.5, 0.75, 1.0}
     assert len({row["difficulty"] for row in rows}) > 1  # some are harder than others

@@ -28,6 +28,9 @@ _FLAGS = (
 def run(given: Given) -> int:
     from covey.faults import FAULTS, Bench, soak
 
+    if given.get("list") and given.get("json"):
+        output.result_json({"faults": {name: _about(inject) for name, inject in FAULTS.items()}})
+        return 0
     if given.get("list"):
         for name, inject in FAULTS.items():
             output.result(f"{name:<26} {_about(inject)}")
@@ -63,6 +66,9 @@ def _tell(fault: str, outcome: Outcome) -> None:
 
 def _show(tallies: list[Tally], folder: Path, *, as_json: bool) -> None:
     rows = [tally.to_json() for tally in tallies]
+    missed = [row["fault"] for row in rows if not row["injected"]]
+    if missed:
+        output.say(f"Not injected in this time: {', '.join(missed)}; give more --minutes.")
     if as_json:
         output.result_json({"faults": rows, "folder": str(folder)})
         return

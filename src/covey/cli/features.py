@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,8 @@ def run(given: Given) -> None:
     if path.suffix == ".parquet":
         found.to_parquet(str(path))
     else:
-        found.to_json(str(path), force_ascii=False)
+        with _without_bar():
+            found.to_json(str(path), force_ascii=False)
     told = {name: _summary(found[name]) for name in options["features"]}
     if options["json"]:
         output.result_json({"rows": len(found), "output": str(path), "features": told})
@@ -74,6 +77,20 @@ def run(given: Given) -> None:
     output.result(f"{path}: {len(found)} rows")
     for name, summary in told.items():
         output.result(f"  {name:<12} {'  '.join(f'{key} {value}' for key, value in summary.items())}")
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Without the bar that datasets draws for a file that is written at once."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _check(options: dict[str, Any]) -> None:
