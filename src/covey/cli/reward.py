@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
@@ -107,6 +108,9 @@ def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: 
     return found, judge(found)
 
 
+_LEVELS = {"FAIL": "failure", "WARN": "warning", "NOTE": "note"}
+
+
 def _is_ok(verdicts: list[Verdict], options: dict[str, Any]) -> bool:
     return not any(v.level == "FAIL" or (options["strict"] and v.level == "WARN") for v in verdicts)
 
@@ -115,8 +119,8 @@ def _show(name: str, found: Examination | None, verdicts: list[Verdict], num_row
     output.result(f"{name} ({num_rows} rows)")
     if found is not None:
         output.result(f"  {'completion':<42}{'mean':>9}{'min':>9}{'max':>9}{'none':>6}{'ms each':>9}")
-        for tried in found.tried:
-            output.result(_line(tried, is_main=tried.probe.name == found.wording))
+        for several in _alike(found.tried):
+            output.result(_line(several, is_main=several[0].probe.name == found.wording))
         known = [score for tried in found.tried for score in tried.known]
         seconds, size = sum(t.seconds for t in found.tried), sum(t.size for t in found.tried)
         output.result(
@@ -124,16 +128,35 @@ def _show(name: str, found: Examination | None, verdicts: list[Verdict], num_row
         )
     for verdict in verdicts:
         output.result(f"  {verdict.level}  {verdict.check}: {verdict.said}")
-    if not verdicts:
-        output.result("  nothing wrong was found")
+    count = Counter(verdict.level for verdict in verdicts)
+    told = [f"{count[level]} {word}" + "s" * (count[level] > 1) for level, word in _LEVELS.items() if count[level]]
+    output.result(f"  {name}: {', '.join(told) or 'nothing wrong was found'}")
 
 
-def _line(tried: Tried, *, is_main: bool) -> str:
-    label = f"{tried.probe.kind}: {tried.probe.name}" + (" *" if is_main and tried.probe.kind == "gold" else "")
-    low, high = (min(tried.known), max(tried.known)) if tried.known else (math.nan, math.nan)
-    none = tried.size - len(tried.known)
-    each = 1000 * tried.seconds / max(tried.size, 1)
-    return f"  {label:<42}{tried.mean:>9.3f}{low:>9.3f}{high:>9.3f}{none:>6}{each:>9.2f}"
+def _alike(tried: Sequence[Tried]) -> list[list[Tried]]:
+    """Completions of garbage that all got one and the same score stand on one line; every other stands alone."""
+    groups: list[list[Tried]] = []
+    at: dict[tuple[str, float], list[Tried]] = {}
+    for one in tried:
+        is_flat = one.probe.kind == "garbage" and len(set(one.known)) == 1 and len(one.known) == one.size
+        if is_flat and (key := (one.probe.kind, one.known[0])) in at:
+            at[key].append(one)
+            continue
+        groups.append([one])
+        if is_flat:
+            at[key] = groups[-1]
+    return groups
+
+
+def _line(several: Sequence[Tried], *, is_main: bool) -> str:
+    first, known = several[0], [score for tried in several for score in tried.known]
+    is_usual = is_main and first.probe.kind == "gold"
+    more = f" and {len(several) - 1} more kinds" if len(several) > 1 else " *" if is_usual else ""
+    size = sum(tried.size for tried in several)
+    each = 1000 * sum(tried.seconds for tried in several) / max(size, 1)
+    scores = [f"{score:.3f}" for score in (first.mean, min(known), max(known))] if known else ["-"] * 3
+    label = f"{first.probe.kind}: {first.probe.name}{more}"
+    return f"  {label:<42}{''.join(f'{score:>9}' for score in scores)}{size - len(known):>6}{each:>9.2f}"
 
 
 def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from covey.errors import RewardError
 from covey.rewards import verify
 from covey.rewards.answers import final_answer, gold_answer, is_plain, is_same, marked_answer, number
 from covey.rewards.contract import needs_one_of
+from covey.rewards.manner import reward
 from covey.rewards.text import text_of
 
 logger = logging.getLogger(__name__)
@@ -19,9 +20,13 @@ logger = logging.getLogger(__name__)
 _VERIFY_SECONDS = 20.0
 """What math-verify may take for one batch; what it has not seen by then is `None`."""
 
+_LIMIT_SECONDS = 120.0
+"""Of one call: starting math-verify takes seconds, which a short limit of the run's is not meant for."""
+
 Metrics = Callable[[str, float], None]
 
 
+@reward(timeout=_LIMIT_SECONDS)
 @needs_one_of("answer", "solution")
 def math_reward(
     completions: Sequence[Any],
@@ -63,6 +68,7 @@ def exact_reward(
     return [_matches(text_of(c), gold) for c, gold in zip(completions, golds, strict=True)]
 
 
+@reward(timeout=_LIMIT_SECONDS)
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
     r"""TRL's reward of this name: math-verify's verdict, with the answer taken only from `\boxed{}` or dollar signs.
 
