@@ -29,7 +29,21 @@ def kernels():
     return triton_attention
 
 
-def both(kernels, *, width, heads, repeats, owners, lengths, starts, clock, columns, dtype=torch.float32, **options):
+def both(
+    kernels,
+    *,
+    device="cpu",
+    width,
+    heads,
+    repeats,
+    owners,
+    lengths,
+    starts,
+    clock,
+    columns,
+    dtype=torch.float32,
+    **options,
+):
     """What the kernels give for random keys, and what one softmax in float32 over all of them gives, [R, Hq, D] each."""
     rows, prompts, held = len(owners), len(lengths), max([1, *lengths]) + 5
     query = torch.randn(rows, heads * repeats, width).to(dtype)
@@ -50,7 +64,10 @@ def both(kernels, *, width, heads, repeats, owners, lengths, starts, clock, colu
         clock=torch.tensor([clock]),
     )
     scale, softcap = width**-0.5, options.pop("softcap", None)
-    out = kernels.decode(query, own, own_bias, shared, bias, spans, scale, softcap, **options)
+    there = lambda x: x.to(device)
+    spans = kernels.Spans(**{name: there(table) for name, table in vars(spans).items()})
+    given = map(there, (query, own, own_bias, shared, bias))
+    out = kernels.decode(*given, spans, scale, softcap, **options).cpu()
     parts = [
         Part(slab[0].float(), slab[1].float(), bias.float(), wide(bias.float(), heads))
         for slab, bias in ((own[:, :rows], own_bias[:rows]), (shared, bias))

@@ -1,0 +1,153 @@
+"""The engine on a GPU: kernels, captured steps, and that both give what steps as written give. `pytest -m gpu` with CUDA."""
+
+import gc
+
+import pytest
+import torch
+from test_native_engine import NATIVE, build
+from test_samplers import TEXTS, collect, ids_of
+from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
+
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.graphs import Captured, CudaCapture
+from kit import tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings(
+        "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"
+    ),  # Triton 3.9, on its first compilation
+]
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def shapes():
+    """The cases of the interpreter's tests."""
+    pytest.importorskip("triton")
+    import test_triton_attention
+
+    return test_triton_attention
+
+
+def counted(sampler):
+    """The sampler, and a list of the `Captured` of each of its calls."""
+    made = []
+
+    def new():
+        made.append(Captured(CudaCapture(sampler.forward.device), sampler._refuse_graphs))
+        return made[-1]
+
+    sampler._new_steps = new
+    return sampler, made
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.03), (torch.float16, 0.003)])
+def test_compiled_kernels_equal_one_softmax_over_all_keys(shapes, dtype, bound):
+    from covey.rollout import triton_attention
+
+    for name, shape in shapes.SHAPES.items():
+        out, expected = shapes.both(triton_attention, device="cuda", dtype=dtype, **shapes.PLAIN | shape)
+        torch.testing.assert_close(
+            out.float(), expected, atol=bound, rtol=0, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+def test_long_prompts_split_over_programs_give_the_same(shapes):
+    from covey.rollout import triton_attention
+
+    long = shapes.PLAIN | {"lengths": [3000, 4096], "columns": 2048, "clock": 2000, "starts": [0, 1999, 700, 1]}
+    whole, expected = shapes.both(triton_attention, device="cuda", **long)
+    torch.testing.assert_close(whole, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("arch", NATIVE)
+def test_greedy_completions_equal_generate(tokenizer, arch, attention):
+    model = build(*NATIVE[arch]).cuda()
+    sampler = NativeSampler(model, tokenizer, attention=attention, dtype="float32")
+    for group in collect(sampler, TEXTS, 2, SamplingParams(max_tokens=40, temperature=0)):
+        ids = torch.tensor([group.prompt.token_ids], device="cuda")
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
+        for completion in group.completions:
+            assert completion.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("max_rows", [9, 256])
+@pytest.mark.parametrize("way", WAYS)
+def test_replayed_steps_change_no_bit(tokenizer, way, max_rows, attention):
+    model, params = writer().cuda(), SamplingParams(max_tokens=80, seed=7, **WAYS[way])
+    options = {"dtype": "float32", "max_rows": max_rows, "attention": attention}
+    expected = collect(NativeSampler(model, tokenizer, cuda_graphs=False, **options), PROMPTS, 4, params)
+    sampler, made = counted(NativeSampler(model, tokenizer, **options))
+    groups = collect(sampler, PROMPTS, 4, params)
+    (steps,) = made
+    assert steps.reason is None
+    assert steps.num_replayed > steps.num_captured > 1
+    assert ids_of(groups) == ids_of(expected)
+    assert finishes_of(groups) == finishes_of(expected)
+    assert torch.equal(logprobs_of(groups), logprobs_of(expected))
+
+
+def test_kernels_of_both_kinds_write_the_same_completions(tokenizer):
+    model, params = writer().cuda(), SamplingParams(max_tokens=80, seed=7)
+    triton, plain = (
+        collect(NativeSampler(model, tokenizer, dtype="float32", attention=kind), PROMPTS, 4, params)
+        for kind in ("triton", "torch")
+    )
+    assert ids_of(triton) == ids_of(plain)
+    torch.testing.assert_close(logprobs_of(triton), logprobs_of(plain), atol=1e-4, rtol=0)
+
+
+def test_weights_that_change_in_place_are_seen_by_the_next_call(tokenizer):
+    model, params = writer().cuda(), SamplingParams(max_tokens=30, seed=7)
+    sampler = NativeSampler(model, tokenizer, dtype="float32")
+    before = ids_of(collect(sampler, PROMPTS, 2, params))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    sampler.load(model, 1)
+    after = ids_of(collect(sampler, PROMPTS, 2, params))
+    assert before != after
+    assert after == ids_of(collect(NativeSampler(model, tokenizer, dtype="float32"), PROMPTS, 2, params))
+
+
+def test_a_step_that_asks_the_host_is_not_captured_and_the_device_still_works(tokenizer):
+    model, params = writer("gpt2").cuda(), SamplingParams(max_tokens=30, seed=7)
+    expected = collect(NativeSampler(model, tokenizer, cuda_graphs=False, dtype="float32"), PROMPTS, 2, params)
+    forward = model.transformer.ln_f.forward
+    model.transformer.ln_f.forward = lambda x: forward(x) * float(x.abs().max() > -1)
+    sampler = NativeSampler(model, tokenizer, dtype="float32")
+    assert sampler.cuda_graphs
+    assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(expected)
+    assert not sampler.cuda_graphs
+    assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(expected)
+
+
+def test_a_call_gives_its_memory_back(tokenizer):
+    model, params = writer().cuda(), SamplingParams(max_tokens=80, seed=7)
+    sampler = NativeSampler(model, tokenizer, dtype="float32")
+    held = []
+    for _ in range(3):
+        collect(sampler, PROMPTS, 8, params)
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[0] == held[1] == held[2]
+
+
+def test_bfloat16_is_close_to_a_plain_forward(tokenizer):
+    model = writer().cuda().to(torch.bfloat16)
+    off = []
+    for group in NativeSampler(model, tokenizer).sample(PROMPTS, 4, SamplingParams(max_tokens=40, seed=7)):
+        for completion in group.completions:
+            ids = torch.cat((torch.tensor(group.prompt.token_ids), completion.token_ids)).cuda()
+            with torch.no_grad():
+                logp = model(input_ids=ids[None, :-1]).logits[0].float().log_softmax(-1)
+            written = logp[-completion.num_tokens :].gather(-1, ids[-completion.num_tokens :, None]).squeeze(-1)
+            off.append((written.cpu() - completion.logprobs).abs())
+    assert float(torch.cat(off).mean()) < 0.05
