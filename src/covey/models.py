@@ -125,12 +125,21 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def refuse_quantized(model: Any, device: torch.device) -> None:
-    """Raises ConfigError for a quantized model on a CPU, where bitsandbytes 0.50 has no gradient through its products."""
-    if getattr(model, "is_quantized", False) and device.type == "cpu":
+def refuse_quantized(model: Any, device: torch.device, has_adapter: bool) -> None:
+    """Raises ConfigError for a quantized model without an adapter to train, and for any on a CPU.
+
+    There bitsandbytes 0.50 has no gradient through its products.
+    """
+    if not getattr(model, "is_quantized", False):
+        return
+    if device.type == "cpu":
         raise ConfigError(
             "A quantized model cannot be trained on a CPU: bitsandbytes packs its weights for inference there. Leave "
             "quantization_config out (bf16=True and peft_config save memory too), or train on a GPU."
+        )
+    if not has_adapter:
+        raise ConfigError(
+            "The weights of a quantized model cannot be trained; give peft_config=LoraConfig(...) to train an adapter on it."
         )
 
 

@@ -219,7 +219,8 @@ class GRPOTrainer:
         tokenizer = processing_class or load_tokenizer(loaded, trust_remote_code=args.trust_remote_code)
         self.processing_class = prepare_tokenizer(tokenizer, loaded)
         self.eos_ids = eos_ids(loaded, self.processing_class)
-        refuse_quantized(loaded, self.world.device)
+        is_adapted = peft_config is not None or hasattr(loaded, "peft_config")
+        refuse_quantized(loaded, self.world.device, is_adapted)
         loaded = with_adapter(loaded, peft_config)
         if args.disable_dropout:
             disable_dropout(loaded)

@@ -1,6 +1,7 @@
-"""8-bit optimizers by transformers' names, saved and resumed exactly."""
+"""Quantized models, and 8-bit optimizers by transformers' names, saved and resumed exactly."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
+from covey.models import refuse_quantized
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -75,3 +77,35 @@ def test_a_4_bit_model_on_a_cpu_is_refused_in_a_sentence(tmp_path):
                 args=GRPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", num_generations=4,
                                 per_device_train_batch_size=4),
             )  # fmt: skip
+
+
+def test_a_quantized_model_on_a_gpu_is_trained_by_an_adapter_alone():
+    quantized, gpu = SimpleNamespace(is_quantized=True), torch.device("cuda")
+    refuse_quantized(quantized, gpu, has_adapter=True)
+    refuse_quantized(tiny_model(), gpu, has_adapter=False)
+    with pytest.raises(ConfigError, match="peft_config=LoraConfig"):
+        refuse_quantized(quantized, gpu, has_adapter=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_adapter_on_a_4_bit_model_learns_on_a_gpu(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    tiny_model(hidden=64).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    one = GRPOTrainer(
+        model=str(tmp_path / "model"),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_dict({"prompt": ["2 + 2 =", "Tom has"]}),
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+        args=GRPOConfig(output_dir=str(tmp_path / "run"), report_to="none", num_generations=4, beta=0.04, max_steps=2,
+                        per_device_train_batch_size=8, max_completion_length=8, learning_rate=1e-2),
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in one.model.named_parameters() if p.requires_grad}
+    one.train()
+    assert all("lora" in name for name in before)
+    assert any(not torch.equal(p, before[name]) for name, p in one.model.named_parameters() if name in before)

@@ -1,0 +1,98 @@
+"""With an adapter the reference is the base model, and no second copy of it; weights stay in float32 under bfloat16 products."""
+
+import pytest
+import torch
+from datasets import Dataset
+from test_whole_logits import groups
+
+from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
+from covey.learner import AdapterCopy, Learner, Policy
+from covey.learner.packing import rows_of
+from covey.world import World
+from kit import tiny_model, tiny_tokenizer
+
+ROWS = rows_of(groups())
+
+
+@pytest.fixture
+def adapted():
+    """Two copies of one model, the first with a fresh adapter on it."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(tiny_model(), lora).eval(), tiny_model().eval()
+
+
+def learner_of(policy, reference):
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05)
+    return Learner(
+        policy=policy,
+        reference=reference,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        world=World(),
+        max_completion_length=24,
+    )
+
+
+def test_while_the_adapter_learns_the_reference_stays_the_base_model(adapted):
+    model, base = adapted
+    policy = Policy(model, pad_id=0)
+    one = learner_of(policy, AdapterCopy.of(policy))
+    algorithm = alg.grpo(kl=alg.KL(coefficient=0.04))
+    for step in range(3):
+        one.step(one.annotate(groups(), algorithm), algorithm, step)
+    reference = one.reference.measure(ROWS).logp
+    torch.testing.assert_close(reference, Policy(base, pad_id=0).measure(ROWS).logp.detach(), rtol=1e-5, atol=1e-5)
+    with torch.no_grad(), model.disable_adapter():
+        off = policy.measure(ROWS).logp
+    torch.testing.assert_close(reference, off, rtol=1e-5, atol=1e-5, msg="that is the model with its adapter off")
+    assert (policy.measure(ROWS).logp - reference).abs().max() > 1e-2, "the adapter has learnt"
+
+
+def test_the_reference_holds_the_adapter_once_more_and_nothing_of_the_base_model(adapted):
+    model, _ = adapted
+    reference = AdapterCopy.of(Policy(model, pad_id=0))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(kept.numel() for kept in reference.weights().values()) == trained
+    assert reference.policy.model is model
+
+
+def test_under_bfloat16_products_weights_gradients_and_optimizer_are_float32(tmp_path):
+    args = GRPOConfig(
+        output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none", num_generations=4, max_steps=1,
+        per_device_train_batch_size=8, max_completion_length=8, learning_rate=1e-9,
+    )  # fmt: skip
+    one = GRPOTrainer(
+        model=tiny_model(),
+        processing_class=tiny_tokenizer(),
+        reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids],
+        train_dataset=Dataset.from_dict({"prompt": ["2 + 2 =", "Tom has"]}),
+        args=args,
+    )
+    before = [parameter.detach().clone() for parameter in one.model.parameters()]
+    one.train()
+    assert one._running.learner.policy.compute_dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in one.model.parameters()} == {torch.float32}
+    states = [value for state in one.optimizer.state.values() for value in state.values() if value.ndim]
+    assert {value.dtype for value in states} == {torch.float32}
+    moved = [not torch.equal(old, new) for old, new in zip(before, one.model.parameters(), strict=True)]
+    assert any(moved), "an update of 1e-9 would be rounded away in bfloat16"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_activations_that_wait_in_the_hosts_memory_change_no_gradient_and_take_less_of_the_gpus():
+    def gradients(offloads):
+        model = tiny_model(layers=4, hidden=256, max_position_embeddings=1024).cuda()
+        policy = Policy(model, pad_id=0, offloads=offloads)
+        policy.shares_prompts()
+        torch.cuda.reset_peak_memory_stats()
+        policy.measure(rows_of(groups(length=800))).logp.sum().backward()
+        peak = torch.cuda.max_memory_allocated()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), peak
+
+    (kept, more), (offloaded, less) = gradients(False), gradients(True)
+    assert (offloaded - kept).norm() < 1e-5 * kept.norm()
+    assert less < more
