@@ -46,6 +46,8 @@ def spoiled(folder: Path, how: str, steps: list[int], **changed: Any) -> Any:
     one = trainer(folder, **({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100} | changed))
     if how == "reference":
         spoil_reference(one, steps)
+    elif how == "policy":
+        spoil_policy(one, steps)
     else:
         spoil_gradient(one, steps, math.nan if how == "gradient" else math.inf)
     return one
@@ -71,7 +73,15 @@ def spoil_reference(one: Any, steps: list[int]) -> None:
     one.add_callback(During(steps, start, stop))
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient", "infinite gradient", "reference"])
+def spoil_policy(one: Any, steps: list[int]) -> None:
+    """The learner's log-probabilities are NaN; the sampler reads the weights itself, so that its own are not."""
+    active: list[bool] = []
+    norm = one.model.model.norm
+    norm.register_forward_hook(lambda module, given, out: out * math.nan if active and torch.is_grad_enabled() else out)
+    one.add_callback(During(steps, lambda: active.append(True), active.clear))
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient", "infinite gradient", "reference", "policy"])
 def test_what_is_not_finite_changes_neither_weights_nor_optimizer_nor_schedule(how: str, tmp_path: Path) -> None:
     one = spoiled(tmp_path / "run", how, [3])
     watch = Watch(one)
@@ -87,6 +97,28 @@ def test_what_is_not_finite_changes_neither_weights_nor_optimizer_nor_schedule(h
     assert "nan" in logged["non_finite"].values() or "inf" in logged["non_finite"].values(), "the log shows it"
     told = [line for line in lines(tmp_path / "run", "events.jsonl") if line["kind"] == "non_finite_step"]
     assert [line["step"] for line in told] == [3]
+
+
+def test_log_probabilities_that_the_sampler_did_not_know_change_no_weight_into_nan(tmp_path: Path) -> None:
+    one = trainer(tmp_path / "run")
+
+    def spoil() -> None:
+        sampler = one._parts.sampler
+        real = sampler.sample
+
+        def sample(*given: Any) -> Any:
+            for group in real(*given):
+                spoiled = [replace(c, logprobs=torch.full_like(c.logprobs, math.nan)) for c in group.completions]
+                yield replace(group, completions=tuple(spoiled))
+
+        sampler.sample = sample
+
+    one.add_callback(During([3], spoil, lambda: vars(one._parts.sampler).pop("sample", None)))
+    assert one.train().global_step == 6
+    assert bool(weights(one).isfinite().all())
+    logged = next(line for line in lines(tmp_path / "run") if line["step"] == 3)
+    assert "sampling/sampling_logp_difference/max" not in logged, "what nobody knows is not shown as a number"
+    assert math.isfinite(logged["loss"])
 
 
 def test_a_batch_that_was_left_out_is_kept_and_can_be_trained_on_again(tmp_path: Path) -> None:

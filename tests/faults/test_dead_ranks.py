@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -39,7 +40,7 @@ class Pair:
     def said(self, rank: int) -> str:
         return (self.folder / f"{rank}.err").read_text()
 
-    def ends(self, rank: int, seconds: float = 60) -> int:
+    def ends(self, rank: int, seconds: float = 300) -> int:
         """The exit code of a process that ends by itself."""
         try:
             return self.processes[rank].wait(seconds)
@@ -66,13 +67,13 @@ def seconds_since_fault(folder: Path) -> float:
 @pytest.mark.parametrize(
     "fault, said, bound, patience",
     [
-        ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 10, 60),
+        ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 60, 120),
         pytest.param(
-            "exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 10, 60, marks=pytest.mark.slow
+            "exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 60, 120, marks=pytest.mark.slow
         ),
-        ("raise", "failed with LookupError: there is no such answer", 10, 60),
-        pytest.param("stop", "has not been heard of for", 12, 6, marks=pytest.mark.slow),
-        pytest.param("hang", "lives but did not come within", 12, 6, marks=pytest.mark.slow),
+        pytest.param("raise", "failed with LookupError: there is no such answer", 60, 120, marks=pytest.mark.slow),
+        pytest.param("stop", "has not been heard of for", 120, 10, marks=pytest.mark.slow),
+        pytest.param("hang", "lives but did not come within", 120, 10, marks=pytest.mark.slow),
     ],
 )
 def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound, patience, tmp_path: Path) -> None:
@@ -98,24 +99,40 @@ def test_a_run_whose_rank_was_killed_goes_on_when_it_is_started_again(tmp_path: 
         assert both.ends(0) == 76
     with pair(tmp_path, "none", "resume") as both:
         assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
-    newest = checkpoint.latest(tmp_path / "run")
-    assert newest is not None
-    assert newest.name == "checkpoint-5"
+    (tmp_path / "whole").mkdir()
+    with pair(tmp_path / "whole", "none") as both:
+        assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
+    for name in ("model.safetensors", "covey_state.safetensors"):
+        one, other = (folder / "run" / "checkpoint-5" / name for folder in (tmp_path, tmp_path / "whole"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.slow
+def test_nan_on_one_process_alone_is_left_out_by_both(tmp_path: Path) -> None:
+    with pair(tmp_path, "nan") as both:
+        assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
+    told = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in told if line["kind"] == "non_finite_step"] == [3]
+    state, before = (checkpoint.load_state(tmp_path / "run" / f"checkpoint-{step}") for step in (3, 2))
+    assert state["scheduler"]["last_epoch"] == before["scheduler"]["last_epoch"]
+    weights = [(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").read_bytes() for step in (2, 3, 5)]
+    assert weights[0] == weights[1] != weights[2]
 
 
 @pytest.mark.slow
 def test_the_main_process_may_be_the_one_that_dies(tmp_path: Path) -> None:
-    with pair(tmp_path, "none", patience=8) as both:
-        deadline = time.monotonic() + 40
+    with pair(tmp_path, "none", patience=10) as both:
+        deadline = time.monotonic() + 200
         while not (tmp_path / "run" / "checkpoint-1").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         both.processes[0].send_signal(signal.SIGKILL)
         killed = time.monotonic()
         assert both.ends(1) == 76, both.said(1)[-2000:]
-        assert time.monotonic() - killed < 15
+        assert time.monotonic() - killed < 120
         assert "rank 0" in both.said(1)
 
 
+@pytest.mark.slow
 def test_a_rank_with_fewer_rows_is_told_before_the_first_step(tmp_path: Path) -> None:
     with pair(tmp_path, "fewer rows") as both:
         assert [both.ends(0), both.ends(1)] == [2, 2]

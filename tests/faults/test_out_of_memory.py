@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from covey.learner import FrozenCopy, Policy
+from faults.small_runs import lines, trainer
+
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is enforced on Linux")
 
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RL
 def run(what, spare_mib):
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, str(HERE / "out_of_memory.py"), what, str(spare_mib)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -30,6 +33,7 @@ def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_sam
     assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_does_not_fit_is_told_before_any_weight_changes():
     free, short = run("update", 0), run("update", 4)
     assert free["said"] == ""
@@ -55,8 +59,35 @@ def test_activations_are_computed_again_once_a_single_completion_does_not_fit():
     assert short["later_events"] == []
 
 
+@pytest.mark.slow
 def test_a_sampler_that_runs_out_goes_on_with_fewer_in_flight_and_draws_the_same_tokens():
     free, short = run("sample", 0), run("sample", 25)
     assert free["rows"] == 64
     assert short["rows"] < 64
     assert short["answers"] == free["answers"]
+
+
+@pytest.mark.parametrize("fails", [FrozenCopy, Policy], ids=["reference", "policy"])
+def test_memory_that_runs_out_while_the_rollout_is_measured_costs_nothing(fails, tmp_path, monkeypatch):
+    options = {"max_steps": 2, "beta": 0.1, "num_iterations": 2, "save_strategy": "no"}
+    if fails is FrozenCopy:
+        options |= {"sync_ref_model": True, "ref_model_sync_steps": 100}
+    free = trainer(tmp_path / "free", **options)
+    free.train()
+    real, left = fails.measure, [1]
+
+    def measure(self, rows, **given):
+        if len(rows) > 4 and left:
+            left.pop()
+            raise MemoryError("no room")
+        return real(self, rows, **given)
+
+    monkeypatch.setattr(fails, "measure", measure)
+    short = trainer(tmp_path / "short", **options)
+    short.train()
+    assert not left
+    assert short._running.learner.room.max_rows < free._running.learner.room.max_rows
+    assert [line["kind"] for line in lines(tmp_path / "short", "events.jsonl")] == ["out_of_memory"]
+    norms = [[line["grad_norm"] for line in lines(tmp_path / name)] for name in ("free", "short")]
+    assert norms[0][:1] == pytest.approx(norms[1][:1], rel=1e-5)
+    assert len(norms[1]) == 2

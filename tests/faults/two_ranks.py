@@ -32,7 +32,12 @@ def fail() -> None:
     raise LookupError("there is no such answer")
 
 
+def kill_once() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 FAULTS = {
+    "kill once": kill_once,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
@@ -54,11 +59,18 @@ class OnStep:
 
         class Break(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
-                if RANK == 1 and state.global_step == 2 and FAULT in FAULTS:
+                is_done = FAULT == "kill once" and (FOLDER / "at").exists()
+                if RANK == 1 and state.global_step == 2 and FAULT in FAULTS and not is_done:
                     (FOLDER / "at").write_text(str(time.time()))
                     FAULTS[FAULT]()
 
         return Break()
+
+
+def spoil(one) -> None:
+    """NaN in a gradient of this process alone, in its third step."""
+    parameter = next(p for p in one.model.parameters() if p.requires_grad)
+    parameter.register_hook(lambda gradient: gradient * (float("nan") if one.state.global_step == 2 else 1.0))
 
 
 def main() -> int:
@@ -90,8 +102,10 @@ def main() -> int:
             **({"max_steps": 5} if FAULT != "fewer rows" else {}),
         ),
     )
+    if FAULT == "nan" and RANK == 1:
+        spoil(one)
     try:
-        one.train(resume_from_checkpoint="resume" in sys.argv[4:] or None)
+        one.train(resume_from_checkpoint="auto" if "auto" in sys.argv[4:] else "resume" in sys.argv[4:] or None)
     except CoveyError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
