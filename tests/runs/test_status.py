@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from covey.comparison.reading import read_runs
 from covey.runs import RunFolder, manifest, status
 from covey.view.reading import RunView
 
@@ -42,6 +43,7 @@ def test_a_run_that_was_killed_is_read_as_died_and_a_resumed_one_says_so(tmp_pat
     assert status.state_of(written, run) == "died"
     assert written["state"] == "running", "the file itself cannot know"
     assert RunView("run", run).manifest()["state"] == "died"
+    assert read_runs(str(run))[0].manifest["state"] == "died", "what covey compare goes by"
     again = RunFolder.create(run)
     found = again.describe(args={"seed": 1})
     assert [one.get("state") for one in found["attempts"]] == ["died", None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RunFolderError
-from covey.runs import evaluations, manifest, metrics
+from covey.runs import evaluations, manifest, metrics, status
 
 MAIN_SET = "eval"
 
@@ -100,7 +100,7 @@ def _read(folder: Path) -> Run:
     found = manifest.read(folder / manifest.NAME)
     if found is None:
         raise RunFolderError(f"{folder / manifest.NAME} was not written by Covey, or is damaged; it is not compared.")
-    return Run(path=folder, manifest=found)
+    return Run(path=folder, manifest={**found, "state": status.state_of(found, folder)})
 
 
 def flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
