@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin
 
 from covey.arithmetic import arithmetic, micro_batches, whole_steps
 from covey.errors import ConfigError, did_you_mean
+from covey.names import rule_of
 from covey.options import ALERT_ACTIONS, ALERT_RULES, ALGORITHM_OPTIONS, INERT, REFUSED, SILENT
 
 logger = logging.getLogger(__name__)
@@ -299,7 +300,7 @@ def _refuse_bad_evaluation(config: Any) -> None:
 
 def refuse_bad_alerts(config: Any) -> None:
     """Raise for an alert that nothing can report, an action that is none, and an address that cannot be posted to."""
-    known = (*ALERT_RULES, "info", "warning", "error", "all")
+    known = (*ALERT_RULES, *map(rule_of, config.alert_detectors or ()), "info", "warning", "error", "all")
     actions = config.alert_actions or {}
     if not isinstance(actions, Mapping):
         raise ConfigError(f'alert_actions={actions!r} is not a mapping; write it as {{"all": "stop"}}.')
@@ -316,8 +317,7 @@ def refuse_bad_alerts(config: Any) -> None:
                 f"alert_actions lets {rule} roll back, but no checkpoint to go back to is saved: set save_strategy='steps' and "
                 "leave save_only_model out."
             )
-    address = config.alert_webhook
-    if address is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
+    if config.alert_webhook is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", config.alert_webhook):
         raise ConfigError("alert_webhook is not an address of the form https://host/path; give one that takes a POST.")
 
 

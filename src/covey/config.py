@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
@@ -263,6 +264,8 @@ class GRPOConfig(TrainingArguments):
     """What follows an alert, by its rule, its severity or "all": log, off, lower_learning_rate, roll_back or stop."""
     alert_webhook: str | None = None
     """Address that every alert is posted to as JSON."""
+    alert_detectors: list[Any] | None = None
+    """Alert detectors of your own, by import path ("my_alerts.py:too_polite") or as functions of a history."""
     audit_metrics: list[str] | None = None
     """Metrics that must not fall while the reward rises, beside eval_reward and rewards of weight 0."""
     metrics_by: list[str] | None = None
@@ -285,6 +288,10 @@ class GRPOConfig(TrainingArguments):
                 hint = f" {renamed}" if renamed else did_you_mean(name, known)
                 raise ConfigError(f"{name} is not an option of GRPOConfig.{hint}")
         return super().__new__(cls)
+
+    def to_json_string(self) -> str:
+        """As trackers log it; an algorithm or a detector that is an object is written as its `repr`."""
+        return json.dumps(self.to_dict(), indent=2, default=repr)
 
     def __post_init__(self) -> None:
         try:

@@ -29,6 +29,14 @@ def find(name: str, known: Mapping[str, Any], kind: str) -> Any:
     )
 
 
+def rule_of(detector: Any) -> str:
+    """The name of the alert that a detector of the user's own reports: its `rule`, or its function's name."""
+    found = load(detector, "alert detector") if isinstance(detector, str) else detector
+    if not callable(found):
+        raise ConfigError(f"alert_detectors has {found!r}, which cannot be called; give a function of a history.")
+    return str(getattr(found, "rule", None) or getattr(found, "__name__", type(found).__name__))
+
+
 def load(path: str, kind: str) -> Any:
     """The object at `package.module:attribute` or `path/to/file.py:attribute`.
 

@@ -49,7 +49,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "numbers gone bad": (
         "on_bad_numbers", "on_spike", "spike_threshold", "bad_steps_limit", "roll_backs_limit", "roll_back_learning_rate",
     ),
-    "alerts": ("alert_actions", "alert_webhook", "audit_metrics"),
+    "alerts": ("alert_actions", "alert_webhook", "alert_detectors", "audit_metrics"),
     "evaluation": (
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
         "num_generations_eval", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
@@ -73,7 +73,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 HONOURED = frozenset(name for names in GROUPS.values() for name in names)
 
 ALERT_RULES = (
-    "data_drift", "dead_groups", "diversity_loss", "entropy_collapse", "entropy_explosion", "format_loss",
+    "data_drift", "dead_groups", "detector_failed", "diversity_loss", "entropy_collapse", "entropy_explosion", "format_loss",
     "gradient_spike", "kl_runaway", "length_collapse", "length_explosion", "non_finite", "repeated_text", "reward_collapse",
     "reward_errors", "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
     "tiny_updates", "truncation", "update_spike",

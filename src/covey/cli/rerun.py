@@ -17,7 +17,7 @@ RECIPE = "train.yaml"
 """In a run's folder: every option of the command that started it, as `--config` reads them."""
 NEVER = frozenset({"from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config"})
 """What belongs to one call, not to the run."""
-_PATHS = ("model", "dataset", "eval_dataset", "reward", "algorithm")
+_PATHS = ("model", "dataset", "eval_dataset", "reward", "algorithm", "alert_detectors")
 
 
 def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:

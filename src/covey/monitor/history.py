@@ -14,7 +14,7 @@ from covey.types import Alert
 
 FIRST = 20
 RECENT = 200
-_TIMES = ("seconds/", "tokens_per_second/")
+_TIMES = ("seconds/", "tokens_per_second/", "memory/")
 
 
 @dataclass(eq=False)

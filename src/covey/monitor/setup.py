@@ -8,6 +8,7 @@ from typing import Any
 
 from covey.monitor.anchor import Anchor
 from covey.monitor.detectors import standard
+from covey.monitor.detectors.own import own_detectors
 from covey.monitor.monitor import Monitor
 from covey.monitor.progress import Progress
 from covey.monitor.slices import Slices
@@ -23,7 +24,7 @@ def build_monitor(
     args: Any, reward_names: Sequence[str], learner: Any, outlets: Sequence[Callable[[Alert], object]]
 ) -> Monitor:
     """Everything watched of a `Learner`. `outlets`: whom the main process tells, beside the options' webhook; none on others."""
-    audits = audit_metrics(args, reward_names)
+    audits, own = audit_metrics(args, reward_names), own_detectors(args.alert_detectors or ())
     hooks = (
         [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))]
         if args.alert_webhook and outlets
@@ -31,7 +32,7 @@ def build_monitor(
     )
     return Monitor(
         reward_names=tuple(reward_names),
-        watch=Watch(standard(audits), more=frozenset(audits)),
+        watch=Watch([*standard(audits), *own], more=frozenset(audits), reads_all=bool(own)),
         meter=UpdateMeter(learner.policy.model),
         anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),

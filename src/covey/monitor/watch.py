@@ -24,6 +24,8 @@ class Watch:
     detectors: Sequence[Detector] = ()
     more: frozenset[str] = frozenset()
     """Metrics to remember beside those that the detectors of the package read: the audit metrics."""
+    reads_all: bool = False
+    """Remember every metric: a detector of the user's own may look at any."""
     history: History = field(default_factory=History)
     told: dict[str, list[int]] = field(default_factory=dict)
     """By rule: the last step that it was seen in, and how severe it was then."""
@@ -54,7 +56,12 @@ class Watch:
         self.speed = Speed()
 
     def _is_read(self, name: str) -> bool:
-        return name in READS or name in self.more or (name.startswith("rewards/") and name.endswith("/errors"))
+        return (
+            self.reads_all
+            or name in READS
+            or name in self.more
+            or (name.startswith("rewards/") and name.endswith("/errors"))
+        )
 
     def _is_new(self, alert: Alert) -> bool:
         before = self.told.get(alert.rule)

@@ -1,0 +1,39 @@
+"""Detectors of the user's own: found by import path, and kept from ending a run that they only watch."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from covey.monitor.history import History
+from covey.names import load, rule_of
+from covey.types import Alert
+
+
+def own_detectors(given: Sequence[Any]) -> tuple[Callable[[History], Alert | None], ...]:
+    """Callables, and those that import paths such as "my_alerts.py:too_polite" lead to. ConfigError where one does not."""
+    return tuple(_Guarded(load(one, "alert detector") if isinstance(one, str) else one) for one in given)
+
+
+class _Guarded:
+    """What it raises, or returns that is no alert, is an alert itself, `detector_failed`; the run goes on."""
+
+    def __init__(self, detector: Callable[[History], Any]) -> None:
+        self.detector, self.name = detector, rule_of(detector)
+
+    def __call__(self, seen: History) -> Alert | None:
+        try:
+            found = self.detector(seen)
+        except Exception as error:  # noqa: BLE001 - the user's code; it is told, with the place
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            return self._failed(seen, f"raised {type(error).__name__}: {error}", f"{where.filename}:{where.lineno}")
+        if found is None or isinstance(found, Alert):
+            return found
+        return self._failed(seen, f"returned a {type(found).__name__}, which is no alert", "")
+
+    def _failed(self, seen: History, said: str, where: str) -> Alert:
+        advice = ("return history.alert(...) or None; history[name].last(10) may be empty",)
+        return seen.alert(
+            "detector_failed", "warning", f"the detector {self.name} {said}", advice, detector=self.name, at=where
+        )
