@@ -1,0 +1,31 @@
+"""Processes of one run that were given no folder, or different ones, write into the main process's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {tests!r} + "/faults"]
+from small_runs import trainer
+rank = os.environ["RANK"]
+one = trainer(Path("runs/train-" + rank), max_steps=1, save_strategy="no", use_cpu=True, per_device_train_batch_size=4)
+one.train()
+Path("rank-" + rank).write_text(str(one.args.output_dir) + " " + str(one.output_dir))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_chose_different_folders_agree_on_the_first_ones(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run(launch, cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    assert {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)} == {"runs/train-0 runs/train-0"}
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train-0"]
+    assert (tmp_path / "runs" / "train-0" / "metrics.jsonl").is_file()
