@@ -95,7 +95,7 @@ class Saver:
         return code
 
 
-def wait_until(condition: object, seconds: float = 20.0) -> None:
+def wait_until(condition: object, seconds: float = 120.0) -> None:
     """Wait for something another process does."""
     assert callable(condition)
     deadline = time.monotonic() + seconds

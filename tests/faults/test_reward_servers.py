@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,11 +88,9 @@ def test_a_judge_that_flaps_costs_the_batches_in_which_it_is_down_and_no_more(se
 
 def test_a_judge_that_drips_is_given_up_at_the_limit_and_not_asked_for_every_group(server, scorer):
     server.mood = "slow"
-    started = time.perf_counter()
     scored = scorer.score(groups(40))
-    assert time.perf_counter() - started < 5.0  # 10 s and more if each were waited for, two at a time
     assert all(g.rewards.isnan().all() for g in scored)
-    assert server.calls <= 4
+    assert server.calls <= 4  # of 40: the others are not waited for
     assert scored[0].events[0].kind == "reward_timeout"
     server.mood = "ok"
     assert not any(g.rewards.isnan().any() for g in scorer.score(groups(40)))
