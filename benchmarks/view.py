@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
-from view_run import NEEDLE, Size, make
+from view_run import NEEDLE, THINGS, Size, make
 
 CHROMIUM = "/usr/bin/chromium"
 READY, QUICK = 1500.0, 200.0
@@ -152,8 +152,8 @@ def curves(page: Page, waits: Waits) -> None:
         page.wait_for_timeout(200)
 
 
-def browse(page: Page, waits: Waits) -> None:
-    """Filters, orders and searches in the list of groups, and one group whole."""
+def browse(page: Page, waits: Waits, turn: int) -> None:
+    """Filters, orders and searches in the list of groups, and one group whole; in each turn other words, as answers are remembered."""
     listed = lambda act: after(page, act, "listed")
     waits.add("rollouts: scroll to the next rows", listed(lambda: page.evaluate(
         "document.querySelector('.side').scrollTop = 1e9")), QUICK)  # fmt: skip
@@ -165,12 +165,12 @@ def browse(page: Page, waits: Waits) -> None:
         waits.add(f"rollouts: order '{order}'", listed(choose), QUICK)
     listed(lambda: page.get_by_label("Order").select_option("newest"))
     search = page.get_by_label("Search prompts and completions")
-    waits.add("search: common words, first rows", listed(lambda: search.fill("marbles")), QUICK)
-    waits.add("search: rare words, first answer", listed(lambda: search.fill(NEEDLE)), QUICK)
+    waits.add("search: common words, first rows", listed(lambda: search.fill(THINGS[turn % len(THINGS)])), QUICK)
+    waits.add("search: rare words, first answer", listed(lambda: search.fill(NEEDLE[: len(NEEDLE) - turn])), QUICK)
     for name in ("words that are nowhere, all completions searched", "the same words again"):
         listed(lambda: search.fill(""))
         start = time.perf_counter()
-        search.fill("a heron of iron")
+        search.fill(f"a heron of iron {turn}")
         page.get_by_text("all were searched").wait_for()
         waits.add(f"search: {name}", 1000 * (time.perf_counter() - start), None if name.startswith("words") else QUICK)
     listed(lambda: search.fill(""))
@@ -220,14 +220,14 @@ def measure(browser: Browser, folder: Path, repeats: int) -> tuple[Waits, list[s
     with serving(folder) as server:
         told.append(f"everything read {server.wait_until_indexed():.1f} s after the start of the server")
         told.append("server then {:.0f} MB resident, at most {:.0f}".format(*server.memory()))
-        for _ in range(repeats):
+        for turn in range(repeats):
             with visit(browser) as page:
                 waits.add("later visit: curves", ready(page, f"{server.address}#curves"), READY)
                 curves(page, waits)
                 drawn = page_memory(browser, page)
             with visit(browser) as page:
                 waits.add("later visit: the list of groups", ready(page, f"{server.address}#rollouts", "listed"), READY)
-                browse(page, waits)
+                browse(page, waits, turn)
                 listed = page_memory(browser, page)
         told.append("server {:.0f} MB resident after all of it, at most {:.0f}".format(*server.memory()))
     told.append("page of curves: JavaScript {:.0f} MB, process {:.0f} MB".format(*drawn))

@@ -215,3 +215,11 @@ def test_a_page_that_is_open_follows_a_run_that_grows(page: Any, tmp_path: Path,
         page.wait_for_function("() => document.querySelector('figcaption small').textContent === '0.3750'")
         assert note.inner_text() == "0.3750"
         page.goto("about:blank")
+
+
+def test_a_plot_is_saved_as_a_picture(page: Any, address: str) -> None:
+    curves(page, address, "long")
+    with page.expect_download() as saved:
+        page.get_by_label("Save reward as PNG").click()
+    assert saved.value.suggested_filename == "reward.png"
+    assert saved.value.path().read_bytes().startswith(b"\x89PNG")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import mimetypes
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from covey.errors import CoveyError
 from covey.view import browsing
@@ -42,8 +42,8 @@ def make_app(library: Library, token: str | None = None, *, watch: bool = True) 
 
     ask = {name: _json(call, library) for name, call in _CALLS.items()}
     routes: list[Any] = [Route(f"/api/{name}", endpoint) for name, endpoint in ask.items()]
-    routes.append(Mount("/", StaticFiles(directory=_PAGE, html=True)))
-    return Guard(Starlette(routes=routes, lifespan=lifespan), token)
+    routes.append(Mount("/", _Page(_PAGE)))
+    return Guard(_Polite(Starlette(routes=routes, lifespan=lifespan), library), token)
 
 
 def runs(library: Library, request: Request) -> Any:
@@ -124,6 +124,36 @@ def diff(library: Library, request: Request) -> Any:
 _CALLS: dict[str, Callable[[Library, Request], Any]] = {
     call.__name__: call for call in (runs, series, alerts, rollouts, rollout, spread, phases, facts, diff)
 }
+
+
+class _Page:
+    """The files of a folder, kept in memory; nothing else can be asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        self._files = {f"/{path.relative_to(folder).as_posix()}": (path.read_bytes(), path.name) for path in paths}
+        self._files["/"] = self._files["/index.html"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._files.get(scope["path"])
+        if found is None:
+            await PlainTextResponse("Not found.", 404)(scope, receive, send)
+            return
+        kind = mimetypes.guess_type(found[1])[0] or "text/plain"
+        await Response(found[0], media_type="text/javascript" if found[1].endswith(".js") else kind)(
+            scope, receive, send
+        )
+
+
+class _Polite:
+    """Tells the library of every question, so that its indexing steps aside."""
+
+    def __init__(self, app: ASGIApp, library: Library) -> None:
+        self.app, self.library = app, library
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.library.asked()
+        await self.app(scope, receive, send)
 
 
 class _Json(JSONResponse):

@@ -29,6 +29,8 @@ _PLAIN = (
     "truncated",
     "change",
 )
+_SECONDS = (0.06, 0.25)
+"""How long a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
 _HEAD = ("completion", "finish", "num_tokens", "reward", "advantage", "version", "source", "completion_index")
 
 
@@ -42,7 +44,7 @@ def rows(
     table = index.table()
     order = select(table, filters, sort)
     if wanted:
-        found = search(index, table, order, wanted, start=start, most=most)
+        found = search(index, table, order, wanted, start=start, most=most, seconds=_SECONDS[start > 0])
         places, after = found.places, found.at
     else:
         places = order[start : start + most].tolist()

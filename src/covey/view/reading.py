@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from covey.view.thinning import smooth, thin
 
 _SHARE = 16 << 20
 """Bytes of one run's metrics that are indexed before another run has its turn."""
-_FILES_AT_ONCE = 200
+_FIRST_SHARE = 1 << 20
+"""Little, so that there is soon something to show."""
+_FILES_AT_ONCE = 50
+_POLITE_SECONDS = 0.15
+"""So long after a question the indexing leaves the processor to the answers, half of the time."""
 _SHOWN = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length", "loss", "step_time")
 
 
@@ -33,7 +38,7 @@ class RunView:
 
     def refresh_some(self) -> bool:
         """Index a share of what is new. Whether nothing is left."""
-        series_done = self.series.refresh(_SHARE)
+        series_done = self.series.refresh(_SHARE if self.series.done else _FIRST_SHARE)
         return self.groups.refresh(_FILES_AT_ONCE) and series_done
 
     def manifest(self) -> dict[str, Any]:
@@ -99,6 +104,7 @@ class Library:
         self.folders = list(folders)
         self._runs: dict[str, RunView] = {}
         self._stop = threading.Event()
+        self._asked = 0.0
         self._thread: threading.Thread | None = None
         self.find()
 
@@ -121,6 +127,10 @@ class Library:
             raise RunFolderError(f"There is no run {name!r} here.{did_you_mean(name, self._runs)}")
         return self._runs[name]
 
+    def asked(self) -> None:
+        """A reader waits for an answer."""
+        self._asked = time.monotonic()
+
     def start(self, seconds: float = 1.0) -> None:
         """Index in the background until `stop`; look for new lines every `seconds`."""
         self._thread = threading.Thread(target=self._watch, args=(seconds,), name="covey-view", daemon=True)
@@ -134,7 +144,12 @@ class Library:
 
     def _watch(self, seconds: float) -> None:
         while not self._stop.is_set():
-            done = [run.refresh_some() for run in self._runs.values()]
+            done = []
+            for run in self._runs.values():
+                started = time.monotonic()
+                done.append(run.refresh_some())
+                if not done[-1] and started - self._asked < _POLITE_SECONDS:
+                    self._stop.wait(time.monotonic() - started)
             if all(done):
                 self._stop.wait(seconds)
 

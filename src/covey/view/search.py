@@ -36,7 +36,7 @@ def search(
     *,
     start: int = 0,
     most: int = 50,
-    seconds: float = 0.08,
+    seconds: float = 0.06,
 ) -> Found:
     """Look through `order` [k] (places in `table`) from `start` for `text` in prompts and completions, case ignored.
 

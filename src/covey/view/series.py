@@ -30,7 +30,7 @@ class SeriesIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size = 0
+        self.size = path.stat().st_size if path.is_file() else 0
         """Bytes of the file's whole lines when last looked at, as far as that is known."""
         self.done = 0
         """Bytes of it that are indexed."""

@@ -56,10 +56,13 @@ export function curvesPage(main) {
     for (const panel of asked) panel.isOld = false;
     const query = { run: runs, from: kept.low, to: kept.high, points: POINTS };
     try {
-      const metrics = asked.filter((panel) => !panel.draws).map((panel) => panel.metric);
+      const plain = asked.filter((panel) => !panel.draws);
+      const metrics = plain.map((panel) => panel.metric);
       const curves = async (smooth) => (metrics.length && smooth ? (await ask("series", { ...query, metric: metrics, smooth })).curves : []);
-      const [raw, even] = await Promise.all([curves(1), curves(kept.smooth > 1 ? kept.smooth : 0)]);
-      await Promise.all(asked.map((panel) => panel.show(raw, even, kept)));
+      await Promise.all([
+        Promise.all([curves(1), curves(kept.smooth > 1 ? kept.smooth : 0)]).then(([raw, even]) => plain.forEach((panel) => panel.show(raw, even, kept))),
+        ...asked.filter((panel) => panel.draws).map((panel) => panel.load(kept)),
+      ]);
     } catch (error) {
       if (!isStale(error)) fill(told, h("p", { class: "bad" }, error.message));
     }
@@ -116,6 +119,7 @@ export function curvesPage(main) {
     const now = runs.length ? (await ask("alerts", { run: runs })).alerts : [];
     if (told.firstChild && JSON.stringify(now) === JSON.stringify(kept.alerts)) return; // what the reader opened stays open
     kept.alerts = now;
+    panels.forEach((panel) => panel.again(kept));
     fill(told, alertList(kept.alerts, { onStep: (step) => range(Math.max(0, step - 50), step + 50) }));
   }
 
@@ -142,12 +146,12 @@ export function curvesPage(main) {
     else range(from, Math.min(to, last));
   }
 
-  const live = async () => {
-    const told = alerts();
+  const live = () => {
+    alerts();
     kept.version += 1;
-    arrange();
-    await told;
-    for (const panel of panels.values()) want(panel);
+    const old = [...panels.values()];
+    arrange(); // what is new here asks for itself when it is seen
+    old.forEach(want);
   };
   bar.all.addEventListener("change", arrange);
   live();

@@ -27,7 +27,7 @@ export async function factsPage(main) {
 }
 
 function part(name, value, wanted) {
-  const rows = flat(value).filter(([key, text]) => `${name}.${key} ${text}`.toLowerCase().includes(wanted));
+  const rows = flat(value).filter(([key, text]) => (text !== "" || key !== "") && `${name}.${key} ${text}`.toLowerCase().includes(wanted));
   if (!rows.length) return null;
   if (rows.length === 1 && rows[0][0] === "") return h("p", { class: "fact" }, h("b", {}, name), " ", h("code", {}, rows[0][1]));
   return h("details", { open: wanted !== "" || name === "config" }, h("summary", {}, `${name} (${rows.length})`),

@@ -29,6 +29,7 @@ const KEYS = [
   ["t", "light or dark"],
 ];
 const HEARTBEAT = 2000;
+const IMPATIENT = 150; // while a chosen run shows nothing yet because it is still being read
 
 const main = document.getElementById("main");
 const status = document.getElementById("status");
@@ -73,6 +74,12 @@ async function beat() {
   } catch (error) {
     if (!isStale(error)) say("The server does not answer; it may have been stopped.", true);
   }
+}
+
+/** Beats for as long as the page is open. */
+function again() {
+  const empty = shared.runs.some((run) => chosenRuns().includes(run.name) && !run.metrics.length && run.indexed.bytes < run.indexed.of);
+  setTimeout(() => beat().finally(again), empty ? IMPATIENT : HEARTBEAT);
 }
 
 function share(run) {
@@ -124,7 +131,7 @@ async function start() {
   addEventListener("keydown", onKey);
   await beat();
   await show();
-  setInterval(beat, HEARTBEAT);
+  again();
 }
 
 start();

@@ -16,29 +16,40 @@ export class Panel {
     this.isSeen = false;
     this.isOld = true;
     this.plot = null;
+    this.drawn = null;
     this.picture = h("div", { class: "picture", role: "img", "aria-label": draws?.title ?? metric });
     this.note = h("small");
     const save = h("button", { class: "plain", title: "Save as PNG", "aria-label": `Save ${metric} as PNG`, onclick: () => this.save() }, "↓");
     this.element = h("figure", { "data-metric": metric }, h("figcaption", {}, h("b", {}, draws?.title ?? metric), this.note, save), this.picture);
   }
 
-  async show(raw, even, kept) {
-    this.plot ??= new Plot(this.picture, this.calls);
-    if (this.draws) {
-      const { series, note, top, unit } = await this.draws.load(kept);
-      this.plot.draw(series, { range: kept.range(), alerts: kept.alerts.slice(-MOST_ALERTS), top, unit });
-      fill(this.note, note);
-      return;
-    }
+  /** Draw the curves of this metric among `raw` and, smoothed, `even`. */
+  show(raw, even, kept) {
     const mine = (curves) => curves.filter((curve) => curve.metric === this.metric && curve.steps.length);
     const isSmooth = even.length > 0;
     const series = [
       ...mine(raw).map((curve) => line(curve, { name: curve.run, colour: colourOf(curve.run), isFaint: isSmooth })),
       ...mine(even).map((curve) => line(curve, { name: curve.run, colour: colourOf(curve.run) })),
     ];
-    const alerts = kept.alerts.slice(-MOST_ALERTS);
-    this.plot.draw(series, { range: kept.range(), alerts, isLog: kept.isLog });
-    fill(this.note, notes(mine(raw), kept.alerts.length - alerts.length));
+    this.drawn = { series, isLog: kept.isLog };
+    this.again(kept);
+    fill(this.note, notes(mine(raw), kept.alerts.length - MOST_ALERTS));
+    this.note.title = this.note.textContent.trim(); // where there is no room for all of it
+  }
+
+  /** Draw what `draws` finds. */
+  async load(kept) {
+    const { note, ...drawn } = await this.draws.load(kept);
+    this.drawn = drawn;
+    this.again(kept);
+    fill(this.note, note);
+  }
+
+  /** Draw the same once more, with the alerts there are now. */
+  again(kept) {
+    if (!this.drawn) return;
+    this.plot ??= new Plot(this.picture, this.calls);
+    this.plot.draw(this.drawn.series, { ...this.drawn, range: kept.range(), alerts: kept.alerts.slice(-MOST_ALERTS) });
   }
 
   save() {

@@ -5,6 +5,7 @@ import { h, fill, short } from "./dom.js";
 const SEVERITY = { error: "#c23b4b", warning: "#d9730d", info: "#7f8a96" };
 const HEIGHT = 210;
 const NEAR = 6; // pixels
+const CROWD = 12; // alerts, from which on their lines are faint and the curve stays in front
 const LOOK = 400; // points to either side in which the nearest value of a run is looked for
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -29,6 +30,7 @@ export class Plot {
       this.chart.batch(() => {
         this.chart.setData(data, false);
         this.chart.setScale("x", { min: low, max: high });
+        this.chart.redraw(false); // also where only the alerts changed
       });
       return;
     }
@@ -48,7 +50,7 @@ export class Plot {
     };
     const text = (chart, places) => places.map((value) => (value === null ? "" : short(value, 2) + (unit ?? "")));
     return {
-      width: Math.max(50, this.element.clientWidth), height: HEIGHT, padding: [8, 12, 0, 0], legend: { show: false }, focus: { alpha: 1 },
+      width: Math.max(50, this.element.clientWidth), height: HEIGHT, padding: [8, 26, 0, 0], legend: { show: false }, focus: { alpha: 1 },
       scales: { x: { time: false, min: low, max: high, auto: false }, y: { distr: isLog ? 3 : 1, range: top !== null ? [0, top] : isLog ? undefined : lines.some((one) => one.fill) ? stacked : padded } },
       axes: [{ ...axis, grid: { show: false }, size: 24, values: (chart, places) => places.map((step) => (Number.isInteger(step) ? short(step) : "")) },
         { ...axis, size: width, values: text }],
@@ -82,16 +84,17 @@ export class Plot {
     const { left, top, width, height } = chart.bbox;
     const size = 4 * devicePixelRatio;
     ctx.save();
-    ctx.globalAlpha = 0.75;
     ctx.lineWidth = devicePixelRatio;
-    for (const alert of this.alerts) {
-      const x = Math.round(chart.valToPos(alert.step, "x", true)) + 0.5;
-      if (x < left || x > left + width) continue;
+    const placed = this.alerts.map((alert) => [alert, Math.round(chart.valToPos(alert.step, "x", true)) + 0.5]).filter(([, x]) => x >= left && x <= left + width);
+    const isCrowded = placed.length > CROWD;
+    for (const [alert, x] of placed) {
+      ctx.globalAlpha = isCrowded ? 0.15 : 0.75;
       ctx.strokeStyle = ctx.fillStyle = SEVERITY[alert.severity] ?? SEVERITY.info;
       ctx.beginPath();
       ctx.moveTo(x, top);
       ctx.lineTo(x, top + height);
       ctx.stroke();
+      ctx.globalAlpha = 0.75;
       ctx.beginPath();
       ctx.moveTo(x - size, top);
       ctx.lineTo(x + size, top);

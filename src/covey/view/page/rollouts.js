@@ -6,6 +6,7 @@ import { groupView } from "./group.js";
 import { amend, chosenRuns, place, shared } from "./state.js";
 
 const ROWS = 50;
+const MOST = 5000; // rows in the list, so that its memory has an end
 const FILTERS = ["sort", "search", "from", "to", "min_reward", "max_reward", "truncated", "signal", "uid"];
 
 /** Fill the page; what comes back keeps it live. */
@@ -31,7 +32,7 @@ export function rolloutsPage(main) {
   }
 
   async function load() {
-    if (kept.isBusy || kept.next === null || !query().run) return;
+    if (kept.isBusy || kept.next === null || kept.rows.length >= MOST || !query().run) return;
     kept.isBusy = true;
     const turn = kept.turn;
     const isFirst = kept.next === 0;
@@ -57,7 +58,8 @@ export function rolloutsPage(main) {
     const found = `${short(kept.rows.length)} shown of ${short(told.matching)} groups that pass`;
     const left = told.files_left ? `; ${told.files_left} files are not read yet` : "";
     const looking = query().search ? (told.next === null ? "; all were searched" : `; searched ${short(told.next)}`) : "";
-    return `${found}${looking} (${short(told.groups)} groups, ${short(told.completions)} completions)${left}`;
+    const full = kept.rows.length >= MOST && told.next !== null ? "; choose fewer by a filter to see others" : "";
+    return `${found}${looking}${full} (${short(told.groups)} groups, ${short(told.completions)} completions)${left}`;
   }
 
   function rowOf(row, at) {
@@ -132,7 +134,7 @@ function filters(changed) {
   };
   const field = (name, label, properties) => {
     const input = h("input", { value: words.get(name) ?? "", "aria-label": label, ...properties });
-    input.addEventListener("input", later(() => set(name, input.value), 60));
+    input.addEventListener("input", later(() => set(name, input.value), 40));
     return h("label", {}, `${label} `, input);
   };
   const box = (name, label) => {
@@ -144,7 +146,7 @@ function filters(changed) {
     options.map((option) => h("option", { value: option, selected: option === now }, option)));
   const search = h("input", { type: "search", class: "long", value: words.get("search") ?? "", placeholder: "Search prompts and completions",
     "aria-label": "Search prompts and completions" });
-  search.addEventListener("input", later(() => set("search", search.value), 60));
+  search.addEventListener("input", later(() => set("search", search.value), 40));
   const uid = words.has("uid") ? h("button", { onclick: (event) => { event.target.remove(); set("uid", null); } }, "one prompt only ×") : null;
   return h("div", { class: "bar" }, select("run", "Run", shared.runs.map((one) => one.name), run), search,
     select("sort", "Order", shared.sorts, words.get("sort") ?? "newest"),
