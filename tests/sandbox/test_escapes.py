@@ -173,7 +173,7 @@ def _jails(run: int) -> set[int]:
 
 
 def _until(condition) -> bool:
-    for _ in range(40):
+    for _ in range(600):
         if condition():
             return True
         time.sleep(0.05)
