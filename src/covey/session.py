@@ -110,8 +110,9 @@ class Session:
         self.started = time.perf_counter()
         self._call("on_train_begin")
         self._call("on_epoch_begin")
-        if self.args.eval_on_start and state.step == 0:
-            self._evaluate()
+        is_best = self.args.eval_on_start and state.step == 0 and self._evaluate()
+        if is_best and self.args.save_strategy == "best":  # training may make it worse, and the run ends with the best
+            self._save(state)
         self._hear_signals()
         self._call("on_step_begin")
 

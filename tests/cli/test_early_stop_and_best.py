@@ -43,11 +43,27 @@ def test_a_run_that_does_not_get_better_stops(place, capsys):
     assert [row["step"] for row in evaluations(place / "run")] == [0, 2, 4]
 
 
+def test_a_model_that_training_makes_no_better_is_given_back_as_it_came(place, capsys):
+    still = ["--learning-rate", "0", "--max-steps", "4", "--load-best-model-at-end"]
+    assert main(words(*still)) == 0
+    assert "no checkpoint was saved" not in capsys.readouterr().err
+    assert [path.name for path in (place / "run").glob("checkpoint-*")] == ["checkpoint-0"]
+    again = ["--learning-rate", "0.1", "--max-steps", "2", "--resume", "run/checkpoint-0", "--save-strategy", "steps"]
+    assert main(words(*again, "--save-steps", "2")) == 0
+    assert (place / "run" / "checkpoint-2").is_dir(), "a run can begin again from it"
+
+
 def test_a_run_ends_with_the_weights_of_its_best_evaluation(place, capsys):
-    assert main(words("--learning-rate", "0.1", "--max-steps", "12", "--load-best-model-at-end", "--seed", "0")) == 0
+    assert (
+        main(words("--learning-rate", "0.1", "--max-steps", "12", "--load-best-model-at-end", "--seed", "0", "--json"))
+        == 0
+    )
+    shown = capsys.readouterr()
     found = {row["step"]: row["eval_reward"] for row in evaluations(place / "run")}
     best = max(found, key=lambda step: (found[step], -step))
     assert best not in (0, 12)  # the seed is one where the best is in between, or this would prove little
+    assert json.loads(shown.out)["metrics"]["eval_reward"] == pytest.approx(found[best])
+    assert f"ends with the weights of step {best}, its best evaluation" in shown.err
     ended = load_file(place / "run" / "model" / "model.safetensors")
     kept = load_file(place / "run" / f"checkpoint-{best}" / "model.safetensors")
     assert all(torch.equal(ended[name], kept[name]) for name in kept)

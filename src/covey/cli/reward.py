@@ -128,7 +128,7 @@ def _show(name: str, found: Examination | None, verdicts: list[Verdict], num_row
         )
     for verdict in verdicts:
         output.result(f"  {verdict.level}  {verdict.check}: {verdict.said}")
-    count = Counter(verdict.level for verdict in verdicts)
+    count: Counter[str] = Counter(verdict.level for verdict in verdicts)
     told = [f"{count[level]} {word}" + "s" * (count[level] > 1) for level, word in _LEVELS.items() if count[level]]
     output.result(f"  {name}: {', '.join(told) or 'nothing wrong was found'}")
 

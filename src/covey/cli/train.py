@@ -182,7 +182,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
         output.say(f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {again}")
         return trainer.exit_code
     trainer.save_model(str(Path(config.output_dir) / FINAL))
-    metrics = {**_last(trainer.state.log_history), **trained.metrics}
+    metrics = {**_last(trainer.state.log_history), **trained.metrics, **_of_best(config, trainer.state)}
     if eval_dataset is not None and _last_evaluation(trainer.state.log_history) < trained.global_step:
         metrics |= trainer.evaluate()
     if trainer.is_world_process_zero():
@@ -201,6 +201,17 @@ def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any]) -
         if isinstance(metrics.get(name), float):
             output.result(f"  {name:<24}{metrics[name]:.4g}")
     output.say(f"talk to it: covey chat {config.output_dir}")
+
+
+def _of_best(config: Any, state: Any) -> dict[str, Any]:
+    """How the weights of the best evaluation scored, where the run ends with them."""
+    best = state.best_global_step
+    if not config.load_best_model_at_end or Path(state.best_model_checkpoint or "").name != f"checkpoint-{best}":
+        return {}
+    if state.global_step > best:
+        output.say(f"The run ends with the weights of step {best}, its best evaluation.")
+    found = _last([entry for entry in state.log_history if entry["step"] == best])
+    return {name: value for name, value in found.items() if name.startswith("eval_")}
 
 
 def _last_evaluation(history: Sequence[Mapping[str, Any]]) -> int:
