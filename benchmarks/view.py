@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -245,6 +246,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped and the run removed
     size = Size(2_000, 20_000) if given.small else Size(given.steps, given.completions)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         folder = given.run or Path(scratch) / "run"
