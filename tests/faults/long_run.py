@@ -40,6 +40,6 @@ class Look(TrainerCallback):
 
 
 look = Look()
-options = {"max_steps": STEPS, "save_steps": 10, "save_total_limit": 2, "rollout_log_steps": 5, "logging_steps": 1}
+options = {"max_steps": STEPS, "save_steps": 10, "save_total_limit": 2, "rollout_log_steps": 5, "logging_steps": 50}
 trainer(FOLDER, reward_funcs=hangs_sometimes, reward_timeout_seconds=0.2, callbacks=[look], **options).train()
 sys.stdout.write(json.dumps(look.seen) + "\n")

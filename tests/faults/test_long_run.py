@@ -12,6 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 STEPS = 400
+pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 
 
 @pytest.mark.slow
@@ -26,4 +27,4 @@ def test_a_long_run_holds_no_more_at_its_end_than_early_on(tmp_path: Path) -> No
     for column, what in ((2, "open files"), (3, "threads"), (4, "children")):
         assert max(row[column] for row in late) <= max(row[column] for row in early) + 1, what
     growth = min(row[1] for row in late) - max(row[1] for row in early)
-    assert growth < 10, f"MiB within {STEPS - 200} steps: {seen}"
+    assert growth < 6, f"MiB within {STEPS - 200} steps: {seen}"

@@ -18,6 +18,7 @@ from covey.faults.victim import Plan
 from covey.runs import checkpoint
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
+pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 
 
 @pytest.fixture

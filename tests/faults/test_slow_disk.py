@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 
 
 @pytest.mark.slow

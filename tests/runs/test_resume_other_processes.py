@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 ONE = Case("one", {"max_steps": 4, "rollout_log_steps": 1, "optim": "sgd"})
 TWO = Case("two", {**ONE.options, "per_device_train_batch_size": 4}, processes=2)
 
+pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
+
 
 def step_4(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -18,7 +18,7 @@ from covey.faults.victim import END, Plan, warm_up, work
 from covey.runs import checkpoint, seal
 from covey.runs.metrics import read
 
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 600.0
 """A victim that takes longer hangs."""
 
 
