@@ -1,7 +1,8 @@
 """Peak memory: a learner's step over vocabulary and length, and what `--dry-run` predicts beside what a run takes.
 
     python benchmarks/memory.py                    # both tables
-    python benchmarks/memory.py --only prediction
+    python benchmarks/memory.py --only learner     # the grid of vocabularies and lengths
+    python benchmarks/memory.py --only prediction --runs LoRA 60M
 
 Every cell is a fresh process on the CPU; the peak is that of resident memory (VmHWM) above what the process held before the
 model was loaded, so the C library's fragmentation counts.
@@ -32,17 +33,25 @@ LENGTHS = (128, 512, 1024, 2048, 4096)
 RUNS = {
     "10M, float32": {},
     "10M, bfloat16 products": {"bf16": True},
-    "10M, float32, checkpointing": {"gradient_checkpointing": True},
+    "10M, float32, recomputed activations": {"gradient_checkpointing": True},
     "10M, float32, beta 0.04": {"beta": 0.04},
-    "10M, float32, 8 rows": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+    "10M, float32, gradient accumulation 4 x 8": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+    "10M, float32, few-shot prompts": {"shots": 4},
+    "10M, float32, LoRA": {"lora": 16},
+    "10M, float32, LoRA, beta 0.04, recomputed": {"lora": 16, "beta": 0.04, "gradient_checkpointing": True},
+    "10M, float32, vocabulary of 152,000": {"vocabulary": 152_000},
+    "10M, float32, vocabulary of 152,000, 8-bit optimizer": {"vocabulary": 152_000, "optim": "adamw_bnb_8bit"},
+    "10M, bfloat16 products, vocabulary of 152,000": {"vocabulary": 152_000, "bf16": True},
     "60M, float32": {"size": "60m"},
     "60M, bfloat16 products": {"size": "60m", "bf16": True},
+    "60M, float32, LoRA": {"size": "60m", "lora": 16},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("learner", "prediction"))
+    parser.add_argument("--runs", nargs="+", help="only the predictions whose name holds one of these words")
     parser.add_argument("--cell", help="run one cell and print it as JSON; used by this script itself")
     given = parser.parse_args()
     if given.cell:
@@ -51,29 +60,42 @@ def main() -> None:
     if given.only != "prediction":
         learner_table()
     if given.only != "learner":
-        prediction_table()
+        prediction_table(given.runs)
 
 
 def in_a_process(what: dict[str, Any]) -> dict[str, float]:
     command = [sys.executable, __file__, "--cell", json.dumps(what)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{what} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def cell(what: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch loads on first use is not the model's
+    if "train" in what:
+        return {"parameters": model_of(what["train"])[0].num_parameters()}
     return learner_cell(**what["learner"]) if "learner" in what else run_cell(what["run"])
 
 
+def model_of(size: str) -> tuple[Any, Any]:
+    """The benchmark's model and tokenizer, trained on first use, which takes more memory than any run here."""
+    import rollout
+
+    return rollout.trained(size, 120 if size == "10m" else 60)
+
+
 def learner_table() -> None:
-    """MiB above weights, gradients and optimizer, for one group of 4 completions."""
-    print("| vocabulary | " + " | ".join(f"{length} tokens" for length in LENGTHS) + " | 4 x 4096 logits alone |")
-    print("|--:|" + "--:|" * (len(LENGTHS) + 1))
+    """MiB above weights, gradients and optimizer, for one group of 4 completions; behind it what their logits would take."""
+    print("| vocabulary | " + " | ".join(f"{length} tokens" for length in LENGTHS) + " |")
+    print("|--:|" + "--:|" * len(LENGTHS))
     for vocabulary in VOCABULARIES:
-        found = [in_a_process({"learner": {"vocabulary": vocabulary, "length": length}})["above"] for length in LENGTHS]
-        logits = 4 * LENGTHS[-1] * vocabulary * 4 / 2**20
-        print(f"| {vocabulary} | " + " | ".join(f"{mib:.0f}" for mib in found) + f" | {logits:.0f} |", flush=True)
+        cells = []
+        for length in LENGTHS:
+            above = in_a_process({"learner": {"vocabulary": vocabulary, "length": length}})["above"]
+            cells.append(f"{above:.0f} ({4 * length * vocabulary * 4 / 2**20:,.0f})")
+        print(f"| {vocabulary:,} | " + " | ".join(cells) + " |", flush=True)
 
 
 def learner_cell(vocabulary: int, length: int) -> dict[str, float]:
@@ -112,9 +134,12 @@ def groups_of(length: int, vocabulary: int) -> list[Group]:
     return [replace(Group(prompt=prompt, completions=tuple(answers)), advantages=torch.linspace(-1, 1, 4))]
 
 
-def prediction_table() -> None:
+def prediction_table(words: list[str] | None) -> None:
     print("\n| run | predicted, MiB | measured, MiB | predicted / measured |\n|---|--:|--:|--:|")
     for name, options in RUNS.items():
+        if words and not any(word in name for word in words):
+            continue
+        in_a_process({"train": options.get("size", "10m")})
         found = in_a_process({"run": options})
         ratio = found["predicted"] / found["measured"]
         print(f"| {name} | {found['predicted']:.0f} | {found['measured']:.0f} | {ratio:.2f} |", flush=True)
@@ -123,24 +148,27 @@ def prediction_table() -> None:
 def run_cell(options: dict[str, Any]) -> dict[str, float]:
     """Two steps of 4 prompts x 8 completions that all reach their 200 tokens, and the prediction for the same options."""
     from datasets import Dataset
+    from peft import LoraConfig
 
     import rollout
 
     options = dict(options)
-    size = options.pop("size", "10m")
-    steps = 120 if size == "10m" else 60
-    rows = [{"prompt": text} for text in rollout.questions(16, 0)]
+    size, rank = options.pop("size", "10m"), options.pop("lora", None)
+    vocabulary, shots = options.pop("vocabulary", None), options.pop("shots", 0)
+    rows = [{"prompt": text} for text in rollout.questions(16, shots)]
     with tempfile.TemporaryDirectory() as output, peak_since() as peak:
         before = resident("VmRSS")
-        model, tokenizer = rollout.trained(size, steps)
-        model.generation_config.eos_token_id = None
-        tokenizer.eos_token = "<|never|>"
+        model, tokenizer = model_of(size)
+        tokenizer.add_special_tokens({"eos_token": "<|never|>"})  # a token that is hardly ever drawn
         tokenizer.pad_token_id = 0
+        model.resize_token_embeddings(max(vocabulary or 0, len(tokenizer)), mean_resizing=False)
+        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         given = {
             "per_device_train_batch_size": 32,
             "num_generations": 8,
             "max_completion_length": 200,
             "max_steps": 2,
+            "logging_steps": 1,
             "bf16": False,
             "gradient_checkpointing": False,
             **options,
@@ -154,22 +182,33 @@ def run_cell(options: dict[str, Any]) -> dict[str, float]:
             reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 97) for ids in completion_ids],
             args=args,
             train_dataset=Dataset.from_list(rows),
+            peft_config=None
+            if rank is None
+            else LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
+        shape = Shape.of_model(model) if rank is None else Shape.of(model.config)  # without the adapter
         trainer.train()
         measured = peak() - before
+        lengths = [
+            entry["completions/mean_length"]
+            for entry in trainer.state.log_history
+            if "completions/mean_length" in entry
+        ]
+        assert min(lengths) > 180, f"completions ended early: {lengths}"
     longest = max(len(tokenizer(row["prompt"])["input_ids"]) for row in rows)
-    return {"predicted": predicted(model, args, longest).peak / 2**20, "measured": measured}
+    return {"predicted": predicted(shape, args, longest, rank).peak / 2**20, "measured": measured}
 
 
-def predicted(model: Any, args: GRPOConfig, prompt_tokens: int) -> Memory:
-    shape, compute_bytes = Shape.of_model(model), 2 if args.bf16 else 4
+def predicted(shape: Shape, args: GRPOConfig, prompt_tokens: int, rank: int | None) -> Memory:
+    """What `--dry-run` says of these options, with the prompts counted in tokens."""
+    compute_bytes = 2 if args.bf16 else 4
     checkpoints = args.checkpoints_activations
     limit = starting_tokens("auto", shape, on_cpu=True, compute_bytes=compute_bytes, is_checkpointed=checkpoints)
     return estimate(
         shape,
         weight_bytes=4,
         compute_bytes=compute_bytes,
-        optimizer="adamw_torch",
+        optimizer=str(getattr(args.optim, "value", args.optim)),
         rows=args.per_device_train_batch_size,
         prompt_tokens=prompt_tokens,
         completion_tokens=args.max_completion_length,
@@ -177,10 +216,11 @@ def predicted(model: Any, args: GRPOConfig, prompt_tokens: int) -> Memory:
         logits_chunk=None,
         is_checkpointed=checkpoints,
         has_reference=args.beta > 0,
-        adapter_rank=None,
+        adapter_rank=rank,
         prompts=4,
         group=args.num_generations,
         samples_in_copy=True,
+        is_on_heap=True,
     )
 
 

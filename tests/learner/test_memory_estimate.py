@@ -108,6 +108,13 @@ def test_options_that_save_memory_do():
     assert guess(shape, logits_chunk=16).logits < guess(shape).logits
 
 
+def test_a_processors_heap_is_counted_where_it_keeps_holes():
+    shape = Shape.of(tiny_model(**SMALL).config)
+    assert guess(shape).heap == 0
+    assert guess(shape, is_on_heap=True).peak > guess(shape).peak
+    assert guess(shape, is_on_heap=True, is_checkpointed=True).heap == 0, "large blocks go back to the system at once"
+
+
 def test_the_words_end_with_the_peak():
     memory = guess(Shape.of(tiny_model(**SMALL).config))
     assert memory.in_words().splitlines()[-1].startswith("peak")

@@ -82,6 +82,8 @@ class Memory:
     optimizer: int
     activations: int
     logits: int
+    heap: int
+    """What a CPU's C library keeps between tensors that come and go; none where large blocks go back to the system at once."""
     sampler: int
     """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
     cache: int
@@ -91,7 +93,7 @@ class Memory:
     def peak(self) -> int:
         """The larger of learning and sampling, on top of what stays."""
         stays = self.weights + self.reference + self.critic + self.optimizer + self.sampler
-        return stays + max(self.gradients + self.activations + self.logits, self.cache)
+        return stays + max(self.gradients + self.activations + self.logits + self.heap, self.cache)
 
     def in_words(self) -> str:
         """A few lines for a person."""
@@ -119,12 +121,13 @@ def estimate(
     group: int,
     has_critic_model: bool = False,
     samples_in_copy: bool = False,
+    is_on_heap: bool = False,
 ) -> Memory:
     """Bytes of a run on one device.
 
     `rows` completions of `completion_tokens` are a micro-batch, the prompt of a group counted once, bounded by
     `max_tokens`; `prompts` times `group` are drawn at a time, the prompt stored once a group. `samples_in_copy`: a
-    CPU that samples in bfloat16 keeps a copy of the weights for it.
+    CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations leave holes.
     """
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     adapter = 0 if adapter_rank is None else trained
@@ -137,6 +140,8 @@ def estimate(
     head = shape.vocabulary * shape.hidden * 4 if adapter_rank is None else 0  # the head's gradient, summed in float32
     casts = 2 * sum(inside * outside for inside, outside in shape.linears) if compute_bytes < weight_bytes else 0
     cached = prompts * (prompt_tokens + group * completion_tokens)
+    holes = _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
+    activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed)
     return Memory(
         weights=shape.num_parameters * weight_bytes + adapter * 4,
         reference=shape.num_parameters * weight_bytes if has_reference and adapter_rank is None else 0,
@@ -145,12 +150,17 @@ def estimate(
         optimizer=int(
             (trained * own_bytes + of_critic * weight_bytes) * _state_bytes(optimizer, own_bytes) / own_bytes
         ),
-        activations=tokens * shape.activation_bytes(compute_bytes, is_checkpointed),
+        activations=activations,
         logits=3 * chunk * shape.vocabulary * 4 + head,  # logits, probabilities and their gradient
+        heap=int(holes * activations) if is_on_heap and not is_checkpointed else 0,
         sampler=casts + (2 * shape.num_parameters if samples_in_copy else 0),
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
 
+
+_HOLES, _HOLES_OF_ADAPTERS = 0.3, 0.7
+"""Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux): an
+adapter's small tensors stand between large ones."""
 
 CPU_TOKENS = 4096
 """Tokens of one forward pass beyond which a CPU gets no faster (8 to 64 thousand tokens a step took the same time)."""
