@@ -248,7 +248,9 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 def _metrics(run: Path) -> dict[int, Options]:
     """The lines of metrics.jsonl by step, without clocks."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in line.items() if k != "time" and "seconds" not in k and "memory/" not in k} for line in lines]
+    kept = [
+        {k: v for k, v in line.items() if k != "time" and "seconds" not in k and "memory/" not in k} for line in lines
+    ]
     return {line["step"]: line for line in kept}
 
 
