@@ -10,6 +10,7 @@ import datasets
 import pytest
 
 from covey.data import Outcome, PromptStream, load, mix
+from covey.data.mixing import terms
 from covey.errors import DataError
 from kit import tiny_tokenizer
 
@@ -189,3 +190,10 @@ def test_a_mixture_can_be_written_as_a_sum(tmp_path: Path):
 def test_mixtures_that_cannot_be_are_refused_in_a_sentence(make, sentence: str):
     with pytest.raises(DataError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    "text", ["0.7*a.jsonl + 0.3*b+c.jsonl", "0.7*a.jsonl+0.3*b+c.jsonl", "0.7 * a.jsonl+ .3 * b+c.jsonl"]
+)
+def test_a_mixture_may_be_written_without_spaces(text: str):
+    assert terms(text) == {"a.jsonl": 0.7, "b+c.jsonl": 0.3}

@@ -14,12 +14,15 @@ from covey.errors import DataError
 
 _TERM = re.compile(r"\s*(?P<weight>\d*\.?\d+)\s*\*\s*(?P<source>\S.*?)\s*")
 
+_PLUS = re.compile(r"\s+\+\s+|\+(?=\s*\d*\.?\d+\s*\*)")
+"""Between two sets; without spaces only before a weight, since a name may hold a plus."""
+
 
 def terms(source: Any) -> dict[str, float] | None:
     """`"0.7*a.jsonl + 0.3*b.jsonl"` as `{"a.jsonl": 0.7, "b.jsonl": 0.3}`; `None` for what is not written so."""
     if not isinstance(source, str):
         return None
-    matches = [_TERM.fullmatch(part) for part in source.split(" + ")]
+    matches = [_TERM.fullmatch(part) for part in _PLUS.split(source)]
     if not all(matches):
         return None
     named = [(match["source"], float(match["weight"])) for match in matches if match]
