@@ -24,6 +24,8 @@ def load_model(
     as it is. Raises ModelError when the folder lacks a file or the id cannot be found.
     """
     if not isinstance(model, (str, Path)):
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is of type {type(model).__name__}; give a folder, a hub id or a loaded model.")
         if init_kwargs:
             raise ConfigError(
                 "model_init_kwargs is given, but the model is already loaded; pass the model's name, or drop the option."

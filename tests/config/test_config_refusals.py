@@ -36,6 +36,8 @@ def make(**given):
         ({"temperature": 0}, "temperature=0 must be above 0. GRPO compares different completions"),
         ({"temperature": float("nan")}, "temperature=nan must be a number"),
         ({"num_generations": "8"}, "num_generations='8' must be a number"),
+        ({"bf16": "no"}, "bf16='no' must be True or False, not text"),
+        ({"shuffle_dataset": "false"}, "shuffle_dataset='false' must be True or False, not text"),
         ({"num_generations": 1}, "at least 2 completions a prompt"),
         ({"num_iterations": 1.5}, "num_iterations=1.5 must be a whole number"),
         ({"top_p": 1.2}, "top_p=1.2 must lie between 0 and 1"),

@@ -379,6 +379,11 @@ def test_tools_are_refused_with_a_reason(tmp_path):
         GRPOTrainer(model=tiny_model("qwen2"), reward_funcs=reward_len, args=options(tmp_path), tools=[print])
 
 
+def test_a_model_that_is_none_is_refused_by_its_type(tmp_path):
+    with pytest.raises(ConfigError, match="model is of type NoneType; give a folder, a hub id or a loaded model"):
+        GRPOTrainer(model=None, reward_funcs=lambda completions: [0.0], args=GRPOConfig(output_dir=str(tmp_path)))
+
+
 def test_every_refusal_is_a_covey_error_with_an_exit_code():
     for error in (ConfigError, DataError, ModelError, RewardError):
         assert issubclass(error, CoveyError)
