@@ -68,4 +68,4 @@ def test_a_checkpoint_from_before_this_metric_does_not_make_a_later_policy_the_s
     one = anchor.Anchor(lambda groups, algorithm: pytest.fail("nothing may be measured"))
     one.load_state_dict({})
     one.begin([])
-    assert one(1) == one(10) == {}
+    assert one(1) == one(20) == {}

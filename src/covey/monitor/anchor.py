@@ -12,8 +12,8 @@ from covey.types import Completion, Group, Mean, Metric, Prompt
 
 MOST = 16
 """Completions that are kept."""
-EVERY = 10
-"""Steps from one look to the next: a forward pass of sixteen completions is then well below 1% of a usual step's time."""
+EVERY = 20
+"""Steps from one look to the next: a forward pass of sixteen completions is then 0.5% of the time of the demo's steps."""
 Annotate = Callable[[Sequence[Group], Any], list[Group]]
 
 
@@ -41,7 +41,7 @@ class Anchor:
         self.groups = self._measured([group for group in chosen if group.completions])
 
     def __call__(self, step: int) -> dict[str, Metric]:
-        """At every tenth step, and the first."""
+        """At every twentieth step, and the first."""
         if not self.groups or (step != 1 and step % EVERY):
             return {}
         pairs = [
