@@ -131,8 +131,8 @@ def measured(train: Sequence[Row], test: Sequence[Row], each: int = 100, seed: i
     return {"recall": recall, "accused": {row: sorted(kinds) for row, kinds in accused.items() if kinds}}
 
 
-def speed(train: Sequence[Row], source: str, num_rows: int) -> dict[str, float]:
-    """Rows a second, and the most memory of this process in MB before and after, for rows of 20 to 80 words of the set.
+def speed(train: Sequence[Row], source: str, num_rows: int, most_words: int) -> dict[str, float]:
+    """Rows a second, and the most memory of this process in MB before and after, for rows of a quarter to all of so many words.
 
     One row in twenty is an earlier one again, and one in twenty an earlier one with a word changed.
     """
@@ -145,8 +145,8 @@ def speed(train: Sequence[Row], source: str, num_rows: int) -> dict[str, float]:
         path = Path(folder) / "large.jsonl"
         with path.open("w") as file:
             for number in range(num_rows):
-                half = random.randint(10, 40)
-                parts = [words[start : start + half] for start in random.sample(range(len(words) - 40), 2)]
+                half = random.randint(most_words // 8, most_words // 2)
+                parts = [words[start : start + half] for start in random.sample(range(len(words) - most_words), 2)]
                 row = {"prompt": " ".join([*parts[0], *parts[1], str(number)]), "answer": str(number)}
                 line = json.dumps(row)
                 if recent and number % 10 == 0:
@@ -169,13 +169,14 @@ def main() -> None:
     parser.add_argument("--train", required=True)
     parser.add_argument("--test", required=True)
     parser.add_argument("--rows", type=int, default=0, help="measure speed on so many made-up rows instead")
+    parser.add_argument("--words", type=int, default=80, help="the longest of these rows; the shortest have a quarter")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     train, test = (
         [json.loads(line) for line in Path(name).read_text().splitlines()] for name in (options.train, options.test)
     )
     if options.rows:
-        print(json.dumps(speed(train, options.train, options.rows)))
+        print(json.dumps(speed(train, options.train, options.rows, options.words)))
         return
     found = measured(train, test, seed=options.seed)
     for name, recall in found["recall"].items():
