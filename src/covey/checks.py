@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -200,11 +199,7 @@ def _refuse_bad_factories(config: Any) -> None:
 
 
 def refuse_bad_numbers(config: Any) -> None:
-    """Raise for a number out of its range, or something that is no number; and for text where yes or no is meant."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, str) and str(field.type) in _YES_OR_NO:
-            raise ConfigError(f"{field.name}={value!r} must be True or False, not text: any text would count as yes.")
+    """Raise for a number out of its range, or something that is no number."""
     for name in (*_AT_LEAST, *_ABOVE_ZERO, *_BETWEEN):
         value = getattr(config, name)
         if (value is None and name in _OPTIONAL) or (name == "max_tokens_per_microbatch" and value == "auto"):
@@ -225,8 +220,6 @@ def refuse_bad_numbers(config: Any) -> None:
         raise ConfigError(f"num_train_epochs={config.num_train_epochs!r} must be above 0, or set max_steps.")
 
 
-_YES_OR_NO = ("bool", "bool | None", str(bool))
-"""Annotations as text; dataclasses hold them as text or as types."""
 _OR = {"max_tokens_per_microbatch": ", auto, or null"}
 _WHY = {
     "temperature": " GRPO compares different completions of a prompt; greedy ones are all the same.",

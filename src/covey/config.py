@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from covey import checks, options
 from covey.arithmetic import Arithmetic, arithmetic
 from covey.errors import ConfigError, did_you_mean
+from covey.names import refuse_text_for_yes
 
 
 @dataclass(repr=False)
@@ -307,6 +308,7 @@ class GRPOConfig(TrainingArguments):
         checks.refuse_unsupported(given)
         checks.refuse_bad_words(self)
         checks.normalize(self)
+        refuse_text_for_yes(self)
         checks.refuse_bad_numbers(self)
         checks.refuse_contradictions(self, given)
         checks.settle_precision(self)

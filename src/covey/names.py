@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,13 @@ def _load_module(where: str, kind: str, path: str) -> Any:
                 f"{kind} {path!r}: no module {error.name!r} here; run from the folder that holds it, or write 'file.py:name'."
             ) from error
         raise
+
+
+_YES_OR_NO = ("bool", "bool | None", str(bool))  # annotations are text here, and types in transformers
+
+
+def refuse_text_for_yes(config: Any) -> None:
+    """Raise ConfigError for text in a field of True or False, of a dataclass: "no" would count as yes."""
+    for name in (field.name for field in fields(config) if str(field.type) in _YES_OR_NO):
+        if isinstance(getattr(config, name), str):
+            raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False, not text.")
