@@ -94,10 +94,10 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
 
 
 def test_every_rule_has_a_planted_fault():
-    assert set(FAULTS) == set(RULES)
+    assert set(FAULTS) == set(RULES) - {"detector_failed"}, "that one is of detectors of the user's own"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", sorted(FAULTS))
 def test_a_planted_fault_is_seen_with_evidence_and_a_remedy(rule):
     change, skill = FAULTS[rule]
     found = rules_of(change, steps=200, skill=skill)
