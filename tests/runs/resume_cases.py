@@ -120,6 +120,10 @@ SETTINGS = [
 ]
 CASES = {case.name: case for case in (*ALGORITHMS, *OPTIMIZERS, *SCHEDULES, *ADAPTERS, *SETTINGS)}
 
+ALONE = Case("one process", {"max_steps": 4, "optim": "sgd"})
+TOGETHER = Case("two processes, plainly", {**ALONE.options, "per_device_train_batch_size": 4}, processes=2)
+"""The same steps by one process and by two."""
+
 
 def reward(completions: list[str], **columns: Any) -> list[float]:
     return [hashlib.sha256(text.encode()).digest()[0] / 256 for text in completions]
@@ -265,7 +269,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if "RANK" in os.environ:
         name, folder, *rest = sys.argv[1:]
-        train(CASES[name], Path(folder), Path(rest[0]) if rest else None)
+        train({**CASES, TOGETHER.name: TOGETHER}[name], Path(folder), Path(rest[0]) if rest else None)
         return
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from resume_cases import Case, train
+from resume_cases import ALONE, TOGETHER, Case, train
 from safetensors.torch import load_file
-
-ONE = Case("one", {"max_steps": 4, "rollout_log_steps": 1, "optim": "sgd"})
-TWO = Case("two", {**ONE.options, "per_device_train_batch_size": 4}, processes=2)
 
 pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 
@@ -24,7 +21,7 @@ def step_4(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(TWO, ONE), (ONE, TWO)], ids=["2 -> 1", "1 -> 2"])
+@pytest.mark.parametrize(("first", "then"), [(TOGETHER, ALONE), (ALONE, TOGETHER)], ids=["2 -> 1", "1 -> 2"])
 def test_another_number_of_processes_takes_the_same_step_up_to_rounding(
     first: Case, then: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -36,6 +33,6 @@ def test_another_number_of_processes_takes_the_same_step_up_to_rounding(
         assert found[name] == expected[name], name
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
     assert all((weights[name] - others[name]).abs().max() < 1e-7 for name in weights)
-    if then is ONE:  # the other one's log is in its own processes
+    if then is ALONE:  # the other one's log is in its own processes
         assert "saved by 2 process(es) and goes on with 1" in caplog.text
         assert "not bit-exact" in caplog.text
