@@ -23,12 +23,14 @@ from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
 from covey.learner.memory import Shape, starting_tokens
+from covey.learner.noting import TokenNotes
 from covey.learner.reference import Reference
 from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
 from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import Backend, SamplingParams, choose_sampler
+from covey.runs import rollouts
 from covey.session import Session
 from covey.world import World
 
@@ -285,6 +287,7 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
         last_resort=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
         uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
+        token_notes=TokenNotes(partial(rollouts.is_due, every=args.rollout_log_steps)),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
     )
 

@@ -14,7 +14,7 @@ from covey.errors import CheckpointError
 from covey.models import quiet_bars
 from covey.parts import Parts
 from covey.rollout import NativeSampler
-from covey.runs import RunFolder, checkpoint, evaluations, rng
+from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
 from covey.session import Session
 from covey.state import TrainState
 from covey.types import Event, Group, StepReport
@@ -151,8 +151,8 @@ class Recording:
             return
         self.folder.append_metrics(report.step, logs, report.seconds)
         self.folder.append_events(report.step, report.events)
-        if self.rollout_steps and (report.step == 1 or report.step % self.rollout_steps == 0):
-            self.folder.write_rollouts(report.step, groups, self.reward_names)
+        if rollouts.is_due(report.step, self.rollout_steps):
+            self.folder.write_rollouts(report.step, groups, self.reward_names, per_token=report.tokens)
 
     def evaluation(
         self,

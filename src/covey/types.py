@@ -340,6 +340,10 @@ class Totals:
         )
 
 
+TokenNumbers = Mapping[str, Sequence[Sequence[Tensor | None]]]
+"""By name: for each group, for each of its completions, one number a token [T]; None where it was not measured."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """What one optimizer step did. `report["kl"]` is a plain float, NaN when the metric is absent."""
@@ -349,6 +353,8 @@ class StepReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by phase: rollout, reward, learn, ..."""
     events: tuple[Event, ...] = ()
+    tokens: TokenNumbers = field(default_factory=dict)
+    """What was measured of single tokens, of a step whose rollouts are written down."""
 
     def __getitem__(self, name: str) -> float:
         return self.metrics[name].value if name in self.metrics else math.nan

@@ -187,3 +187,30 @@ def test_what_a_tracker_raises_is_a_warning_and_the_run_goes_on(caplog: pytest.L
     tell = Trackers(["tensorboard"], [type("Callback", (), {"tb_writer": Broken()})()])
     tell(ALERT)
     assert "tensorboard did not take an alert (OSError: no room); it is in alerts.jsonl." in caplog.text
+
+
+class _Away(TrainerCallback):
+    """The tracker's server goes away after step 1."""
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def refuse(*arguments: Any, **keywords: Any) -> None:
+            raise ConnectionError("nobody answers")
+
+        for callback in self.handler.callbacks:
+            if getattr(callback, "tb_writer", None) is not None:
+                callback.tb_writer.add_scalar = refuse
+
+
+def test_a_tracker_that_fails_in_the_middle_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    one = trainer(tmp_path / "run", report_to="tensorboard", max_steps=3, save_strategy="no", logging_steps=1)
+    one.add_callback(_Away(one.callback_handler))
+    one.train()
+    assert one.state.global_step == 3
+    assert "TensorBoardCallback failed in on_log at step 3 (ConnectionError: nobody answers)" in caplog.text
+    assert len(lines(tmp_path / "run")) == 3

@@ -14,17 +14,17 @@ from covey.algorithms import Algorithm
 from covey.ladder import Ladder
 from covey.learner.critic import Critic, no_critic
 from covey.learner.fitting import Room
+from covey.learner.gaps import difference, effective_size
+from covey.learner.noting import TokenNotes
 from covey.learner.optimizer_memory import check_room
 from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.types import (
     Completion,
-    EffectiveSize,
     Event,
     Group,
     Last,
-    Max,
     Mean,
     Metric,
     StepReport,
@@ -74,6 +74,7 @@ class Learner:
     """Called before each micro-batch; what it raises ends the step, of which `forget` leaves nothing."""
     look_at_first: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
     """Sees the metrics of a rollout's first update, and the version of its weights, before it is made; may refuse it."""
+    token_notes: TokenNotes = field(default_factory=TokenNotes)
     room: Room = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,6 +126,7 @@ class Learner:
         Gradients are those of `algorithm.loss` over all completions of all processes, whatever the micro-batches.
         A step whose loss or gradient is not finite changes nothing and says so in the report's events.
         """
+        self.token_notes.begin(step)
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
@@ -144,7 +146,8 @@ class Learner:
         metrics.pop(FIRST_UPDATE, None)
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         report = self._update(metrics, step)
-        return replace(report, events=(*self.room.take_events(), *report.events))
+        events = (*self.room.take_events(), *report.events)
+        return replace(report, events=events, tokens=self.token_notes.gathered(self.world, groups))
 
     def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
         """Whether what is shown of a completion that teaches nothing follows from how it was drawn, without a forward."""
@@ -208,6 +211,7 @@ class Learner:
 
     def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, dict[str, Metric]]:
         tokens, measured = self._tokens(batch, algorithm)
+        self.token_notes.take(batch, measured.entropy)
         loss = algorithm.loss(tokens, totals)
         metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
         if algorithm.critic is not None:
@@ -220,7 +224,7 @@ class Learner:
             loss = loss + self.policy.auxiliary_coefficient * share * measured.auxiliary_loss
         metrics["loss"] = Sum(loss.item())
         gap = (tokens.logp.detach() - tokens.old_logp).abs()
-        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | _difference(tokens) | _effective_size(tokens)
+        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | difference(tokens) | effective_size(tokens)
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
@@ -362,27 +366,6 @@ def _advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) -
 
 def _moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
     return TokenBatch(**{name: value.to(device) for name, value in tokens.tensors().items()})
-
-
-def _difference(tokens: TokenBatch) -> dict[str, Metric]:
-    """How far the sampler's log-probabilities are from the learner's: 0 when both are the same model in the same numbers."""
-    if tokens.sampler_logp is None:
-        return {}
-    known = tokens.mask & ~tokens.sampler_logp.isnan()
-    gap = (tokens.old_logp - tokens.sampler_logp.nan_to_num(0.0)).abs()
-    largest = gap[known].max().item() if bool(known.any()) else math.nan
-    return {
-        "sampling/sampling_logp_difference/mean": Mean.of(gap, known),
-        "sampling/sampling_logp_difference/max": Max(largest),
-    }
-
-
-def _effective_size(tokens: TokenBatch) -> dict[str, Metric]:
-    """How many of the tokens count once each is weighed by the policy now over the one that drew it: 1 on-policy."""
-    drawn = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp
-    known = tokens.mask & ~drawn.isnan()
-    ratio = (tokens.logp.detach() - drawn)[known].clamp(-20.0, 20.0).exp()
-    return {"sampling/effective_sample_size": EffectiveSize.of(ratio)}
 
 
 def _grad_norm(parameters: Sequence[torch.nn.Parameter]) -> float:

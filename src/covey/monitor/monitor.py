@@ -50,6 +50,7 @@ class Monitor:
         self.anchor.begin(groups)
         return {
             **token_metrics(groups),
+            **memory_metrics("rollout"),
             **text_metrics(groups, self.reward_names, weights),
             **self.drift(groups),
             **self.slices(groups, weights),
@@ -69,7 +70,7 @@ class Monitor:
         """The report with what the step did to the weights and to the policy, and the memory it left in use."""
         if self.meter is None:
             return report
-        return report.merged({**self.meter.take(), **self.anchor(report.step), **memory_metrics()})
+        return report.merged({**self.meter.take(), **self.anchor(report.step), **memory_metrics("learn")})
 
     def look(self, report: StepReport) -> list[Alert]:
         """What is new and wrong after a step. It has been told to every outlet."""

@@ -18,9 +18,12 @@ def token_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     }
 
 
-def memory_metrics() -> dict[str, Metric]:
-    """Of this process, in GB of 10^9 bytes: `memory/process_gb`, resident now, and `memory/device_peak_gb`, the most that tensors on a GPU have held."""
-    found: dict[str, Metric] = {"memory/process_gb": Max(psutil.Process().memory_info().rss / 1e9)}
+def memory_metrics(phase: str) -> dict[str, Metric]:
+    """At the end of a phase, in GB of 10^9 bytes: `memory/<phase>_gb`, what this process holds, and on a GPU
+    `memory/<phase>_device_peak_gb`, the most that tensors held since the phase before. PyTorch's counter begins again.
+    """
+    found: dict[str, Metric] = {f"memory/{phase}_gb": Max(psutil.Process().memory_info().rss / 1e9)}
     if torch.cuda.is_available():
-        found["memory/device_peak_gb"] = Max(torch.cuda.max_memory_allocated() / 1e9)
+        found[f"memory/{phase}_device_peak_gb"] = Max(torch.cuda.max_memory_allocated() / 1e9)
+        torch.cuda.reset_peak_memory_stats()
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class Trackers(TrainerCallback):
         self._mlflow_run: str | None = None
 
     def theirs(self) -> list[Any]:
-        """The classes of transformers' callbacks for these names."""
-        return list(get_reporting_integration_callbacks(list(self.names)))
+        """The classes of transformers' callbacks for these names; once training goes, what they raise is a warning."""
+        return [_guarded(kind) for kind in get_reporting_integration_callbacks(list(self.names))]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before the trackers' own callbacks hear of it."""
@@ -121,3 +121,26 @@ class Trackers(TrainerCallback):
             if writer is not None:
                 writer.add_text(f"alerts/{alert.rule}", text.replace("\n", "  \n"), alert.step)
                 writer.flush()
+
+
+_GUARDED = ("on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
+"""Not `on_train_begin`: a tracker that cannot be set up is told before work is spent."""
+
+
+def _guarded(kind: type) -> type:
+    """A subclass of a tracker's callback: a server that is away for an hour does not end a run of days."""
+
+    def guard(event: str) -> Callable[..., Any]:
+        def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            try:
+                return getattr(kind, event)(self, args, state, control, **kwargs)
+            except Exception as error:  # noqa: BLE001 - a tracker is somebody else's code and server
+                logger.warning(
+                    "%s failed in %s at step %d (%s: %s); training goes on, and metrics.jsonl has every number.",
+                    kind.__name__, event, state.global_step, type(error).__name__, error,
+                )  # fmt: skip
+                return control
+
+        return heard
+
+    return type(kind.__name__, (kind,), {event: guard(event) for event in _GUARDED if hasattr(kind, event)})

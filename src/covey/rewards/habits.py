@@ -81,7 +81,7 @@ class Habit:
 
     def _settle(self, waits: bool) -> None:
         if waits and not self._waits and not self.is_bound:
-            logger.info(
+            logger.debug(
                 "Reward %r waits more than it computes; it runs beside the others from the next batch on.", self.name
             )
         self._waits = waits
@@ -132,7 +132,7 @@ def habits(rewards: Sequence[tuple[str, Any]]) -> list[Habit]:
     for (one, mine), (other, theirs) in itertools.combinations(zip(found, states, strict=True), 2):
         shared = mine.shared_with(theirs)
         if shared is not None:
-            logger.info("Rewards %r and %r both use %s, so they run one after the other.", one.name, other.name, shared)
+            logger.debug("Rewards %r and %r both use %s, so they run one after the other.", one.name, other.name, shared)
             one.is_bound = other.is_bound = True
     return found
 

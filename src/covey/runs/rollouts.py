@@ -3,7 +3,7 @@
 Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `completion`, `finish`, `version`, `source`,
 `num_tokens`, `reward` (weighted total), `reward/<function>` (null: not scored), `advantage`, the data set's columns as JSON,
 `extra/<name>`, and lists with one entry a token: `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
-`values`, `mask`, `advantages`, `token/<name>`.
+`values`, `mask`, `advantages`, `token/<name>` (`token/entropy`, in nats, of what the learner computed).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
 from covey.runs.storage import sync_folder, temporary_beside
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Group, Prompt, TokenNumbers
 
 _FILE = re.compile(r"step-(\d+)\.parquet")
 _PER_TOKEN = ("logprobs", "old_logp", "ref_logp", "values", "mask")
@@ -37,12 +37,12 @@ def write(
     *,
     weights: Sequence[float] | None = None,
     render: Callable[[Prompt], str] | None = None,
-    per_token: Mapping[str, Sequence[Tensor]] | None = None,
+    per_token: TokenNumbers | None = None,
 ) -> Path:
     """Write the file of this step, whole or not at all, and return its path. OSError when the disk refuses.
 
     `weights` [R] of the total, ones by default. `render` gives the prompt as the model read it; by default its text, or
-    its messages a line each. `per_token` adds columns: for each name one tensor [G, T] a group.
+    its messages a line each. `per_token` adds columns: for each name, the numbers [T] of each completion of each group.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.parquet"
@@ -67,7 +67,7 @@ def table_of(
     *,
     weights: Sequence[float] | None = None,
     render: Callable[[Prompt], str] | None = None,
-    per_token: Mapping[str, Sequence[Tensor]] | None = None,
+    per_token: TokenNumbers | None = None,
 ) -> pa.Table:
     """The rows that `write` writes."""
     render = render or plain_prompt
@@ -91,10 +91,15 @@ def table_of(
         **_token_columns([done for _, _, _, done in members]),
     }
     for name, tensors in (per_token or {}).items():
-        rows = [row[: done.num_tokens] for tensor, group in zip(tensors, groups, strict=True)
+        rows = [None if row is None else row[: done.num_tokens] for tensor, group in zip(tensors, groups, strict=True)
                 for row, done in zip(tensor, group.completions, strict=True)]  # fmt: skip
         columns[f"token/{name}"] = _lists(rows)
     return pa.table(columns)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether the rollouts of a step are written: of the first, and of every `every`-th; 0 writes none."""
+    return every > 0 and (step == 1 or step % every == 0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -147,14 +147,14 @@ export function tokenSpeed(runs) {
   };
 }
 
-/** The most memory of the steps, in GiB, by what was measured. */
+/** The most memory of the steps, in GB of 10^9 bytes, by what was measured. */
 export function memoryUse(run) {
   return {
-    key: `memory of ${run}`, title: `memory in GiB (${run})`,
+    key: `memory of ${run}`, title: `memory in GB (${run})`,
     async load(now) {
       const { steps, memory } = await phasesOf(run, now);
       const colours = [...Object.values(PHASES), ...MORE];
-      const parts = Object.entries(memory).map(([name, values], at) => [name, values.map((bytes) => bytes / 2 ** 30), colours[at % colours.length]]);
+      const parts = Object.entries(memory).map(([name, values], at) => [name.replace(/_gb$/, "").replaceAll("_", " "), values, colours[at % colours.length]]);
       return { note: parts.map(([name, , colour]) => h("span", { class: "key" }, dot(colour), name)),
         series: parts.map(([name, values, colour]) => line({ steps, values }, { name, colour })) };
     },
