@@ -107,7 +107,7 @@ class GRPOTrainer:
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         set_verbosity(self.args.get_process_log_level())
         self.world = World.of(self.args)
-        self.args.output_dir = self.world.broadcast(self.args.output_dir)  # one that was chosen for want of a name may differ
+        self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
         self.output_dir = Path(str(self.args.output_dir))
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = TrainerState(is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main)

@@ -132,7 +132,9 @@ def habits(rewards: Sequence[tuple[str, Any]]) -> list[Habit]:
     for (one, mine), (other, theirs) in itertools.combinations(zip(found, states, strict=True), 2):
         shared = mine.shared_with(theirs)
         if shared is not None:
-            logger.debug("Rewards %r and %r both use %s, so they run one after the other.", one.name, other.name, shared)
+            logger.debug(
+                "Rewards %r and %r both use %s, so they run one after the other.", one.name, other.name, shared
+            )
             one.is_bound = other.is_bound = True
     return found
 
