@@ -61,6 +61,7 @@ _AT_LEAST: Mapping[str, float] = {
     "early_stopping_patience": 1,
     "ref_model_sync_steps": 1,
     "rollout_log_steps": 0,
+    "rollout_total_limit": 4,
     "dynamic_sampling": 0,
     "reward_workers": 0,
     "top_k": 0,
@@ -73,8 +74,7 @@ _AT_LEAST: Mapping[str, float] = {
     "epsilon_high": 0,
     "router_aux_loss_coef": 0,
     "entropy_coef_delta": 0,
-    "vllm_importance_sampling_clip_max": 0,
-    "vllm_importance_sampling_clip_min": 0,
+    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"), 0),
     "seed": 0,
 }
 _ABOVE_ZERO = (
@@ -98,7 +98,7 @@ _BETWEEN: Mapping[str, tuple[float, float]] = {
     "adam_beta2": (0, 1),
 }
 _WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {
-    "rollout_log_steps",
+    *("rollout_log_steps", "rollout_total_limit"),
     "roll_backs_limit",
     "reward_workers",
     "top_k",
@@ -109,7 +109,7 @@ _OPTIONAL = frozenset(
         "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
         "max_tokens_per_microbatch", "logits_chunk_tokens", "early_stopping_patience", "epsilon_high", "router_aux_loss_coef", "max_grad_norm",
         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "delta", "off_policy_mask_threshold",
-        "reward_timeout_seconds", "min_p", "save_error_limit",
+        "reward_timeout_seconds", "min_p", "save_error_limit", "rollout_total_limit",
     }
 )  # fmt: skip
 

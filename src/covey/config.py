@@ -279,6 +279,8 @@ class GRPOConfig(TrainingArguments):
     """Saves in a row that the disk may refuse before the run stops (exit code 74); unset: it never stops for them."""
     rollout_log_steps: int = 10
     """Write prompts, completions, rewards and advantages to `rollouts/` every so many steps; 0: never."""
+    rollout_total_limit: int | None = 10_000
+    """Most files in `rollouts/`: beyond it every second one of the older half goes, so that early steps stay, ever more thinly."""
 
     def __new__(cls, *args: Any, **given: Any) -> GRPOConfig:
         """Refuse names that are not options before dataclass machinery sees them."""

@@ -57,7 +57,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "output": (
         "output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_async", "save_error_limit", "resume_from_checkpoint",
-        "rollout_log_steps", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
+        "rollout_log_steps", "rollout_total_limit", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
         "trackio_static_space_id", "logging_strategy", "logging_steps", "logging_first_step", "log_completions",
         "num_completions_to_print", "log_unique_prompts", "log_level", "log_level_replica", "disable_tqdm",
     ),

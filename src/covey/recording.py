@@ -142,8 +142,15 @@ def restore_history(session: Session, folder: Path) -> None:
 class Recording:
     """Where a run is written down; on processes other than the main one `folder` is None and nothing is written."""
 
-    def __init__(self, folder: RunFolder | None, reward_names: Sequence[str], rollout_steps: int) -> None:
-        self.folder, self.reward_names, self.rollout_steps = folder, list(reward_names), rollout_steps
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        reward_names: Sequence[str],
+        rollout_steps: int,
+        rollout_limit: int | None = None,
+    ) -> None:
+        self.folder, self.reward_names = folder, list(reward_names)
+        self.rollout_steps, self.rollout_limit = rollout_steps, rollout_limit
 
     def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None:
         """One line of metrics, the events, and now and then the rollouts themselves."""
@@ -152,7 +159,9 @@ class Recording:
         self.folder.append_metrics(report.step, logs, report.seconds)
         self.folder.append_events(report.step, report.events)
         if rollouts.is_due(report.step, self.rollout_steps):
-            self.folder.write_rollouts(report.step, groups, self.reward_names, per_token=report.tokens)
+            self.folder.write_rollouts(
+                report.step, groups, self.reward_names, limit=self.rollout_limit, per_token=report.tokens
+            )
 
     def evaluation(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -154,3 +155,21 @@ def test_no_text_brings_a_control_character_through(text: str) -> None:
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in shown)
     shown.encode()
     assert safe(shown) == shown
+
+
+def test_a_folder_of_rollouts_has_a_bound_and_stays_densest_at_its_end(tmp_path: Path) -> None:
+    for step in range(1, 201):
+        rollouts.write(tmp_path, step, [], ["a"])
+        rollouts.thin(tmp_path, 16)
+        assert len(rollouts.steps(tmp_path)) <= 16
+    kept = rollouts.steps(tmp_path)
+    assert (kept[0], kept[-8:]) == (1, list(range(193, 201)))
+    gaps = [after - before for before, after in pairwise(kept)]
+    assert gaps == sorted(gaps, reverse=True), "the further back, the sparser"
+
+
+def test_fewer_files_than_the_limit_all_stay(tmp_path: Path) -> None:
+    for step in (1, 10, 20):
+        rollouts.write(tmp_path, step, [], ["a"])
+    rollouts.thin(tmp_path, 4)
+    assert rollouts.steps(tmp_path) == [1, 10, 20]

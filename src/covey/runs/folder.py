@@ -133,10 +133,20 @@ class RunFolder:
         evidence = manifest.to_json(alert.evidence)
         self.alerts.append({**line, "evidence": evidence, "try_this": list(alert.try_this)})
 
-    def write_rollouts(self, step: int, groups: Sequence[Group], reward_names: Sequence[str], **options: Any) -> None:
-        """`rollouts/step-N.parquet`; `options` as in `rollouts.write`."""
+    def write_rollouts(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        reward_names: Sequence[str],
+        *,
+        limit: int | None = None,
+        **options: Any,
+    ) -> None:
+        """`rollouts/step-N.parquet`; `options` as in `rollouts.write`. `limit`: most files that stay (`rollouts.thin`)."""
         folder = self.path / "rollouts"
         self._try("rollouts", lambda: rollouts.write(folder, step, groups, reward_names, **options))
+        if limit is not None:
+            self._try("rollouts", lambda: rollouts.thin(folder, limit))
 
     def write_evaluation(
         self, step: int, name: str, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]

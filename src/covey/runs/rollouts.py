@@ -124,6 +124,16 @@ def truncate_to(folder: Path, step: int) -> None:
             (folder / f"step-{later:06d}.parquet").unlink()
 
 
+def thin(folder: Path, limit: int) -> None:
+    """Remove every second file of the older half while there are more than `limit`, never the first.
+
+    The newest are all there; the further back, the sparser. A run of any length keeps at most `limit` files.
+    """
+    while len(found := steps(folder)) > limit:
+        for step in found[1 : max(3, len(found) // 2) : 2]:
+            (folder / f"step-{step:06d}.parquet").unlink(missing_ok=True)
+
+
 def plain_prompt(prompt: Prompt) -> str:
     """The prompt's text, or its messages as `role: content`, a line each."""
     if prompt.messages is None:
