@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -91,6 +92,9 @@ _YES_OR_NO = ("bool", "bool | None", str(bool))  # annotations are text here, an
 
 def refuse_text_for_yes(config: Any) -> None:
     """Raise ConfigError for text in a field of True or False, of a dataclass: "no" would count as yes."""
-    for name in (field.name for field in fields(config) if str(field.type) in _YES_OR_NO):
-        if isinstance(getattr(config, name), str):
+    said: dict[str, Any] = {}  # not `field.type`, which transformers' HfArgumentParser changes in place
+    for kind in reversed(type(config).__mro__):
+        said |= inspect.get_annotations(kind)
+    for name in (field.name for field in fields(config)):
+        if str(said.get(name)) in _YES_OR_NO and isinstance(getattr(config, name), str):
             raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False, not text.")

@@ -128,3 +128,12 @@ def test_a_configuration_copies_and_serializes_like_training_arguments():
 def test_a_ratio_level_that_a_loss_was_not_made_for_is_advised_against(loss, level, said, caplog):
     make(loss_type=loss, importance_sampling_level=level)
     assert said in caplog.text
+
+
+def test_a_parser_of_transformers_leaves_the_options_as_they_are(tmp_path):
+    from transformers import HfArgumentParser
+
+    HfArgumentParser(GRPOConfig)  # it changes the types of a dataclass's fields in place
+    assert GRPOConfig(output_dir=str(tmp_path), report_to="none").bf16 in (True, False)
+    with pytest.raises(ConfigError, match="must be True or False, not text"):
+        GRPOConfig(output_dir=str(tmp_path), report_to="none", shuffle_dataset="false")
