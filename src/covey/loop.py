@@ -62,6 +62,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
                 drawn, groups = [*drawn, *more], with_signal_first([*groups, *more], parts)
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(groups, algorithm)
+            parts.session.monitor.begin(groups)
         if algorithm.needs.greedy:
             groups = with_greedy(parts, groups)
         scaled = parts.scorer.combiner(groups)

@@ -42,7 +42,8 @@ from covey.models import (
     refuse_quantized,
     with_adapter,
 )
-from covey.monitor import Progress, Trackers, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
+from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
+from covey.monitor.trackers import Trackers
 from covey.parts import Parts
 from covey.recording import (
     Recording,

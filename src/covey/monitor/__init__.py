@@ -5,12 +5,10 @@ from covey.monitor.monitor import Monitor
 from covey.monitor.progress import Progress
 from covey.monitor.setup import alert_shower, build_monitor
 from covey.monitor.slices import refuse_unknown_columns
-from covey.monitor.trackers import Trackers
 
 __all__ = [
     "Monitor",
     "Progress",
-    "Trackers",
     "alert_shower",
     "build_monitor",
     "completions_shower",

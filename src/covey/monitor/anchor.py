@@ -55,11 +55,11 @@ class Anchor:
         return {"kl_start": Mean.of(moved.expm1() - moved)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"groups": list(self.groups)}
+        return {"groups": list(self.groups), "is_missed": self.is_missed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.groups = list(state.get("groups", []))
-        self.is_missed = not self.groups
+        self.is_missed = state.get("is_missed", not self.groups)
 
     def _measured(self, groups: Sequence[Group]) -> list[Group]:
         """With the log-probabilities of the policy as it is."""

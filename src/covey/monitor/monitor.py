@@ -43,11 +43,14 @@ class Monitor:
         for close in self.closing:
             close()
 
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Keep what later steps are compared with; a forward pass in the first rollout, nothing afterwards."""
+        self.anchor.begin(groups)
+
     def measure(self, groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:
         """Metrics of a rollout that was scored with `weights` [R]: diversity, repetition, lengths, form, drift of the prompts."""
         if not groups:
             return {}
-        self.anchor.begin(groups)
         return {
             **token_metrics(groups),
             **memory_metrics("rollout"),

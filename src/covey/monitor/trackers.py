@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.integrations import get_reporting_integration_callbacks
 
 from covey.monitor.watch import lines_of
 from covey.types import Alert
@@ -42,6 +41,8 @@ class Trackers(TrainerCallback):
 
     def theirs(self) -> list[Any]:
         """The classes of transformers' callbacks for these names; once training goes, what they raise is a warning."""
+        from transformers.integrations import get_reporting_integration_callbacks  # brings every model's code along
+
         return [_guarded(kind) for kind in get_reporting_integration_callbacks(list(self.names))]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
