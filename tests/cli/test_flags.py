@@ -125,3 +125,10 @@ def test_a_wrong_yaml_file_is_answered_in_one_sentence(tmp_path, monkeypatch, te
 def test_a_missing_yaml_file_is_named():
     with pytest.raises(ConfigError, match=r"nowhere.yaml cannot be read: No such file or directory."):
         read_yaml("nowhere.yaml", FLAGS)
+
+
+def test_a_letter_after_one_dash_stands_for_the_option_that_names_it():
+    flags = [Flag(name="output", help="", short="o")]
+    assert read_flags(["-o", "x"], flags) == read_flags(["--output=x"], flags) == {"output": "x"}
+    with pytest.raises(ConfigError, match="-p is not an option here"):
+        read_flags(["-p", "x"], flags)

@@ -25,6 +25,7 @@ VERBS = {
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
+    "merge": "an adapter added into its base model, as a model that any tool can load",
     "faults": "kill, starve and poison a tiny real run in every known way; what each costs",
     "env": "versions and devices, for a bug report",
     "completion": "verbs and options for the Tab key of bash, zsh or fish",

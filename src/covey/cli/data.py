@@ -31,7 +31,7 @@ _FLAGS = (
     JSON,
     CONFIG,
 )  # fmt: skip
-_OUTPUT = Flag(name="output", help="File for the clean rows (.jsonl); its report lies beside it.", group="output")
+_OUTPUT = Flag(name="output", short="o", help="File for the clean rows (.jsonl); its report lies beside it.", group="output")
 _EXAMPLES = Flag(name="examples", help="Examples shown of each fault.", type=int, default=3, group="output")
 _HTML = Flag(name="html", help="Also write the findings, with more examples, to this page (.html).", group="output")
 _ON_PAGE = 20
@@ -176,7 +176,7 @@ _check = Verb(
 )
 _clean = Verb(
     name="data clean",
-    usage="DATASET --output FILE [options]",
+    usage="DATASET -o FILE [options]",
     sentence="Writes a data set without its faults, and a report of every row that is not as it was; overwrites nothing.",
     flags=lambda: (*_FLAGS, _OUTPUT),
     run=run_clean,

@@ -32,6 +32,8 @@ class Flag:
     group: str = "options"
     is_common: bool = True
     """Shown by `--help`; the others by `--help-all`."""
+    short: str = ""
+    """One letter after one dash, as in `-o FILE`."""
 
     @property
     def kind(self) -> str:
@@ -89,6 +91,7 @@ def _take_flag(
     word: str, rest: list[str], known: Mapping[str, Flag], given: dict[str, Any], hints: Mapping[str, str]
 ) -> None:
     spelled, is_assigned, assigned = word.partition("=")
+    spelled = {f"-{flag.short}": flag.spelled for flag in known.values() if flag.short}.get(spelled, spelled)
     name = spelled.lstrip("-").replace("-", "_")
     negated = name.removeprefix("no_")
     if name not in known and negated in known and known[negated].is_switch and not is_assigned:

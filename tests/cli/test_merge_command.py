@@ -1,0 +1,81 @@
+"""`covey merge`: a model of its own that answers as the adapter on its base did, or one sentence and nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from covey.cli import main
+from kit import tiny_model, tiny_tokenizer
+
+peft = pytest.importorskip("peft")
+IDS = torch.arange(3, 15)[None]
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A base model and an adapter on it that does something, as folders."""
+    base = tiny_model("qwen2").eval()
+    base.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    adapted = peft.get_peft_model(base, config)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    tiny_tokenizer().save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def test_the_merged_model_answers_as_the_adapter_did(adapter: Path, tmp_path: Path, capsys) -> None:
+    assert main(["merge", str(adapter), "-o", str(tmp_path / "merged"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["logits_apart"] < 1e-5
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    untouched = logits(base)
+    expected = logits(peft.PeftModel.from_pretrained(base, adapter))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    assert not torch.allclose(expected, untouched, atol=1e-2), "the adapter does something"
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("2 + 2").input_ids
+
+
+def test_weights_are_written_in_the_type_that_is_asked_for(adapter: Path, tmp_path: Path) -> None:
+    assert main(["merge", str(adapter), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+
+
+def test_what_cannot_be_merged_is_told_in_a_sentence(adapter: Path, tmp_path: Path, capsys) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "notes.txt").write_text("mine")
+    for words, said in (
+        ([str(adapter)], "needs an adapter and a folder to write to"),
+        ([str(adapter), "-o", str(there)], "is there already"),
+        ([str(tmp_path / "base"), "-o", str(tmp_path / "x")], "holds whole weights and no adapter"),
+        ([str(adapter), "-o", str(tmp_path / "x"), "--dtype", "int8"], "give float32, bfloat16 or float16"),
+        ([str(adapter), "-o", str(tmp_path / "x"), "--base", str(tmp_path / "none")], "none"),
+    ):
+        assert main(["merge", *words]) != 0
+        assert said in capsys.readouterr().err
+    assert (there / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, capsys) -> None:
+    tiny_model("qwen2", hidden=16).save_pretrained(tmp_path / "smaller")
+    assert main(["merge", str(adapter), "-o", str(tmp_path / "x"), "--base", str(tmp_path / "smaller")]) != 0
+    assert "cannot be added into" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
