@@ -31,7 +31,9 @@ _FLAGS = (
     JSON,
     CONFIG,
 )  # fmt: skip
-_OUTPUT = Flag(name="output", short="o", help="File for the clean rows (.jsonl); its report lies beside it.", group="output")
+_OUTPUT = Flag(
+    name="output", short="o", help="File for the clean rows (.jsonl); its report lies beside it.", group="output"
+)
 _EXAMPLES = Flag(name="examples", help="Examples shown of each fault.", type=int, default=3, group="output")
 _HTML = Flag(name="html", help="Also write the findings, with more examples, to this page (.html).", group="output")
 _ON_PAGE = 20
