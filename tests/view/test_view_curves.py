@@ -30,7 +30,7 @@ def grown(folder: Path, steps: int, reward: float) -> None:
     run = RunFolder.create(folder)
     run.describe(args={"seed": 0, "learning_rate": reward})
     for step in range(1, steps + 1):
-        logs = {"reward": reward + step / steps, "num_tokens": 500.0, "memory/peak": 2.0**30}
+        logs = {"reward": reward + step / steps, "num_tokens": 500.0, "memory/learn_gb": 1.5}
         run.append_metrics(step, logs, {"rollout": 0.2, "reward": 0.1, "learn": 0.3, "step": 1.0})
     run.close()
 
@@ -137,7 +137,7 @@ def test_rewards_of_groups_and_the_time_and_memory_of_steps_are_drawn(page: Any,
     assert "rollout" in page.locator("figure").filter(has_text="seconds by phase").inner_text()
     curves(page, address, "long")
     page.get_by_placeholder("Find a metric").fill("memory")
-    page.locator("figure").filter(has_text="memory in GiB (long)").locator("canvas").wait_for()
+    page.locator("figure").filter(has_text="memory in GB (long)").locator("canvas").wait_for()
 
 
 def test_tokens_are_coloured_by_what_is_known_of_them(page: Any, address: str) -> None:
