@@ -32,7 +32,7 @@ THINGS = ("apples", "pears", "stamps", "marbles", "coins", "shells", "pencils", 
 REWARDS = ("correct", "format", "brief")
 PLAIN = """approx_kl entropy frac_reward_zero_std grad_norm kl learning_rate loss policy_loss reward reward_std num_tokens
 num_completions num_prompts epoch diversity/distinct_1 diversity/distinct_2 diversity/unique groups/all_fail groups/all_pass groups/drawn
-prompts/drift prompts/mean_length rewards/unscored update/all update/changed update/embeddings update/rest memory/peak"""
+prompts/drift prompts/mean_length rewards/unscored update/all update/changed update/embeddings update/rest memory/rollout_gb memory/learn_gb"""
 LENGTHS = """clipped_ratio count max_length max_terminated_length mean_length mean_length_right mean_length_wrong
 mean_terminated_length min_length min_terminated_length repetition"""
 EVERY = 10
