@@ -130,5 +130,5 @@ def test_help_shows_both_verbs_and_their_options(capsys):
     assert main(["data", "--help"]) == 0
     assert main(["data", "check", "--help"]) == 0
     said = capsys.readouterr().out
-    assert "covey data clean DATASET --output FILE" in said
+    assert "covey data clean DATASET -o FILE" in said
     assert "--against" in said
