@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,6 +24,14 @@ from covey import algorithms as alg
 from covey.learner import Learner, NoReference, Policy
 from covey.types import Completion, Group, Prompt
 from covey.world import World
+
+
+def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> Learner:
+    """A learner of one process without reference, at a constant rate."""
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return Learner(
+        policy=policy, reference=NoReference(), optimizer=optimizer, scheduler=scheduler, world=World(), **options
+    )
 
 
 def main() -> None:
@@ -37,16 +46,7 @@ def main() -> None:
     model, _ = rollout.trained(given.size, 120 if given.size == "10m" else 60)
     policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16 if given.bf16 else None)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-7, fused=True)
-    learner = Learner(
-        policy=policy,
-        reference=NoReference(),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
-        max_completion_length=200,
-        max_rows=32,
-        max_tokens=4096,
-    )
+    learner = learner_of(policy, optimizer, max_completion_length=200, max_rows=32, max_tokens=4096)
     groups = drawn(given.prompt, model.config.vocab_size)
     seconds = [timed(lambda: learner.step(groups, alg.dapo(), 1), now) for _ in range(given.repeats + 1)][1:]
     needed, step = operations(model, groups), statistics.median(seconds)

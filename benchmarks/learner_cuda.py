@@ -29,13 +29,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from covey import algorithms as alg
 from covey.errors import ConfigError, MemoryLimitError
-from covey.learner import Learner, NoReference, Policy
+from covey.learner import Policy
 from covey.learner.packing import Row, pad_rows, rows_of
 from covey.memory import is_out_of_memory, release, until_it_fits
 from covey.models import checkpoint_activations
 from covey.types import Completion, Group, Prompt
-from covey.world import World
-from learner import operations
+from learner import learner_of, operations
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -165,12 +164,9 @@ def covey(kernel: str, given: argparse.Namespace, device: torch.device) -> Side:
     policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16, shared_attention=kernel)
     policy.shares_prompts()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-7, fused=True)
-    learner = Learner(
-        policy=policy,
-        reference=NoReference(),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
+    learner = learner_of(
+        policy,
+        optimizer,
         max_completion_length=given.completion_tokens,
         max_rows=given.prompts * given.group,
         max_tokens=given.max_tokens,

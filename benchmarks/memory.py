@@ -23,10 +23,10 @@ from resident import peak_since, resident
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
-from covey.learner import Learner, NoReference, Policy
+from covey.learner import Policy
 from covey.learner.memory import Memory, Shape, estimate, starting_tokens
 from covey.types import Completion, Group, Prompt
-from covey.world import World
+from learner import learner_of
 
 VOCABULARIES = (4_096, 32_000, 152_000)
 LENGTHS = (128, 512, 1024, 2048, 4096)
@@ -108,14 +108,7 @@ def learner_cell(vocabulary: int, length: int) -> dict[str, float]:
     )
     policy = Policy(Qwen2ForCausalLM(config), pad_id=0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
-    learner = Learner(
-        policy=policy,
-        reference=NoReference(),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
-        max_completion_length=length,
-    )
+    learner = learner_of(policy, optimizer, max_completion_length=length)
     learner.step(groups_of(8, vocabulary), alg.dapo(), 1)  # the optimizer's state exists from here on
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     before = resident("VmRSS")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 import urllib.error
@@ -128,3 +129,29 @@ def client(runs: Path) -> Iterator[Client]:
     library.refresh()
     with serving(library) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium; a test that asks for it is skipped where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next((found for name in names if (found := shutil.which(name))), None)
+    if chromium is None:
+        pytest.skip("there is no Chromium here")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def blank(browser: Any) -> Iterator[Any]:
+    """An empty page; in the end no script of it may have failed, nor said that something is wrong (`page.wrong`)."""
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.wrong = []
+    page.on("console", lambda said: page.wrong.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    yield page
+    assert page.wrong == []
+    page.close()

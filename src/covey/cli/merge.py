@@ -107,9 +107,10 @@ def _write(out: Path, merged: Any, folder: Path, given: Given) -> None:
     """Model and tokenizer, whole or not at all."""
     from covey.models import load_tokenizer
     from covey.recording import write_model
+    from covey.runs.storage import temporary_beside
 
     tokenizer = load_tokenizer(merged, folder, trust_remote_code=given.get("trust_remote_code", False))
-    unfinished = out.with_name(out.name + ".unfinished")
+    unfinished = temporary_beside(out)
     try:
         write_model(unfinished, merged, tokenizer)
         if out.exists():

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from covey.data.checks import check_dataset
-    from covey.data.curriculum import Outcome
     from covey.data.loading import load
     from covey.data.mixing import mix
+    from covey.data.order import Outcome
     from covey.data.stream import PromptStream
     from covey.data.tokenizer import eos_ids, prepare_tokenizer
 
 _WHERE = {
-    "Outcome": "curriculum",
+    "Outcome": "order",
     "PromptStream": "stream",
     "check_dataset": "checks",
     "eos_ids": "tokenizer",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from covey.data.order import BlockOrder, Permutation, Row, permutation
+from covey.data.order import BlockOrder, Order, Outcome, Permutation, Row, permutation
 from covey.data.replay import Replay, parted
 from covey.errors import DataError, did_you_mean
 
@@ -17,30 +16,6 @@ WEIGHT_COLUMN, NAME_COLUMN = "dataset_weight", "dataset"
 _LEARN_RATE = 0.5
 _UNSEEN, _MASTERED, _UNSOLVED = 0.5, 0.05, 0.1
 """Weights of rows: never drawn; drawn, without signal, solved; drawn, without signal, unsolved."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one drawn prompt: its completions' mean reward, 1 for full marks, and whether they differed."""
-
-    score: float
-    has_signal: bool
-
-
-class Order(Protocol):
-    """Which row comes next; resumes from its `state_dict`."""
-
-    @property
-    def num_rows(self) -> int | None: ...
-
-    @property
-    def epoch(self) -> float: ...
-
-    def next(self) -> tuple[str, Row]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_size: int) -> Order:

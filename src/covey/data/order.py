@@ -7,7 +7,8 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,30 @@ from covey.errors import DataError
 logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one drawn prompt: its completions' mean reward, 1 for full marks, and whether they differed."""
+
+    score: float
+    has_signal: bool
+
+
+class Order(Protocol):
+    """Which row comes next; resumes from its `state_dict`."""
+
+    @property
+    def num_rows(self) -> int | None: ...
+
+    @property
+    def epoch(self) -> float: ...
+
+    def next(self) -> tuple[str, Row]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Permutation:

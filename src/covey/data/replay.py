@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from covey.data.order import Row
+from covey.data.order import Order, Outcome, Row
 from covey.errors import DataError
 
 _SHARE = 0.25
@@ -17,32 +17,6 @@ _PATIENCE = 3
 _GAP, _GAP_SHARE = 256, 10
 """Draws that lie between two of the same row: so many, or a tenth of the rows if that is fewer; practice is best spaced."""
 _NAMED = re.compile(r"(?:(?P<base>.+)\+)?replay(?::(?P<share>[^+]*))?")
-
-
-class Outcome(Protocol):
-    """What came of one drawn prompt."""
-
-    @property
-    def score(self) -> float: ...
-
-    @property
-    def has_signal(self) -> bool: ...
-
-
-class Base(Protocol):
-    """The order that replays are put between."""
-
-    @property
-    def num_rows(self) -> int | None: ...
-
-    @property
-    def epoch(self) -> float: ...
-
-    def next(self) -> tuple[str, Row]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def parted(curriculum: str) -> tuple[str, float | None]:
@@ -73,7 +47,7 @@ class Replay:
     every row of it.
     """
 
-    def __init__(self, dataset: Any, base: Base, share: float) -> None:
+    def __init__(self, dataset: Any, base: Order, share: float) -> None:
         self.dataset, self.base, self.share = dataset, base, share
         self._gap = min(_GAP, (base.num_rows or 0) // _GAP_SHARE)
         self._waiting: dict[int, tuple[int, int]] = {}

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from covey.data.checks import row_at, row_of
-from covey.data.curriculum import Outcome, order_of
+from covey.data.curriculum import order_of
+from covey.data.order import Outcome
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
 from covey.types import Prompt
