@@ -25,6 +25,8 @@ def run(given: Given) -> None:
     folder, out = Path(model_folder(given["model"])), Path(given["output"]).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --output another name, or remove it.")
+    if not folder.is_dir():
+        raise ConfigError(f"{given['model']} is no folder here; give a run, a checkpoint or a folder with an adapter.")
     if not (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"{given['model']} holds whole weights and no adapter (adapter_config.json): use it as it is."
