@@ -192,10 +192,8 @@ def main() -> None:
         growth(model, now)
         return
     runs = sides(options, model, tokenizer)
-    found = measure({name: runs[name] for name in options.only or runs}, options.repeats, now)
-    if options.vllm:
-        found["vLLM bf16"] = by_vllm(options)
-    report(options, found)
+    peer = {"vLLM bf16": by_vllm(options)} if options.vllm else {}  # first: it fails early if it fails
+    report(options, measure({name: runs[name] for name in options.only or runs}, options.repeats, now) | peer)
 
 
 def by_vllm(options: argparse.Namespace) -> dict[str, float]:
