@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 
 from covey.errors import StorageError
 from covey.invariants import Watch, expect_adapter_reloads, expect_same_weights
+from covey.monitor.trackers import reads_checkpoints
 from covey.parts import Parts
 from covey.recording import callback_states, checkpoint_tree, write_model
 from covey.runs import checkpoint, serial
@@ -24,14 +24,6 @@ from covey.state import TrainState
 from covey.types import Alert, Event
 
 logger = logging.getLogger(__name__)
-
-# Trackers that listen to every save but read the folder only where they were told to upload it.
-_UPLOADS: dict[str, Callable[[Any], bool]] = {
-    "WandbCallback": lambda callback: bool(callback._log_model.is_enabled),
-    "MLflowCallback": lambda callback: bool(getattr(callback, "_log_artifacts", True)),
-    "TrackioCallback": lambda callback: False,
-}
-
 
 _LOUD_AFTER = 3
 """Saves in a row that failed before it is an alert."""
@@ -69,7 +61,7 @@ class Saver:
         self.finish(parts)
         self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
         self.writing = state.step
-        waits = not self.args.save_async or any(map(_reads_checkpoints, self.handler.callbacks)) or self._is_tight(tree)
+        waits = not self.args.save_async or any(map(reads_checkpoints, self.handler.callbacks)) or self._is_tight(tree)
         work = self._work(tree, self._watch(parts).later(), copies=not waits)
         self.background.start(work, name=f"covey-checkpoint-{state.step}")
         if waits:
@@ -166,11 +158,3 @@ def _write(
     write_model(folder, model, tokenizer, weights)
     expect_adapter_reloads(model, folder, weights)
     told.save_to_json(str(folder / "trainer_state.json"))
-
-
-def _reads_checkpoints(callback: Any) -> bool:
-    """Whether a callback expects the checkpoint to be on the disk when it is told of the save."""
-    if type(callback).on_save is TrainerCallback.on_save:
-        return False
-    uploads = _UPLOADS.get(type(callback).__name__)
-    return True if uploads is None else uploads(callback)

@@ -146,7 +146,7 @@ class GRPOTrainer:
         found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(found)
         expect_resumable(start, self.args, self.train_dataset, self.model, tells=self.world.is_main)
-        with StopRequest() as stop, closing(self.scorer):
+        with StopRequest() as stop, closing(self.scorer), closing(self.trackers):
             parts = self._build_parts(stop, start)
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
@@ -316,7 +316,7 @@ class GRPOTrainer:
                 dataset=self.train_dataset,
                 model=self.model,
             )
-            self.trackers.run_id = described["id"]
+            self.trackers.run_id, self.trackers.is_hurried = described["id"], lambda: session.is_asked_to_stop
         return session
 
     def _event(self, name: str, measure: Callable[[], None]) -> None:

@@ -212,5 +212,5 @@ def test_a_tracker_that_fails_in_the_middle_does_not_end_the_run(
     one.add_callback(_Away(one.callback_handler))
     one.train()
     assert one.state.global_step == 3
-    assert "TensorBoardCallback failed in on_log at step 3 (ConnectionError: nobody answers)" in caplog.text
+    assert caplog.text.count("TensorBoardCallback failed in on_log at step 1 (ConnectionError: nobody answers)") == 1
     assert len(lines(tmp_path / "run")) == 3

@@ -1,16 +1,21 @@
-"""What transformers' tracker callbacks leave to be done: one tracker run for one run, over all its resumes, and alerts in it."""
+"""What transformers' tracker callbacks leave to be done: one tracker run over all resumes, alerts in it, and no step that waits for it."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
+from covey.monitor.lane import Lane, nothing
 from covey.monitor.watch import lines_of
 from covey.types import Alert
 
@@ -27,8 +32,10 @@ class Trackers(TrainerCallback):
     """Stands in front of the trackers' own callbacks, which start a new run at every start of training.
 
     W&B and Trackio get a name or an id that is the same after a resume; MLflow's run is found by its tag and opened again.
-    As an outlet of alerts: `wandb.alert` and `trackio.alert`, a tag of the MLflow run, a text in TensorBoard. What a tracker
-    raises is a warning, and training goes on.
+    As an outlet of alerts: `wandb.alert` and `trackio.alert`, a tag of the MLflow run, a text in TensorBoard.
+
+    While training goes on, each tracker is called on a thread of its own (`Lane`), so none holds up a step. What a tracker
+    raises is a warning, and training goes on. Before and after, a tracker is called as ever.
     """
 
     def __init__(self, names: str | Sequence[str] | None, callbacks: Sequence[Any] = ()) -> None:
@@ -36,6 +43,13 @@ class Trackers(TrainerCallback):
         self.callbacks = callbacks
         self.run_id = ""
         """The id of `run.json`; empty: nothing is written down, and no tracker's run is chosen."""
+        self.patience_seconds = 60.0
+        """How long one call of a tracker may take before it is told, and before the end of a run waits no longer."""
+        self.is_hurried: Callable[[], bool] = lambda: False
+        """Whether a signal asked the run to end: trackers get no more than `patience_seconds` in all then."""
+        self.lanes: dict[str, Lane] = {}
+        """By the name of the tracker's callback class."""
+        self.is_training = False
         self._name_made: str | None = None
         self._mlflow_run: str | None = None
 
@@ -43,18 +57,42 @@ class Trackers(TrainerCallback):
         """The classes of transformers' callbacks for these names; once training goes, what they raise is a warning."""
         from transformers.integrations import get_reporting_integration_callbacks  # brings every model's code along
 
-        return [_guarded(kind) for kind in get_reporting_integration_callbacks(list(self.names))]
+        return [_guarded(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
+
+    def lane(self, tracker: str) -> Lane:
+        """The line in which this tracker's calls wait."""
+        if tracker not in self.lanes:
+            prepare = _same_mlflow_run if tracker in _OF_A_THREAD else lambda: nothing
+            self.lanes[tracker] = Lane(tracker, prepare=prepare, patience_seconds=self.patience_seconds)
+        return self.lanes[tracker]
+
+    def hand_over(self, tracker: str, what: str, call: Callable[[], object]) -> None:
+        """Do this for a tracker: in its line while training goes on, else here and now. Never raises."""
+        lane = self.lane(tracker)
+        if self.is_training:
+            lane.put(what, call)
+        elif lane.is_idle:  # otherwise it is still stuck in a call of the training that ended, which was told
+            lane.call(what, call)
+
+    def close(self) -> None:
+        """Training is over, whatever ended it: wait for what the trackers have still to take, while they go on taking it."""
+        self.is_training = False
+        for lane in self.lanes.values():
+            lane.close(self._longest())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before the trackers' own callbacks hear of it."""
+        self.is_training = True
         if not (self.run_id and state.is_world_process_zero):
             return
         if args.run_name is None or args.run_name == self._name_made:
             self._name_made = args.run_name = f"{Path(args.output_dir).resolve().name}-{self.run_id[:8]}"
         if "wandb" in self.names:
-            self._open_wandb(args)
+            with self.told_when_slow("W&B"):
+                self._open_wandb(args)
         if "mlflow" in self.names:
-            self._open_mlflow(args)
+            with self.told_when_slow("MLflow"):
+                self._open_mlflow(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An evaluation after the end of training still belongs to the run."""
@@ -62,20 +100,46 @@ class Trackers(TrainerCallback):
             sys.modules["mlflow"].start_run(run_id=self._mlflow_run)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._mlflow_run and sys.modules["mlflow"].active_run() is not None:
+        """Before the trackers' own callbacks hear of it: they have taken everything, or will not."""
+        has_taken = {tracker: lane.flush(self._longest()) for tracker, lane in self.lanes.items()}
+        if (
+            self._mlflow_run
+            and has_taken.get("MLflowCallback", True)
+            and sys.modules["mlflow"].active_run() is not None
+        ):
             sys.modules["mlflow"].end_run()
 
     def __call__(self, alert: Alert) -> None:
         """Tell every tracker that is in use. Never raises."""
         text = "\n".join(lines_of(alert))
-        for tell in (self._tell_wandb, self._tell_trackio, self._tell_mlflow, self._tell_tensorboard):
-            try:
-                tell(alert, text)
-            except Exception as error:  # noqa: BLE001 - a tracker is somebody else's code and server
-                name = tell.__name__.removeprefix("_tell_")
-                logger.warning(
-                    "%s did not take an alert (%s: %s); it is in alerts.jsonl.", name, type(error).__name__, error
-                )
+        for tracker, tell in self._in_use():
+            self.hand_over(tracker, f"an alert at step {alert.step}", partial(_told, tell, alert, text))
+
+    @contextmanager
+    def told_when_slow(self, tracker: str) -> Iterator[None]:
+        """Training waits until a tracker is set up, since one that cannot be is told before work is spent; say for whom."""
+        said = f"{tracker} has been starting for {self.patience_seconds:.0f} seconds; training begins when it is done."
+        timer = threading.Timer(self.patience_seconds, logger.warning, [said])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _longest(self) -> float:
+        """Seconds that the end of a run waits for a tracker that is slow and goes on."""
+        return self.patience_seconds if self.is_hurried() else 10 * self.patience_seconds
+
+    def _in_use(self) -> Iterator[tuple[str, Callable[[Alert, str], None]]]:
+        if getattr(sys.modules.get("wandb"), "run", None) is not None:
+            yield "WandbCallback", self._tell_wandb
+        if "trackio" in self.names:
+            yield "TrackioCallback", self._tell_trackio
+        if "mlflow" in self.names:
+            yield "MLflowCallback", self._tell_mlflow
+        if any(getattr(callback, "tb_writer", None) is not None for callback in self.callbacks):
+            yield "TensorBoardCallback", self._tell_tensorboard
 
     def _open_wandb(self, args: Any) -> None:
         import wandb
@@ -124,24 +188,73 @@ class Trackers(TrainerCallback):
                 writer.flush()
 
 
+def _told(tell: Callable[[Alert, str], None], alert: Alert, text: str) -> None:
+    try:
+        tell(alert, text)
+    except Exception as error:  # noqa: BLE001 - a tracker is somebody else's code and server
+        name = getattr(tell, "__name__", "").removeprefix("_tell_")
+        logger.warning("%s did not take an alert (%s: %s); it is in alerts.jsonl.", name, type(error).__name__, error)
+
+
 _GUARDED = ("on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
 """Not `on_train_begin`: a tracker that cannot be set up is told before work is spent."""
+_OF_TRAINING = frozenset({"optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"})
+"""What no tracker reads and training changes meanwhile."""
+_OF_A_THREAD = frozenset({"MLflowCallback", "DagsHubCallback"})
+"""Their run is that of the thread which began it."""
+_ENDS_WHERE_IT_BEGAN = _OF_A_THREAD | {"TrackioCallback"}
+_UPLOADS: dict[str, Callable[[Any], bool]] = {
+    "WandbCallback": lambda callback: bool(callback._log_model.is_enabled),
+    "MLflowCallback": lambda callback: bool(getattr(callback, "_log_artifacts", True)),
+    "TrackioCallback": lambda callback: False,
+}
+"""Trackers that listen to every save but read the folder only where they were told to upload it."""
+
+_UPLOAD_SECONDS = 1800.0
+"""How long a step waits for the upload of a checkpoint."""
 
 
-def _guarded(kind: type) -> type:
-    """A subclass of a tracker's callback: a server that is away for an hour does not end a run of days."""
+def reads_checkpoints(callback: Any) -> bool:
+    """Whether a callback expects the checkpoint to be on the disk when it is told of the save."""
+    if type(callback).on_save is TrainerCallback.on_save:
+        return False
+    uploads = _UPLOADS.get(type(callback).__name__)
+    return True if uploads is None else uploads(callback)
+
+
+def _guarded(kind: type, trackers: Trackers) -> type:
+    """A subclass of a tracker's callback: a server that is away for an hour neither ends nor holds up a run of days."""
+    name = kind.__name__
 
     def guard(event: str) -> Callable[..., Any]:
         def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            try:
-                return getattr(kind, event)(self, args, state, control, **kwargs)
-            except Exception as error:  # noqa: BLE001 - a tracker is somebody else's code and server
-                logger.warning(
-                    "%s failed in %s at step %d (%s: %s); training goes on, and metrics.jsonl has every number.",
-                    kind.__name__, event, state.global_step, type(error).__name__, error,
-                )  # fmt: skip
+            given = {key: dict(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
+            given = {key: value for key, value in given.items() if key not in _OF_TRAINING}
+            now = copy.copy(state), copy.copy(control)  # training goes on with its own
+            call = partial(getattr(kind, event), self, args, *now, **given)
+            what = f"{event} at step {state.global_step}"
+            lane = trackers.lane(name)
+            if event == "on_train_end" and name in _ENDS_WHERE_IT_BEGAN:
+                if lane.is_idle:
+                    lane.call(what, call)
                 return control
+            trackers.hand_over(name, what, call)
+            if event == "on_save" and trackers.is_training and reads_checkpoints(self):
+                lane.wait(_UPLOAD_SECONDS, _UPLOAD_SECONDS)  # a later save may delete the folder that it uploads
+            return control
 
         return heard
 
-    return type(kind.__name__, (kind,), {event: guard(event) for event in _GUARDED if hasattr(kind, event)})
+    def on_train_begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        with trackers.told_when_slow(name):
+            return kind.on_train_begin(self, args, state, control, **kwargs)  # type: ignore[attr-defined]
+
+    heard = [event for event in _GUARDED if getattr(kind, event) is not getattr(TrainerCallback, event)]
+    return type(name, (kind,), {"on_train_begin": on_train_begin, **{event: guard(event) for event in heard}})
+
+
+def _same_mlflow_run() -> Callable[[], object]:
+    """What another thread does so that it logs to the run of this one."""
+    mlflow = sys.modules.get("mlflow")
+    run = None if mlflow is None else mlflow.active_run()
+    return nothing if mlflow is None or run is None else partial(mlflow.start_run, run_id=run.info.run_id)

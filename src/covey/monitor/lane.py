@@ -1,0 +1,170 @@
+"""Calls that wait in line on a thread of their own: a tracker's server that does not answer holds up nothing but itself."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+
+def nothing() -> None:
+    """What a thread does first where nothing needs to be done."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """The calls of one tracker, one at a time and in order. What they raise is told and never raised.
+
+    The thread starts with the first call and ends with `close`; it sees the context variables of whoever started it.
+    """
+
+    name: str
+    prepare: Callable[[], Callable[[], object]] = lambda: nothing
+    """Called where the thread is started; what it returns is done on the thread before its first call, until it succeeds."""
+    most: int = 10_000
+    """Calls that may wait; more are left out."""
+    patience_seconds: float = 60.0
+    """How long a call may take before it is told, and before nobody waits for it at the end."""
+    _waiting: deque[tuple[str, Callable[[], object]]] = field(default_factory=deque)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _running: tuple[str, float] | None = None
+    """What is going on, and since when."""
+    _is_closing: bool = False
+    _is_told: bool = False
+    """Whether somebody was told that the call that goes on takes long."""
+    _is_given_up: bool = False
+    """Whether the call that goes on was counted as one that was not taken."""
+    _lost: int = 0
+    _failed: int = 0
+    """Calls in a row that raised."""
+
+    def put(self, what: str, call: Callable[[], object]) -> None:
+        """Do this after what was put before. Returns at once."""
+        with self._changed:
+            if len(self._waiting) >= self.most:
+                self._lose()
+                return
+            self._waiting.append((what, call))
+            self._is_closing = False
+            if self._thread is None:
+                self._start()
+            self._changed.notify_all()
+        self._tell_if_stuck()
+
+    def wait(self, each_seconds: float, longest_seconds: float) -> bool:
+        """Until nothing waits or goes on. False when one call takes longer than `each_seconds`, or all of it too long."""
+        end = time.monotonic() + longest_seconds
+        with self._changed:
+            while self._waiting or self._running:
+                now = time.monotonic()
+                begun = self._running[1] if self._running else now
+                left = min(end, begun + each_seconds) - now
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def flush(self, longest_seconds: float = 600.0) -> bool:
+        """Wait while calls are taken, and leave out what was not by then. Whether the tracker took all that waited."""
+        is_whole = self.wait(self.patience_seconds, longest_seconds)
+        with self._changed:
+            is_stuck = self._running is not None
+            left = len(self._waiting) + self._lost + (is_stuck and not self._is_given_up)
+            self._is_given_up = is_stuck
+            self._waiting.clear()
+            self._lost = 0
+        if left:
+            logger.warning(
+                "%s did not take %d of its calls in time; metrics.jsonl and alerts.jsonl have everything.",
+                self.name, left,
+            )  # fmt: skip
+        return is_whole
+
+    def close(self, longest_seconds: float = 600.0) -> None:
+        """`flush`, and end the thread; one that is stuck in a call is left behind, and ends with the process."""
+        if self._thread is None:
+            return
+        is_whole = self.flush(longest_seconds)
+        with self._changed:
+            thread, self._is_closing = self._thread, True
+            self._changed.notify_all()
+        if is_whole and thread is not None:
+            thread.join()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and self._running is None
+
+    def call(self, what: str, call: Callable[[], object]) -> None:
+        """Here and now. What it raises is told once for several in a row."""
+        try:
+            call()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is somebody else's code and server
+            self._failed += 1
+            if self._failed == 1:
+                logger.warning(
+                    "%s failed in %s (%s: %s); training goes on, and metrics.jsonl has every number.",
+                    self.name, what, type(error).__name__, error,
+                )  # fmt: skip
+            return
+        if self._failed > 1:
+            logger.warning("%s works again in %s, after %d calls that failed.", self.name, what, self._failed)
+        self._failed = 0
+
+    def _start(self) -> None:
+        first, context = self.prepare(), contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._work, first), name=f"covey-{self.name}", daemon=True
+        )
+        self._thread.start()
+
+    def _work(self, first: Callable[[], object]) -> None:
+        pending = [first]
+
+        def whole(call: Callable[[], object]) -> None:
+            if pending:
+                pending[0]()
+                pending.clear()
+            call()
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    self._thread = None
+                    return
+                what, call = self._waiting.popleft()
+                self._running = (what, time.monotonic())
+            self.call(what, lambda call=call: whole(call))  # type: ignore[misc]
+            with self._changed:
+                self._running = None
+                was_told, self._is_told, self._is_given_up = self._is_told, False, False
+                self._changed.notify_all()
+            if was_told:
+                logger.warning("%s came back from %s.", self.name, what)
+
+    def _lose(self) -> None:
+        self._lost += 1
+        if self._lost == 1:
+            logger.warning(
+                "%d calls wait for %s, so new ones are left out until it goes on; metrics.jsonl has every number.",
+                self.most, self.name,
+            )  # fmt: skip
+
+    def _tell_if_stuck(self) -> None:
+        running = self._running
+        if running is None or self._is_told or time.monotonic() - running[1] < self.patience_seconds:
+            return
+        self._is_told = True
+        logger.warning(
+            "%s has not come back from %s for %.0f seconds. Training goes on; up to %d of its calls wait, and "
+            "metrics.jsonl has every number.",
+            self.name, running[0], self.patience_seconds, self.most,
+        )  # fmt: skip
