@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from covey.errors import DataError
 from covey.pulse import SILENCE_SECONDS, Pulse, leave_now
+from covey.rendezvous import agree
 from covey.types import Metric, Totals, merge_metrics
 
 T = TypeVar("T")
@@ -142,6 +145,26 @@ class World:
         return call() if self.pulse is None else self.pulse.meet(call)
 
 
+def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
+    """Make the process group under keys that no earlier attempt of the same launcher wrote; see `covey.rendezvous`.
+
+    Does nothing without torchrun's agent (or one that works like it), or where the group is there already. `seconds` is how long a
+    process waits for the others. Raises RankError when one does not come.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not dist.is_available() or dist.is_initialized():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
+
+    timeout = timedelta(seconds=seconds)
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    own = dist.PrefixStore(f"covey/{agree(store, rank, size, seconds)}", store)
+    cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as transformers decides
+    PartialState(cpu=cpu, backend=backend, timeout=timeout, store=own, rank=rank, world_size=size)  # picks the backend
+
+
 def _pulse_of(rank: int, size: int, patience: float) -> Pulse | None:
     """The pulse of this process group, beating; None where its store cannot be asked from a second thread."""
     group = dist.group.WORLD
@@ -150,14 +173,23 @@ def _pulse_of(rank: int, size: int, patience: float) -> Pulse | None:
         if clone is None:
             return None
         is_gloo = dist.get_backend(group) == "gloo"
-        pulse = Pulse(
-            clone(), rank, size, silence=min(SILENCE_SECONDS, patience), patience=patience, is_pollable=is_gloo
-        )
+        store = _of_this_attempt(clone())
+        pulse = Pulse(store, rank, size, silence=min(SILENCE_SECONDS, patience), patience=patience, is_pollable=is_gloo)
         _PULSES[id(group)] = pulse
         pulse.start()
         atexit.register(_leave, pulse)
     _PULSES[id(group)].begin()
     return _PULSES[id(group)]
+
+
+def _of_this_attempt(store: Any) -> Any:
+    """The store without what the processes of an earlier attempt said, for a group that the user's own script made.
+
+    Several agents may count their restarts differently; there only `join` helps.
+    """
+    is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") if is_alone else None
+    return store if attempt is None else dist.PrefixStore(f"attempt-{attempt}", store)
 
 
 def _leave(pulse: Pulse) -> None:

@@ -1,6 +1,8 @@
 """Run apart, in each of two processes: a tiny run in which rank 1 meets a fault at its third reward.
 
-`python two_ranks.py TESTS FOLDER FAULT [resume]`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a launcher sets them.
+`python two_ranks.py TESTS FOLDER FAULT [resume | auto]`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a launcher sets them.
+Under `torchrun --max-restarts`, "kill twice" kills rank 1 in the first attempt and rank 0 in the second; LATE="0,1" lets rank 0 come
+seconds after the other one in the second attempt, and rank 1 in the third.
 """
 
 import os
@@ -21,6 +23,7 @@ from kit import tiny_model, tiny_tokenizer  # noqa: E402
 
 FOLDER, FAULT = Path(sys.argv[2]), sys.argv[3]
 RANK = int(os.environ["RANK"])
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 calls = []
 
 
@@ -59,6 +62,8 @@ class OnStep:
 
         class Break(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
+                if FAULT == "kill twice" and (ATTEMPT, RANK, state.global_step) in ((0, 1, 2), (1, 0, 4)):
+                    kill_once()
                 is_done = FAULT == "kill once" and (FOLDER / "at").exists()
                 if RANK == 1 and state.global_step == 2 and FAULT in FAULTS and not is_done:
                     (FOLDER / "at").write_text(str(time.time()))
@@ -73,7 +78,15 @@ def spoil(one) -> None:
     parameter.register_hook(lambda gradient: gradient * (float("nan") if one.state.global_step == 2 else 1.0))
 
 
+def come_late() -> None:
+    """As on a machine that others load: one process of a restart is ready seconds after the other."""
+    late = os.environ.get("LATE", "").split(",")
+    if 0 < ATTEMPT <= len(late) and late[ATTEMPT - 1] == str(RANK):
+        time.sleep(5)
+
+
 def main() -> int:
+    come_late()
     rows = 7 if FAULT != "fewer rows" or RANK == 0 else 4
     prompts = ["2 + 2 =", "Tom has", "12 + 30", "What is", "Anna had 20 pens", "The answer", "How many"][:rows]
     if FAULT == "other lengths" and RANK == 1:
@@ -99,7 +112,7 @@ def main() -> int:
             report_to="none",
             disable_tqdm=True,
             ddp_timeout=int(os.environ.get("PATIENCE", "60")),
-            **({"max_steps": 5} if FAULT != "fewer rows" else {}),
+            **({"max_steps": 6 if FAULT.endswith("twice") else 5} if FAULT != "fewer rows" else {}),
         ),
     )
     if FAULT == "nan" and RANK == 1:

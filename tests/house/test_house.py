@@ -17,6 +17,7 @@ LEVELS = [
     {"metrics", "errors"},
     {"types", "names"},
     {"ladder", "pulse", "interruption"},
+    {"rendezvous"},
     {"world", "state", "options", "arithmetic", "memory", "student"},
     {"checks"},
     {"config", "algorithms", "gym"},

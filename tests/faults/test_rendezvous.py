@@ -1,0 +1,84 @@
+"""Processes of one attempt find each other over a store in which earlier attempts left their keys."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from covey import world
+from covey.errors import RankError
+from covey.rendezvous import agree
+
+WAIT = 60.0
+
+
+def all_agree(store: HashStore, size: int = 3) -> set[str]:
+    """The names that `size` processes got, one of them late."""
+
+    def one(rank: int) -> str:
+        time.sleep(0.2 * (rank == 1))
+        return agree(store, rank, size, WAIT)
+
+    with ThreadPoolExecutor(size) as pool:
+        return set(pool.map(one, range(size)))
+
+
+def test_all_processes_of_an_attempt_get_one_name_and_the_next_attempt_another() -> None:
+    store = HashStore()
+    names = [all_agree(store) for _ in range(3)]
+    assert [len(each) for each in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+
+
+def test_a_process_that_died_while_it_waited_is_not_taken_for_the_one_in_its_place() -> None:
+    store = HashStore()
+    with pytest.raises(RankError, match=r"rank 0, or one that it waits for, did not come to the start within"):
+        agree(store, 1, 3, 0.1)
+    with pytest.raises(
+        RankError, match=r"rank 1 did not come to the start within .* Start the run again with --resume"
+    ):
+        agree(store, 0, 3, 0.1)  # answers the word of the one that is gone
+    assert len(all_agree(store)) == 1
+
+
+def test_a_process_that_took_the_name_of_a_dead_rank_0_takes_that_of_the_next_one() -> None:
+    store = HashStore()
+    found: list[str] = []
+    early = threading.Thread(target=lambda: found.append(agree(store, 1, 3, WAIT)))
+    early.start()
+    with pytest.raises(RankError, match="rank 2 did not come"):
+        agree(store, 0, 3, 1.0)
+    other = threading.Thread(target=lambda: found.append(agree(store, 2, 3, WAIT)))
+    other.start()
+    found.append(agree(store, 0, 3, WAIT))
+    for thread in (early, other):
+        thread.join(WAIT)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+def test_what_an_earlier_attempt_said_is_not_heard_in_a_group_that_a_script_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    store = HashStore()
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            pulse = world._pulse_of(0, 2, WAIT)
+            assert pulse is not None
+            for _ in range(2):
+                pulse._tell()
+            assert pulse.others == {}
+            pulse.rank = 1  # the last word of rank 1 in this attempt
+            pulse.end("ended")
+            pulse.stop()
+        finally:
+            world._PULSES.clear()
+            dist.destroy_process_group()

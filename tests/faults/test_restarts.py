@@ -1,0 +1,43 @@
+"""`torchrun --max-restarts`: killed workers are started again by the launcher itself, and the run ends as one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "two_ranks.py"
+pytestmark = pytest.mark.timeout(1800)  # eight processes in a row on a machine that others load
+
+
+def torchrun(folder: Path, *words: str, late: str = "") -> str:
+    """Run the pair of ranks to its end under the launcher; what all of them said."""
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"PATIENCE": "120", "LATE": late}
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), str(SCRIPT.parents[1]), str(folder), *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["0,1", "1,0"])
+def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_bit(late: str, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
+    torchrun(killed.parent, "kill twice", "auto", late=late)
+    torchrun(whole.parent, "none twice", "auto")
+    attempts = json.loads((killed / "run.json").read_text())["attempts"]
+    assert [one["from_step"] > 0 for one in attempts] == [False, True, True], "each went on where the last one was"
+    for name in ("model.safetensors", "covey_state.safetensors"):
+        assert (killed / "checkpoint-6" / name).read_bytes() == (whole / "checkpoint-6" / name).read_bytes()
