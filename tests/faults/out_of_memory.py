@@ -48,8 +48,11 @@ def learner_of(rows, checkpoints):
     )
 
 
-def learn(spare_mib, is_warm=True, checkpoints=False, size=300):
-    """The norm of the gradient of one step over 16 completions of `size` tokens, and what was said on the way."""
+def learn(spare_mib, is_warm=True, checkpoints=False, size=300, giant=None, is_giant_taught=True):
+    """The norm of the gradient of one step over 16 completions of `size` tokens, and what was said on the way.
+
+    `giant`: the tokens of the first completion of the second prompt, and whether it has an advantage.
+    """
     groups = []
     for uid in ("a", "b"):
         drawn = group(["?"] * 8, uid=uid)
@@ -57,10 +60,14 @@ def learn(spare_mib, is_warm=True, checkpoints=False, size=300):
         answers = tuple(
             completion(ids=torch.randint(3, 250, (size,), generator=draw).tolist()) for _ in drawn.completions
         )
-        groups.append(replace(drawn, completions=answers, advantages=torch.linspace(-1, 1, 8)))
+        advantages = torch.linspace(-1, 1, 8)
+        if giant and uid == "b":
+            answers = (completion(ids=torch.randint(3, 250, (giant,), generator=draw).tolist()), *answers[1:])
+            advantages[0] *= is_giant_taught
+        groups.append(replace(drawn, completions=answers, advantages=advantages))
     learner = learner_of(16, checkpoints)
     if is_warm:
-        first = [replace(one, completions=one.completions[:1], advantages=torch.ones(1)) for one in groups]
+        first = [replace(one, completions=one.completions[-1:], advantages=torch.ones(1)) for one in groups]
         learner.step(first, alg.dapo(), 1)
     limit(spare_mib)
     report = learner.step(groups, alg.dapo(), 2)
@@ -68,6 +75,12 @@ def learn(spare_mib, is_warm=True, checkpoints=False, size=300):
     return {
         "norms": [report["grad_norm"], again["grad_norm"]],
         "events": [event.kind for event in report.events],
+        "said": [event.said for event in report.events],
+        "left_out": [
+            one.metrics["completions/left_out"].value
+            for one in (report, again)
+            if "completions/left_out" in one.metrics
+        ],
         "later_events": [event.kind for event in again.events],
         "rows": learner.room.max_rows,
         "checkpoints": learner.policy.is_checkpointing,
@@ -110,6 +123,8 @@ if __name__ == "__main__":
     work = {
         "learn": learn,
         "learn-cold": lambda spare: learn(spare, is_warm=False, size=800),
+        "learn-giant": lambda spare: learn(spare, size=40, giant=900),
+        "learn-silent-giant": lambda spare: learn(spare, size=40, giant=900, is_giant_taught=False),
         "sample": sample,
         "update": update,
     }

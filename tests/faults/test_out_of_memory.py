@@ -44,11 +44,21 @@ def test_an_optimizer_whose_state_does_not_fit_is_told_before_any_weight_changes
 
 
 @pytest.mark.slow
-def test_a_completion_that_does_not_fit_alone_ends_with_a_sentence():
+def test_completions_of_which_none_fits_alone_end_with_a_sentence():
     short = run("learn-cold", 55)
     assert short["raised"] == "MemoryLimitError"
     assert "does not fit in memory" in short["said"]
     assert "gradient_checkpointing" in short["said"]
+
+
+@pytest.mark.slow
+def test_a_single_completion_that_does_not_fit_alone_is_left_out_and_the_others_learn():
+    free, short = run("learn-silent-giant", 0), run("learn-giant", 30)
+    assert free["left_out"] == []
+    assert short["left_out"] == [1.0, 1.0]
+    assert short["events"][-1] == "completion_left_out"
+    assert "A completion of 900 tokens to prompt b" in short["said"][-1]
+    assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from covey.errors import MemoryLimitError
+from covey.learner.left_out import LeftOut, sentence
 from covey.learner.packing import Row, microbatches, tokens_in
 from covey.memory import until_it_fits
 from covey.types import Event
@@ -30,14 +31,26 @@ class Room:
     is_last_resort: bool = False
     """Whether it came to that."""
     largest: tuple[int, int] = (0, 0)
-    """Rows and tokens of the largest micro-batch of the attempt that runs."""
+    """Rows and tokens of the largest micro-batch of the attempt that runs, for work that does not go through `each`."""
     events: list[Event] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Within a step: completions that did not fit even alone."""
+    _current: Sequence[Row] = ()
+    """The micro-batch that is being worked on."""
+
+    def each(self, rows: Sequence[Row], factor: int = 1) -> Iterator[list[Row]]:
+        """`batches`, one after another; the one that memory runs out on is known."""
+        for batch in self.batches(rows, factor):
+            self._current = batch
+            yield batch
+        self._current = ()
 
     def batches(self, rows: Sequence[Row], factor: int = 1) -> list[list[Row]]:
         """Rows in micro-batches; `factor` times the rows where nothing is kept for a backward."""
         is_shared = self.shares_prompts()
+        kept = self.left_out.without(rows)
         found = microbatches(
-            rows, max_rows=factor * self.max_rows, max_tokens=self.max_tokens, shares_prompts=is_shared
+            kept, max_rows=factor * self.max_rows, max_tokens=self.max_tokens, shares_prompts=is_shared
         )
         for batch in found:
             self.largest = max(self.largest, (len(batch), tokens_in(batch, is_shared)))
@@ -46,23 +59,29 @@ class Room:
     def attempt(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """`work()`; where memory runs out, `undo()` and again with half the micro-batch, which is then kept.
 
-        Raises MemoryLimitError when a single completion does not fit.
+        Within a step, a completion that does not fit alone is left out (`left_out`). Raises MemoryLimitError when more do not
+        fit than may be left out.
         """
 
         def shrink(said: str) -> None:
             undo()
             self._halve(said)
+            self.largest, self._current = (0, 0), ()
 
-        self.largest = (0, 0)
+        self.largest, self._current = (0, 0), ()
         return until_it_fits(work, shrink)
 
     def _halve(self, said: str) -> None:
-        rows, tokens = self.largest
+        current = self._current
+        rows, tokens = (len(current), tokens_in(current, self.shares_prompts())) if current else self.largest
         if rows <= 1 and self.last_resort():
             self.is_last_resort = True
             self._tell(
                 f"Memory ran out on one completion ({tokens} tokens); activations are computed again from now on.", said
             )
+            return
+        if rows <= 1 and current and self.left_out.take(current[0]):
+            self._tell(sentence(current[0]), said, kind="completion_left_out")
             return
         if rows <= 1:
             raise MemoryLimitError(
@@ -70,16 +89,15 @@ class Room:
                 "set gradient_checkpointing=True, train an adapter (peft_config), or choose a smaller model."
             )
         self.max_rows, self.max_tokens = max(1, rows // 2), max(1, tokens // 2)
-        self.largest = (0, 0)
         told = (
             f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens); from now on at most {self.max_rows} and "
             f"{self.max_tokens} tokens, with the same gradient."
         )
         self._tell(told, said)
 
-    def _tell(self, told: str, error: str) -> None:
+    def _tell(self, told: str, error: str, kind: str = "out_of_memory") -> None:
         logger.warning("%s", told)
-        self.events.append(Event(kind="out_of_memory", said=told, details={"error": error}))
+        self.events.append(Event(kind=kind, said=told, details={"error": error}))
 
     def take_events(self) -> tuple[Event, ...]:
         """What happened since the last call."""

@@ -95,6 +95,7 @@ class Learner:
         ]
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
+        self.room.left_out.begin(0)  # what is measured here is needed of all
         notes = self.room.attempt(lambda: self._notes([rows[i] for i in mine], algorithm, wants_old))
         done = self.world.interleave(notes)
         assert len(done) == len(flat)
@@ -103,7 +104,7 @@ class Learner:
     def _notes(self, rows: Sequence[Row], algorithm: Algorithm, wants_old: bool) -> list[Completion]:
         """The completions of `rows` with what `annotate` measures."""
         needs, notes = algorithm.needs, dict[int, Completion]()
-        for batch in self.room.batches(rows, factor=2):
+        for batch in self.room.each(rows, factor=2):
             self.between()
             old = self.policy.measure(batch) if wants_old or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
@@ -130,6 +131,7 @@ class Learner:
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
+        self.room.left_out.begin(len(rows))
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         is_loud = [self.policy.auxiliary_coefficient != 0 or teaches(row, algorithm) for row in mine]
         known = [self._is_known(row, algorithm) and not loud for row, loud in zip(mine, is_loud, strict=True)]
@@ -140,7 +142,7 @@ class Learner:
         with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
             parts += self.room.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
         parts += self.room.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self.forget)
-        metrics = self.world.merge(merge_metrics(parts))
+        metrics = self.world.merge(merge_metrics([*parts, self.room.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.look_at_first(metrics, step - 1)
         metrics.pop(FIRST_UPDATE, None)
@@ -161,6 +163,7 @@ class Learner:
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
+        self.room.left_out.begin(0)
         mine = self.world.share(rows)
         algorithm = self._prepared(algorithm, (mine,), totals)
         parts = self.room.attempt(lambda: self._evaluate_all(mine, algorithm, totals))
@@ -177,15 +180,15 @@ class Learner:
             return algorithm
         look = lambda batch: _moved(self._tokens(batch, algorithm)[0].detached(), "cpu")
         with torch.no_grad():
-            seen = self.room.attempt(lambda: [look(batch) for rows in parts for batch in self.room.batches(rows)])
+            seen = self.room.attempt(lambda: [look(batch) for rows in parts for batch in self.room.each(rows)])
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(_moved(everywhere, self.policy.device), totals)
 
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        return [self._evaluate(batch, algorithm, totals)[1] for batch in self.room.batches(rows)]
+        return [self._evaluate(batch, algorithm, totals)[1] for batch in self.room.each(rows)]
 
     def _accumulate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        return [self._accumulate(batch, algorithm, totals) for batch in self.room.batches(rows)]
+        return [self._accumulate(batch, algorithm, totals) for batch in self.room.each(rows)]
 
     def rehearse(self, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
         """The largest micro-batch of a step forward and backward, without an update: what ran out of memory on the way."""

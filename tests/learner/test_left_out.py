@@ -1,0 +1,92 @@
+"""A completion that does not fit in memory even alone is left out of its step: the others learn what they would have."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from covey import algorithms as alg
+from covey.errors import MemoryLimitError
+from covey.learner import Learner, Policy
+from covey.world import World
+from kit import completion, group, tiny_model
+
+TOO_LONG = 30
+
+
+def learner_of(rows=4):
+    policy = Policy(tiny_model(), pad_id=0)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    return Learner(
+        policy=policy,
+        reference=None,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        world=World(),
+        max_completion_length=40,
+        max_rows=rows,
+        max_grad_norm=0.0,
+    )
+
+
+def groups_of(lengths, taught):
+    """One group; the completions of which `taught` is False have no advantage."""
+    draw = torch.Generator().manual_seed(0)
+    answers = tuple(completion(ids=torch.randint(3, 250, (n,), generator=draw).tolist()) for n in lengths)
+    advantages = torch.linspace(-1, 1, len(lengths)) * torch.tensor(taught)
+    return [replace(group(["?"] * len(lengths)), completions=answers, advantages=advantages)]
+
+
+def short_of_memory(learner, monkeypatch):
+    """Micro-batches with a completion of `TOO_LONG` tokens run out. Returns the sizes that were tried."""
+    measure, tried = learner.policy.measure, []
+
+    def measured(rows, **options):
+        tried.append([row.completion.num_tokens for row in rows])
+        if any(row.completion.num_tokens >= TOO_LONG for row in rows):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(rows, **options)
+
+    monkeypatch.setattr(learner.policy, "measure", measured)
+    return tried
+
+
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "bnpo"])
+def test_the_others_learn_as_if_it_had_no_advantage_and_the_denominators_stay(name, monkeypatch):
+    lengths, algorithm = [5, 35, 9, 7, 6, 8, 5, 9], getattr(alg, name)()
+    free = learner_of().step(groups_of(lengths, [length < TOO_LONG for length in lengths]), algorithm, 1)
+    learner = learner_of()
+    short_of_memory(learner, monkeypatch)
+    short = learner.step(groups_of(lengths, [True] * 8), algorithm, 1)
+    assert short["grad_norm"] == pytest.approx(free["grad_norm"], rel=1e-5)
+    assert short["completions/left_out"] == 1
+    assert [event.kind for event in short.events] == ["out_of_memory", "completion_left_out"]
+    assert "A completion of 35 tokens to prompt" in short.events[-1].said
+    assert "completions/left_out" not in free.metrics
+
+
+def test_it_is_tried_again_in_the_next_step_and_the_others_keep_their_micro_batches(monkeypatch):
+    learner = learner_of(rows=8)
+    tried = short_of_memory(learner, monkeypatch)
+    learner.step(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 1)
+    assert learner.room.max_rows == 4
+    tried.clear()
+    again = learner.step(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 2)
+    assert tried[0] == [35]
+    assert [len(sizes) for sizes in tried[1:]] == [4, 3]
+    assert again["completions/left_out"] == 1
+
+
+def test_more_than_one_in_eight_ends_with_the_sentence(monkeypatch):
+    learner = learner_of()
+    short_of_memory(learner, monkeypatch)
+    with pytest.raises(MemoryLimitError, match=r"One completion of \d+ tokens with its prompt does not fit in memory"):
+        learner.step(groups_of([35, 34, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 1)
+
+
+def test_what_is_measured_before_the_advantages_is_needed_of_all(monkeypatch):
+    learner = learner_of()
+    learner.is_off_policy = True
+    short_of_memory(learner, monkeypatch)
+    with pytest.raises(MemoryLimitError):
+        learner.annotate(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo())
