@@ -1,6 +1,8 @@
 """`covey train --from-run`: a run can be repeated from its folder alone, and says what stands in the way."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,16 +75,79 @@ def test_it_works_from_another_folder(place, capsys, monkeypatch):
     assert numbers("b") == numbers("../runs/a")
 
 
-def test_a_changed_reward_and_other_versions_are_warned_of(place, capsys):
+AGAIN = ["train", "--from-run", "runs/a", "--output-dir", "runs/b", "--max-steps", "1"]
+
+
+@pytest.fixture
+def changed(place):
+    """A run whose reward file has changed since: it now leaves a trace as soon as it is imported."""
     assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "1"]) == 0
-    Path("mine.py").write_text(REWARD.replace("/ 8", "/ 4"))
+    for name in [
+        name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).endswith("/mine.py")
+    ]:
+        del sys.modules[name]
+    Path("mine.py").write_text("open('trace', 'w').close()\n" + REWARD.replace("/ 8", "/ 4"))
+
+
+def test_a_changed_reward_is_refused_before_it_is_imported_where_nobody_can_be_asked(changed, capsys):
+    assert main(AGAIN) == 2
+    said = capsys.readouterr().err
+    assert "mine.py has changed since. Look at it; --trust-source runs it as it is now." in said
+    assert not Path("trace").exists()
+    assert main([*AGAIN, "--trust-source"]) == 0
+    assert "mine.py has changed since; it is run, and numbers may differ" in capsys.readouterr().err
+    assert Path("trace").exists()
+    assert "trust_source" not in Path("runs/b/train.yaml").read_text(), "it holds for one call"
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("\n", 2), ("no\n", 2)])
+def test_at_a_terminal_it_is_asked_once(changed, monkeypatch, answer, code):
+    ours, theirs = os.openpty()
+    os.write(ours, answer.encode())
+    with open(theirs, closefd=False) as keyboard, open(theirs, "w", closefd=False) as screen:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert main(AGAIN) == code
+        screen.flush()
+    said = os.read(ours, 100_000).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert said.count("Run this code? [y/N]") == 1
+    assert Path("trace").exists() == (code == 0)
+
+
+def test_a_reward_that_is_named_beside_it_is_the_users_own(changed, capsys):
+    assert main([*AGAIN, "--reward", "mine.py:digits"]) == 0
+
+
+def test_code_within_the_run_folder_and_code_beside_a_model_are_asked_for_too(place, capsys):
+    assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "1"]) == 0
+    recipe = yaml.safe_load(Path("runs/a/train.yaml").read_text())
+    Path("runs/a/mine.py").write_text(Path("mine.py").read_text())
+    Path("runs/a/train.yaml").write_text(yaml.safe_dump({**recipe, "reward": ["runs/a/mine.py:digits"]}))
+    assert main(AGAIN) == 2
+    assert "lies in the run's own folder" in capsys.readouterr().err
+    Path("runs/a/train.yaml").write_text(yaml.safe_dump({**recipe, "trust_remote_code": True}))
+    assert main(AGAIN) == 2
+    assert "its options run the code beside the model (trust_remote_code)" in capsys.readouterr().err
+    Path("other.py").write_text(REWARD + "# another\n")
+    Path("runs/a/train.yaml").write_text(yaml.safe_dump({**recipe, "reward": ["other.py:digits"]}))
+    assert main(AGAIN) == 2
+    assert "run.json does not hold the text of" in capsys.readouterr().err
+
+
+def test_trust_in_the_source_needs_a_run_to_repeat(place, capsys):
+    assert main(["train", "run.yaml", "--trust-source"]) == 2
+    assert "--trust-source belongs to --from-run" in capsys.readouterr().err
+
+
+def test_other_versions_are_warned_of(place, capsys):
+    assert main(["train", "run.yaml", "--output-dir", "runs/a", "--max-steps", "1"]) == 0
     found = json.loads(Path("runs/a/run.json").read_text())
     found["versions"]["torch"] = "1.0"
     Path("runs/a/run.json").write_text(json.dumps(found))
     assert main(["train", "--from-run", "runs/a", "--output-dir", "runs/b"]) == 0
-    said = capsys.readouterr().err
-    assert "mine.py has changed since, so numbers may differ" in said
-    assert "torch was 1.0 and is" in said
+    assert "torch was 1.0 and is" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_refused(place, capsys):

@@ -27,7 +27,7 @@ _WIDTH = 110
 
 def flags() -> tuple[Flag, ...]:
     """Those of `covey train`, and how large the trial is."""
-    left_out = {"dry_run", "print_config", "resume", "from_run", "seeds"}
+    left_out = {"dry_run", "print_config", "resume", "from_run", "trust_source", "seeds"}
     return (_SAMPLE, *(flag for flag in train.flags() if flag.name not in left_out))
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from covey import options
-from covey.cli import output
+from covey.cli import output, trust
 from covey.cli.flags import Flag, read_yaml, typed
 from covey.cli.verb import Given
 from covey.errors import RunFolderError
 
 RECIPE = "train.yaml"
 """In a run's folder: every option of the command that started it, as `--config` reads them."""
-NEVER = frozenset({"from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config"})
+NEVER = frozenset(
+    {"from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source"}
+)
 """What belongs to one call, not to the run."""
 _PATHS = ("model", "dataset", "eval_dataset", "reward", "algorithm", "alert_detectors")
 
@@ -40,8 +42,8 @@ def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
 def repeated(given: Given, flags: list[Flag], types: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the run that `from_run` names, with those that were given in their place.
 
-    Raises RunFolderError where the folder holds no run. A run that a script started knows its options only; what it does
-    not know is asked for by `covey train` itself.
+    Raises RunFolderError where the folder holds no run, ConfigError where its code is not what it was and nobody agreed to
+    it. A run that a script started knows its options only; what it does not know is asked for by `covey train` itself.
     """
     from covey.runs import manifest
 
@@ -60,7 +62,8 @@ def repeated(given: Given, flags: list[Flag], types: Mapping[str, Any]) -> dict[
         )
     home = Path(found.get("working_folder") or ".")
     recorded = {name: _placed(value, home) if name in _PATHS else value for name, value in recorded.items()}
-    chosen = {name: value for name, value in given.items() if name != "from_run"}
+    trust.confirm(folder, recorded, found, given)
+    chosen = {name: value for name, value in given.items() if name not in ("from_run", "trust_source")}
     changed = {name: value for name, value in chosen.items() if name not in NEVER and recorded.get(name) != value}
     shown = ", ".join(f"{name} {recorded.get(name)} -> {value}" for name, value in changed.items())
     output.say(f"repeats {folder}" + (f" with {shown}" if shown else ""))

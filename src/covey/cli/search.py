@@ -10,7 +10,9 @@ from typing import Any
 from covey.cli.flags import Flag
 from covey.errors import ConfigError, did_you_mean
 
-_FIXED = frozenset({"output_dir", "resume", "json", "from_run", "seeds", "dry_run", "print_config", "config", "seed"})
+_FIXED = frozenset(
+    {"output_dir", "resume", "json", "from_run", "trust_source", "seeds", "dry_run", "print_config", "config", "seed"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ _WHAT = (
     CONFIG,
     Flag(name="resume", help="auto: go on where this run stopped, or start; never: start; or the path of a checkpoint.", default="never", group="run"),
     Flag(name="from_run", help="Repeat the run in this folder; other flags change what they name.", group="run"),
+    Flag(name="trust_source", help="With --from-run: run a reward or an algorithm of your own though its file has changed, without asking.", type=bool, group="run", is_common=False),
     Flag(name="seeds", help="Train with so many seeds, one after another, and show their mean with its interval.", type=int, group="run"),
     Flag(name="dry_run", help="Show the options, the batch arithmetic and an estimate of memory, and stop.", type=bool, group="run"),
     Flag(name="print_config", help="Print every option as YAML that --config reads, and stop.", type=bool, group="run"),
@@ -96,6 +97,8 @@ def config_types() -> Mapping[str, Any]:
 
 def run(given: Given) -> int:
     chosen = given
+    if given.get("trust_source") and not given.get("from_run"):
+        raise ConfigError("--trust-source belongs to --from-run, which names the run to repeat.")
     if given.get("from_run"):
         if given.get("resume") not in (None, "never"):
             raise ConfigError("--from-run starts a run anew and --resume goes on with one; keep one of them.")
