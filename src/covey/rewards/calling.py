@@ -18,6 +18,7 @@ from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, is_asyn
 from covey.rewards.deadline import EventLoop, call_within
 from covey.rewards.habits import Habit
 from covey.rewards.outcome import CircuitOpen, Outcome, evaluate
+from covey.rewards.portions import portions_of
 from covey.rewards.workers import WorkerPool
 from covey.types import Reward
 
@@ -37,6 +38,7 @@ class Caller:
         self.pool = None
         if self.manner.isolated and not self.is_async:
             self.pool = WorkerPool(spec.name, spec.call, self.manner.concurrency or workers)
+        self.portions = portions_of(spec.call)
         self.cache = ScoreCache() if self.manner.pure else None
         self.breaker = Breaker()
         self.habit: Habit | None = None
@@ -103,6 +105,7 @@ class Caller:
         call = _Call(self, trainer_state)
         outcome = evaluate(self.spec.name, call, part, seconds=self.limit, isolate=self.isolate)
         outcome.seconds, outcome.num_calls = call.seconds, call.count
+        outcome.told += self.portions.take_events() if self.portions else ()
         self.breaker.note(outcome)
         says_more = outcome.extras or outcome.metrics  # those must come again the next time
         if keys is not None and self.cache is not None and not says_more:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ModelError
+from covey.rewards.portions import Portions
 
 Kind = Literal["encoder", "classifier", "causal"]
 
@@ -58,6 +60,11 @@ class Frozen:
             loaded.to(device)
         return Frozen(loaded, tokenizer, name, batch_size, device is not None)
 
+    @cached_property
+    def portions(self) -> Portions:
+        """How much it reads at a time."""
+        return Portions(self.name, self.batch_size)
+
     def to(self, device: Any) -> None:
         """Move it, unless its device was chosen or it is spread over several."""
         if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
@@ -81,13 +88,13 @@ class Frozen:
     def run(self, rows: Sequence[Sequence[int]], read: Callable[[Any, Tensor, Tensor], Tensor]) -> list[Tensor]:
         """What `read(output, ids [B, L], mask [B, L])` gives, [B, ...], row by row in the order of `rows`."""
         found: list[Tensor] = [torch.empty(0)] * len(rows)
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         device = next(self.model.parameters()).device
-        for start in range(0, len(order), self.batch_size):
-            held = order[start : start + self.batch_size]
-            ids, mask = self._padded([rows[i] for i in held])
-            ids, mask = ids.to(device), mask.to(device)
-            values = read(self.model(input_ids=ids, attention_mask=mask), ids, mask).float().cpu()
+
+        def forward(held: list[int]) -> Tensor:
+            ids, mask = (x.to(device) for x in self._padded([rows[i] for i in held]))
+            return read(self.model(input_ids=ids, attention_mask=mask), ids, mask).float().cpu()
+
+        for held, values in self.portions.run([len(row) for row in rows], forward):
             for i, value in zip(held, values, strict=True):
                 found[i] = value
         return found

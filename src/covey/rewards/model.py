@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from covey.errors import ModelError, RewardError
 from covey.rewards.frozen import is_float
 from covey.rewards.manner import reward
+from covey.rewards.portions import Portions
 
 
 @reward(timeout=math.inf)
@@ -23,6 +25,7 @@ class ModelReward:
 
     A conversation is rendered by the reward model's own chat template, plain texts are joined; both are encoded without
     further special tokens and padded on the right, as TRL 1.16 does. Runs on the model's own device, in evaluation mode.
+    `batch_size` texts at a time, fewer once memory ran out.
     """
 
     model: Any
@@ -62,6 +65,11 @@ class ModelReward:
         reward = ModelReward(loaded, tokenizer, name, dict(chat_template_kwargs or {}))
         return reward if device is None else reward.to(device)
 
+    @cached_property
+    def portions(self) -> Portions:
+        """How much it reads at a time."""
+        return Portions(self.name, self.batch_size)
+
     def to(self, device: Any) -> ModelReward:
         """The same reward with its model on `device`; one that was placed or spread over devices stays where it is."""
         if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
@@ -73,10 +81,10 @@ class ModelReward:
         ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         self._check_lengths(ids)
         scores = torch.zeros(len(ids))
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # alike lengths together: little padding
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            scores[rows] = self._forward([ids[i] for i in rows])
+        for held, logits in self.portions.run(
+            [len(row) for row in ids], lambda rows: self._forward([ids[i] for i in rows])
+        ):
+            scores[held] = logits
         return scores
 
     @torch.no_grad()

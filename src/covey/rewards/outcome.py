@@ -48,6 +48,8 @@ class Outcome:
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns from `log_extra`, [N] each, None where nothing was logged."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
+    told: list[Event] = field(default_factory=list)
+    """What happened meanwhile and cost no completion its score."""
     seconds: float = 0.0
     """Spent inside calls, which may overlap."""
     num_calls: int = 0
@@ -92,6 +94,7 @@ class Outcome:
                 for place, value in zip(places, values, strict=True):
                     target[place] = value
             whole.metrics += part.metrics
+            whole.told += part.told
             whole.seconds += part.seconds
             whole.num_calls += part.num_calls
             whole.num_cached += part.num_cached
@@ -99,7 +102,8 @@ class Outcome:
 
     def events(self, batch: Batch) -> list[tuple[int, Event]]:
         """An event for each failure with the index of the completion it concerns; the first few carry everything."""
-        shown = [(failure.start, _event(self.name, failure, batch)) for failure in self.failures[:_EVENTS_IN_FULL]]
+        shown = [(0, event) for event in self.told]
+        shown += [(failure.start, _event(self.name, failure, batch)) for failure in self.failures[:_EVENTS_IN_FULL]]
         hidden = self.failures[_EVENTS_IN_FULL:]
         if hidden:
             said = f"Reward {self.name!r} failed on {sum(f.stop - f.start for f in hidden)} more completions of this batch."

@@ -158,10 +158,16 @@ class Scorer:
         self._loop.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict()}
+        found = {each.spec.name: each.portions.max_tokens for each in self._callers if each.portions}
+        bounds = {name: bound for name, bound in found.items() if bound is not None}
+        held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict()}
+        return {**held, "portions": bounds} if bounds else held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row |= {name: count for name, count in state["in_a_row"].items() if name in self._in_a_row}
+        for caller in self._callers:
+            if caller.portions:
+                caller.portions.limit(state.get("portions", {}).get(caller.spec.name))
         if "running" in state:
             self.combiner.load_state_dict(state)
 
