@@ -60,7 +60,8 @@ def roll_back(
     ladder, session = parts.learner.ladder, parts.session
     last = state.step - state.bad_steps if before is None else before - 1
     session.finish_saving()
-    found = parts.world.broadcast(newest_good(Path(session.args.output_dir), last) if parts.world.is_main else None)
+    run_dir = Path(session.args.output_dir)
+    found = parts.world.broadcast(newest_good(run_dir, last, state.roll_backs) if parts.world.is_main else None)
     if found is None:
         raise NumericsError(
             f"{why} There is no good checkpoint of step {last} or before to go back to; save more often."
@@ -85,12 +86,21 @@ def roll_back(
     return restored
 
 
-def newest_good(run_dir: Path, last: int) -> Path | None:
-    """The newest checkpoint of step `last` or before of which every byte is right and that holds a state to resume from."""
+def newest_good(run_dir: Path, last: int, roll_backs: int = 0) -> Path | None:
+    """The newest checkpoint of step `last` or before of which every byte is right and that holds a state to resume from.
+
+    One from before the run's last return (it has had `roll_backs`) was gone back to already, and trouble came again before another
+    was saved: it may hold the trouble, as the update that makes a ratio explode is the one before. So the next older one is
+    taken, where there is one.
+    """
+    tried = None
     for path in reversed(checkpoint.checkpoints(run_dir)):
-        if checkpoint.step_of(path) <= last and not seal.problems(path) and checkpoint.load_state(path):
+        if checkpoint.step_of(path) > last or seal.problems(path) or not (tree := checkpoint.load_state(path)):
+            continue
+        if tried is not None or tree["state"]["roll_backs"] >= roll_backs:
             return path
-    return None
+        tried = path
+    return tried
 
 
 def lower_learning_rate(learner: Learner, factor: float) -> None:
