@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -60,9 +61,9 @@ def paused(bench: Bench) -> Outcome:
     _wait_somewhere(bench)
     if not process.is_alive():
         return Outcome(True, came_late=True)
-    os.kill(_id_of(process), signal.SIGSTOP)
+    _send(process, signal.SIGSTOP)
     time.sleep(1.0)
-    os.kill(_id_of(process), signal.SIGCONT)
+    _send(process, signal.SIGCONT)
     return _is_as_undisturbed(bench, folder, bench.finish(process), {0})
 
 
@@ -173,7 +174,7 @@ def _signalled(bench: Bench, number: int, codes: set[int], again: float = 0.0) -
     _wait_somewhere(bench)
     for pause in (again, 0.0) if again else (0.0,):
         if process.is_alive():
-            os.kill(_id_of(process), number)
+            _send(process, number)
             process.join(pause)
     return _goes_on(bench, folder, bench.finish(process), codes)
 
@@ -221,7 +222,9 @@ def _lost(folder: Path, reached: int) -> int:
     return max(0, reached - resumed_from(folder)) if reached else 0
 
 
-def _id_of(process: object) -> int:
-    number = getattr(process, "pid", None)
-    assert isinstance(number, int)
-    return number
+def _send(process: object, number: int) -> None:
+    """A signal, unless the process has just ended: its parent, which is not us, may have heard of it before we do."""
+    pid = getattr(process, "pid", None)
+    assert isinstance(pid, int)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
