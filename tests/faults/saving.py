@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 SERVER = """
 import os, signal, sys, tempfile, warnings
@@ -51,10 +52,13 @@ CALLS = "openat,write,pwrite64,ftruncate,fsync,rename,renameat,renameat2,mkdir,u
 class Saver:
     """Asks the server for saves. Use as a context manager."""
 
-    def __enter__(self) -> Saver:
+    command: tuple[str, ...] = (sys.executable, "-c", SERVER)
+    """The server: it answers a line `RUN FIRST LAST` with the id of a child that stops itself before it begins."""
+
+    def __enter__(self) -> Self:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         assert self._answer() == "ready"
         return self
