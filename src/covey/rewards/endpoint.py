@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import random
+import re
 import sqlite3
 import threading
 import time
@@ -167,7 +168,7 @@ def _read(response: Any, until: float) -> bytes:
         if time.monotonic() > until:
             raise TimeoutError("its reply did not end in time")
     announced = response.headers.get("Content-Length")
-    if announced is not None and announced.isdigit() and size < int(announced):
+    if announced is not None and re.fullmatch("[0-9]{1,18}", announced) and size < int(announced):
         raise _PassingError("its reply was cut off")
     return b"".join(parts)
 
@@ -178,7 +179,7 @@ def _reply_of(body: bytes) -> Reply:
         text = found["choices"][0]["message"]["content"]
         usage = found.get("usage") or {}
         counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         shown = body[:80].decode(errors="replace")
         raise _PassingError(f"its reply is no chat completion ({shown!r})") from error
     if not isinstance(text, str):
@@ -188,7 +189,7 @@ def _reply_of(body: bytes) -> Reply:
 
 def _retry_after(headers: Any) -> float:
     value = str(headers.get("Retry-After") or "") if headers is not None else ""
-    return min(_LONGEST_WAIT, float(value)) if value.replace(".", "", 1).isdigit() else 0.0
+    return min(_LONGEST_WAIT, float(value)) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", value) else 0.0
 
 
 class ReplyCache:

@@ -84,6 +84,8 @@ def read(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{NAME} is damaged (its own checksum differs)")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("schema") != SCHEMA:
         raise CheckpointError(f"{NAME} is not of the kind that this version of Covey reads (schema {SCHEMA})")
+    if type(manifest.get("step")) is not int:
+        raise CheckpointError(f"{NAME} is damaged (its step is no number)")
     if not isinstance(manifest.get("files"), dict) or not all(map(_is_entry, manifest["files"].values())):
         raise CheckpointError(f"{NAME} is damaged (its list of files is not one)")
     return manifest
@@ -119,6 +121,8 @@ def _problem(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
         if status.st_size != entry["size"]:
             return f"{name} has {status.st_size} bytes instead of {entry['size']}"
         return None if checksum(path) == entry["xxh3_128"] else f"{name} has changed since it was written"
+    except UnicodeEncodeError:
+        return f"{NAME} names {name!r}, as no file can be called"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
