@@ -13,6 +13,7 @@ from torch import nn
 
 from covey.errors import ConfigError, ModelError, did_you_mean
 from covey.memory import give_back_large_blocks
+from covey.products import is_onednn_faster, recomputing
 
 
 def load_model(
@@ -180,6 +181,8 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) 
     given = {"use_reentrant": False, **(kwargs or {})}
     if next(inner.parameters()).device.type == "cpu":
         give_back_large_blocks()
+        if is_onednn_faster() and not given["use_reentrant"]:
+            given.setdefault("context_fn", recomputing)
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
     if inner is not model:
         inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block

@@ -348,5 +348,5 @@ def test_cuda_graphs_are_refused_without_cuda_by_their_name(tokenizer, monkeypat
 
 
 def test_other_kernels_are_refused_by_name(tokenizer):
-    with pytest.raises(ConfigError, match="take auto, torch or triton"):
+    with pytest.raises(ConfigError, match="take auto, torch, triton or compiled"):
         NativeSampler(tiny_model(), tokenizer, attention="flash")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
 from covey.learner.shared_flex import Heads
+from covey.products import faster_products, recomputes_alike
 from covey.types import Completion, Prompt
 from covey.world import autocast
 
@@ -95,8 +96,12 @@ class Policy:
         assert isinstance(layer, nn.Module)
         return layer
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.device, self.compute_dtype)
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Everything that is computed of the model is computed inside."""
+        is_safe = not self.is_checkpointing or recomputes_alike(self.model)
+        with faster_products(self.device) if is_safe else nullcontext(), autocast(self.device, self.compute_dtype):
+            yield
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable ones, in the model's order."""

@@ -19,10 +19,13 @@ from covey.learner import shared_flex
 from covey.learner.packing import Row
 from covey.learner.shared_attention import Layout, SharedAttention, runs_here
 from covey.learner.shared_flex import Heads
+from covey.products import SHAPES
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = "covey"
+FEWER_LENGTHS = 1024
+"""Tokens from which a row on a CPU is padded to a multiple of `SHAPES`, at most a sixteenth more."""
 _NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias", "cache")
 """What some models pass to their attention that the parts below do not compute."""
 
@@ -77,7 +80,8 @@ class SharedRows:
 def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -> SharedRows:
     """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`.
 
-    For the kernel "flex" the row ends with padding of its own, up to a whole block, which nothing sees.
+    For the kernel "flex", and on a CPU, the row ends with padding of its own, which nothing sees: up to a whole block, or to
+    lengths of which there are few.
     """
     longest = max(row.completion.num_tokens for row in rows)
     groups: dict[int, list[int]] = {}
@@ -102,6 +106,8 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
             place.append(i * longest + steps)
             offset += count
     padding = shared_flex.padded(offset) - offset if kernel == "flex" else 0
+    if kernel == "own" and device.type == "cpu" and offset >= FEWER_LENGTHS:
+        padding = -offset % SHAPES
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.long))
         positions.append(torch.arange(padding))

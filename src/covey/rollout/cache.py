@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
+from covey.rollout.compiled import Kernels, Step
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
@@ -43,8 +44,17 @@ def rounded(tokens: int) -> int:
 class KeyValues:
     """Keys and values of the prompts and rows in flight, and the attention over them."""
 
-    def __init__(self, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, context: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        device: torch.device,
+        dtype: torch.dtype,
+        context: int,
+        kernels: Kernels | None = None,
+    ) -> None:
+        """`kernels` attend while decoding; without them, PyTorch's operations do."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
+        self.kernels = kernels
         self.merge = best_merge(device, dtype)
         self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
         self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
@@ -55,7 +65,9 @@ class KeyValues:
         self.clock = 0
         self.wide_prefix: dict[int, Tensor] = {}  # by heads; see _wide
         self.wide_suffix: dict[int, Tensor] = {}
-        self.places = Places.of([], 0, device)
+        self.owners: list[int] = []  # the prompt slot of each row
+        self._places: Places | None = None
+        self._tables: tuple[Tensor, Tensor, Tensor] | None = None  # starts, owners and prompt lengths, for the kernels
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         return torch.zeros(2, rows, layer.heads, columns, layer.width, device=self.device, dtype=self.dtype)
@@ -83,6 +95,7 @@ class KeyValues:
         column = torch.arange(columns, device=self.device)
         ends = torch.tensor(self.prompt_lengths, device=self.device)
         self.prefix_bias = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
+        self._tables = None
         return range(old, rows)
 
     def add_rows(self, count: int) -> None:
@@ -107,6 +120,7 @@ class KeyValues:
         self.suffix_bias = bias
         self.starts = [start - first for start in self.starts]
         self.clock = used
+        self._tables = None
 
     def drop_rows(self, holes: list[int], movers: list[int], left: int) -> None:
         """Keep `left` rows: the rows `movers` from the end go to the places `holes`."""
@@ -124,13 +138,40 @@ class KeyValues:
         self.prompt_lengths = [self.prompt_lengths[p] for p in kept]
         columns = rounded(max(self.prompt_lengths, default=0))
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        self.prefix = [slab[:, index, :, :columns] for slab in self.prefix]
+        self.prefix = [slab[:, index, :, :columns].contiguous() for slab in self.prefix]
         self.prefix_bias = self.prefix_bias[index, :columns]
+        self._tables = None
 
     def arrange(self, owners: list[int]) -> None:
         """Say which prompt slot each row belongs to, after any change."""
-        self.places = Places.of(owners, len(self.prompt_lengths), self.device, self.num_computed)
+        self.owners, self._places, self._tables = owners, None, None
         self.wide_prefix = {}
+
+    @property
+    def places(self) -> Places:
+        """Which rows belong to which prompts, as PyTorch's operations want it."""
+        if self._places is None:
+            self._places = Places.of(self.owners, len(self.prompt_lengths), self.device, self.num_computed)
+        return self._places
+
+    def step(self, heads: int, repeats: int, width: int, scale: float) -> Step:
+        """This decode step, as the kernels want it; rotation and norms are not in it."""
+        if self._tables is None:
+            starts, owners, lengths = map(torch.tensor, (self.starts, self.owners, self.prompt_lengths))
+            self._tables = starts, owners, lengths
+        starts, owners, lengths = self._tables
+        return Step(
+            rows=self.num_rows,
+            heads=heads,
+            repeats=repeats,
+            width=width,
+            column=self.clock,
+            threads=torch.get_num_threads(),
+            starts=starts.data_ptr(),
+            owners=owners.data_ptr(),
+            lengths=lengths.data_ptr(),
+            scale=scale,
+        )
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
@@ -150,6 +191,9 @@ class KeyValues:
         """[R, Hq, D] of one new token a row: `query` [R, Hq, D], `key` and `value` [R, Hkv, D]."""
         rows, heads, width = key.shape
         repeats = query.shape[1] // heads
+        if self.kernels is not None and softcap is None:
+            step = self.step(heads, repeats, width, scale)
+            return self.kernels.attend(step, query, key, value, self.suffix[layer], self.prefix[layer])
         keys, values = self.suffix[layer][:, :rows]
         keys[:, :, self.clock], values[:, :, self.clock] = key, value
         query = query.view(rows, heads, repeats, width)
@@ -194,10 +238,19 @@ class Prefill:
     def context(self) -> int:
         return self.cache.context
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each of these prompts."""
+        return self.cache.prompt_lengths[self.slots.start : self.slots.stop]
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         """[A, L, Hq, D]; see `Batch`."""
+        self.keep(layer, key, value)
+        return causal(query, key, value, scale, softcap)
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put `key` and `value` [A, Hkv, L, D] into the cache: all that the last layer of a prompt is computed for."""
         slab = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
         slab[0], slab[1] = key, value
-        return causal(query, key, value, scale, softcap)

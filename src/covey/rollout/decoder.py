@@ -7,7 +7,7 @@ the residual stream, norms, rotations and softmax stay in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.rollout.cache import Decode, LayerShape, Prefill
+from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
+from covey.rollout.compiled import Kernels
 from covey.rollout.forward import ModulesForward
 from covey.rollout.linear import Linear, Live, Packed
 from covey.rollout.mode import unwrapped
@@ -23,6 +24,12 @@ from covey.rollout.sampler import Unsupported
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Decoders of one shape: norm, rotary attention, norm, gated SiLU; what the loop below computes."""
+
+Attend = Callable[[int, Tensor], "Tensor | None"]
+"""(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
+
+PACKED = 64
+"""Tokens of prompts are computed in multiples of this many: a new number of rows costs oneDNN 3 ms of building kernels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,7 @@ class DecoderForward:
         self.width = self.layers[0].width
         self.key_heads = self.layers[0].heads
         self.query_heads = self.key_heads * int(attention.num_key_value_groups)
+        self._heads_of_qkv = (self.query_heads, self.key_heads, self.key_heads)
         self.rotation = torch.zeros(2, 0, self.width)
         self.is_reserved = False
         self._take()
@@ -105,33 +113,86 @@ class DecoderForward:
         self.is_reserved = True
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
-        prompts, length = ids.shape
+        """Only attention sees the padding: everything else computes the prompts' own tokens, end to end."""
+        real, count = _real(batch.lengths, ids.shape[1], ids.device)
+        cos, sin = self._rotation_at(positions.reshape(-1)[real])
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            q, k, v = (x.view(prompts, length, -1, self.width).transpose(1, 2) for x in (query, key, value))
-            return batch.attend(layer, q, k, v, self.scale, None).reshape(prompts * length, -1, self.width)
+        def padded(x: Tensor) -> Tensor:
+            """[A, H, L, D] from [M, H, D]."""
+            out = x.new_zeros(ids.numel(), *x.shape[1:])
+            out[real[:count]] = x[:count]
+            return out.view(*ids.shape, *x.shape[1:]).transpose(1, 2)
 
-        self._run(ids.reshape(-1), positions.reshape(-1), attend)
+        def attend(layer: int, h: Tensor) -> Tensor | None:
+            query, key, value = map(padded, self._rotated(self.blocks[layer], h, cos, sin))
+            if layer == len(self.blocks) - 1:
+                batch.keep(layer, key, value)
+                return None
+            return batch.attend(layer, query, key, value, self.scale, None).flatten(0, 1)[real]
+
+        self._run(ids.reshape(-1)[real], attend, batch.cache.kernels)
 
     def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
-        attend = lambda layer, q, k, v: batch.cache.attend_decode(layer, q, k, v, self.scale, None)
-        return self.head(self._normed(self._run(ids, positions, attend), self.norm))
+        cache = batch.cache
+        attend = self._by_kernels(cache, positions) if cache.kernels else self._by_operations(cache, positions)
+        return self.head(self._run(ids, attend, cache.kernels))
 
-    def _run(self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """[M, hidden] float32 after the last layer, for M tokens."""
-        x = self.embedding[ids].float()
+    def _by_operations(self, cache: KeyValues, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)
-        for i, block in enumerate(self.blocks):
-            query, key, value = self._heads(block, self._normed(x, block.before), cos, sin)
-            x += block.out(attend(i, query, key, value).reshape(len(x), -1))
-            h = self._normed(x, block.after)
-            x += block.down(block.up.times(h, block.gate.silu(h)))
-        return x
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        def attend(layer: int, h: Tensor) -> Tensor:
+            query, key, value = self._rotated(self.blocks[layer], h, cos, sin)
+            return cache.attend_decode(layer, query, key, value, self.scale, None)
+
+        return attend
+
+    def _by_kernels(self, cache: KeyValues, positions: Tensor) -> Attend:
+        """Norms of the heads, rotation, keeping and attending in one pass."""
+        kernels = cache.kernels
+        assert kernels is not None
+        if not self.is_reserved:
+            self._rotate_up_to(int(positions.max()) + 1)
+        step = cache.step(self.key_heads, self.query_heads // self.key_heads, self.width, self.scale)
+        step.held = positions.contiguous()
+        step.places, step.epsilon = step.held.data_ptr(), self.eps
+        step.cosines, step.sines = self.rotation[0].data_ptr(), self.rotation[1].data_ptr()
+
+        def attend(layer: int, h: Tensor) -> Tensor:
+            block = self.blocks[layer]
+            query, key, value = (x.unflatten(-1, (-1, self.width)) for x in self._projected(block, h))
+            own, prompts = cache.suffix[layer], cache.prefix[layer]
+            return kernels.attend(step, query, key, value, own, prompts, block.query_norm, block.key_norm)
+
+        return attend
+
+    def _run(self, ids: Tensor, attend: Attend, kernels: Kernels | None) -> Tensor:
+        """[M, hidden] normed, for the head, for M tokens. Nothing useful where `attend` gave up in the last layer."""
+        x = self.embedding[ids].float()
+        update: Tensor | None = None
+        for layer, block in enumerate(self.blocks):
+            h = self._added_and_normed(x, update, block.before, kernels)
+            attended = attend(layer, h)
+            if attended is None:
+                return h
+            update = block.out(attended.reshape(len(x), -1))
+            h = self._added_and_normed(x, update, block.after, kernels)
+            update = block.down(block.up.times(h, block.gate.silu(h)))
+        return self._added_and_normed(x, update, self.norm, kernels)
+
+    def _added_and_normed(self, x: Tensor, update: Tensor | None, weight: Tensor, kernels: Kernels | None) -> Tensor:
+        """The norm of `x + update`, which `x` becomes."""
+        if kernels is not None:
+            return kernels.add_norm(x, update, weight, self.eps)
+        if update is not None:
+            x += update
         return F.rms_norm(x, weight.shape, weight, self.eps).to(self.dtype)
 
-    def _heads(self, block: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, block: _Layer, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[M, Hq * D], [M, Hkv * D], [M, Hkv * D]."""
+        query, key, value = block.qkv.apart(h, [heads * self.width for heads in self._heads_of_qkv])
+        return query, key, value
+
+    def _rotated(self, block: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[M, Hq, D], [M, Hkv, D], [M, Hkv, D]: rotated queries and keys, and values."""
         heads = block.qkv(h).view(len(h), -1, self.width)
         turned = heads[:, : self.query_heads + self.key_heads].float()
@@ -160,6 +221,15 @@ class DecoderForward:
         cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
         sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
         self.rotation = torch.cat((cos, sin)).float()
+
+
+def _real(lengths: Sequence[int], longest: int, device: torch.device) -> tuple[Tensor, int]:
+    """[M] int64, where the tokens of prompts of these `lengths` are among rows of `longest`, and how many there are.
+
+    M is a multiple of `PACKED`, so that shapes repeat; what is beyond the count is the first token again.
+    """
+    every = torch.cat([torch.arange(length) + p * longest for p, length in enumerate(lengths)])
+    return torch.nn.functional.pad(every, (0, -len(every) % PACKED)).to(device), len(every)
 
 
 class CopyForward(ModulesForward):

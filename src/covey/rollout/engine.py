@@ -12,12 +12,13 @@ import torch
 
 from covey.errors import ConfigError, MemoryLimitError
 from covey.memory import is_out_of_memory, release
+from covey.rollout.compiled import Kernels
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.flight import Flight, Job
-from covey.rollout.forward import Forward, ModulesForward, verify
+from covey.rollout.forward import Forward, ModulesForward
 from covey.rollout.graphs import Capture, Captured, CudaCapture, Eager
-from covey.rollout.kernels import AttentionChoice, captures, verified_attention
+from covey.rollout.kernels import AttentionChoice, captures, verified_attention, verified_kernels
 from covey.rollout.linear import has_bfloat16
 from covey.rollout.mode import evaluating, unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
@@ -83,13 +84,19 @@ class NativeSampler:
 
         On CUDA, decode steps are replayed as CUDA graphs unless `cuda_graphs` is False or the variable COVEY_CUDA_GRAPHS
         is 0, and attend with Triton's kernels where these run, with PyTorch's otherwise or with `attention="torch"`.
+
+        On a CPU, what lies between the matrix products of a step runs in kernels that the machine's own C++ compiler makes
+        once, and in PyTorch's operations where that cannot be, with COVEY_CPU_KERNELS=0 or with `attention="torch"`;
+        `attention="compiled"` raises ConfigError, with the reason, where it cannot be.
         """
         if max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
         if dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32 or bfloat16.")
-        if attention not in ("auto", "torch", "triton"):
-            raise ConfigError(f"attention {attention!r} is not known to the sampler; take auto, torch or triton.")
+        if attention not in ("auto", "torch", "triton", "compiled"):
+            raise ConfigError(
+                f"attention {attention!r} is not known to the sampler; take auto, torch, triton or compiled."
+            )
         self.dtype: Precision = dtype
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
@@ -110,10 +117,12 @@ class NativeSampler:
         """Whose kernels attend while decoding."""
         self.is_static = device.type == "cuda" or self.asked_attention == "triton"
         """Whether steps run on buffers that keep their places, which only a GPU gains from."""
+        self.kernels: Kernels | None = None
+        """What a CPU decodes with, instead of PyTorch's operations."""
         if self.is_static:
             self.attention = verified_attention(self.forward, model, self.asked_attention)
         else:
-            verify(self.forward, model)
+            self.kernels = verified_kernels(self.forward, model, self.asked_attention)
         self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         self.model = model
 
@@ -197,7 +206,7 @@ class NativeSampler:
             "between": self.between,
         }
         if not self.is_static:
-            return Flight(self.forward, jobs, params, **options)
+            return Flight(self.forward, jobs, params, **options, kernels=self.kernels)
         return StaticFlight(self.forward, jobs, params, **options, steps=self._new_steps(), attention=self.attention)
 
     def _new_steps(self) -> Eager | Captured:

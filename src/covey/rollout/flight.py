@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
+from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward
 from covey.rollout.sampler import SamplingParams
@@ -73,8 +74,9 @@ class Flight:
         version: int,
         environment: Environment | None,
         between: Callable[[], None] = lambda: None,
+        kernels: Kernels | None = None,
     ) -> None:
-        self.between = between
+        self.between, self.kernels = between, kernels
         self.forward, self.jobs, self.params, self.tokenizer = forward, jobs, params, tokenizer
         self.unfinished = list(jobs)
         self.version, self.environment = version, environment
@@ -104,7 +106,8 @@ class Flight:
 
     def _new_cache(self, longest: int) -> KeyValues:
         """For rows of at most `longest` tokens."""
-        return KeyValues(self.forward.layers, self.forward.device, self.forward.dtype, self.context)
+        forward = self.forward
+        return KeyValues(forward.layers, forward.device, forward.dtype, self.context, self.kernels)
 
     @property
     def is_busy(self) -> bool:

@@ -12,12 +12,13 @@ import torch
 from covey.errors import ConfigError
 from covey.memory import is_out_of_memory
 from covey.rollout.cache import KeyValues
+from covey.rollout.compiled import Kernels, kernels_for, why_not
 from covey.rollout.forward import Forward, verify
 from covey.rollout.sampler import Unsupported
 from covey.rollout.static_cache import Attention, StaticKeyValues
 
 logger = logging.getLogger(__name__)
-AttentionChoice = Literal["auto", "torch", "triton"]
+AttentionChoice = Literal["auto", "torch", "triton", "compiled"]
 SWITCH = "COVEY_CUDA_GRAPHS"
 """The environment's word on CUDA graphs, 0 or 1, where the sampler's argument says nothing."""
 
@@ -44,6 +45,32 @@ def why_no_triton(device: torch.device) -> str | None:
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"Triton's kernels run on CUDA devices, and the model is on {device.type}"
+    return None
+
+
+def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> Kernels | None:
+    """The kernels of `compiled.py` for a model on a CPU where they give its own logits; None where PyTorch's operations decode.
+
+    Raises ConfigError when they are asked for and cannot run, Unsupported when PyTorch's operations differ from the model too.
+    """
+    shapes = {layer.width for layer in forward.layers}
+    kernels = (
+        kernels_for(forward.device, forward.dtype, shapes.pop()) if len(shapes) == 1 and asked != "torch" else None
+    )
+    if kernels is None and asked == "compiled":
+        reason = why_not() or f"this model has heads or a precision that they are not made for ({forward.dtype})"
+        raise ConfigError(f"attention='compiled' is not possible here: {reason}.")
+    if kernels is not None:
+        cache = lambda forward, context: KeyValues(forward.layers, forward.device, forward.dtype, context, kernels)
+        try:
+            verify(forward, model, new_cache=cache)
+        except Unsupported as error:
+            if asked == "compiled":
+                raise
+            logger.warning("Decoding with PyTorch's own operations, not with compiled kernels: %s.", error)
+        else:
+            return kernels
+    verify(forward, model)
     return None
 
 

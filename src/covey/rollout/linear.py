@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from covey import products
 from covey.rollout.sampler import Unsupported
 
 
@@ -17,6 +19,10 @@ class Linear(Protocol):
     """[.., K] -> [.., N]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        """The layer's output cut into parts of these widths, the layers that it was made of."""
+        ...
 
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the layer's output."""
@@ -42,14 +48,21 @@ class Live:
         return Live(tuple(effective(linear) for linear in linears))
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = [F.linear(x, weight, bias) for weight, bias in self.parts]
+        out = [_product(x, weight, bias) for weight, bias in self.parts]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return [_product(x, weight, bias) for weight, bias in self.parts]
 
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(self(x), inplace=True)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         return factor.mul_(self(x))
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return products.linear(x, weight, bias) if products.pays(x, weight) else F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +84,9 @@ class Packed:
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return self(x).split(widths, -1)
 
     def silu(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")

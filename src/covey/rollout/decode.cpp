@@ -1,0 +1,489 @@
+// What a decode step does between its matrix products, on a CPU: one pass over each number, no copies in between.
+//
+// Vectors of 16 floats through GCC's and Clang's vector types; sums of 16 keys at once and products of bfloat16 where the
+// processor has AVX-512. No torch header: it compiles in a second or two, and works with any build of torch.
+// Threads are those of the OpenMP runtime that torch has loaded.
+//
+// NUMBER is float or bf16, and VECTORS the width of a head in vectors: compiled.py gives both.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define WIDE 1
+#if defined(__AVX512BF16__)
+#define PAIRS 1
+#endif
+#endif
+
+namespace {
+
+#define UNROLLED _Pragma("GCC unroll 16")
+
+constexpr int LANES = 16;
+constexpr int CHUNK = 512;        // keys whose scores exist at a time
+constexpr float NOTHING = -1e30f;  // the score of no key; finite, so that differences of two of them are
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats load(const float* p) {
+    Floats x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline Floats load(const bf16* p) {
+    Halves x;
+    std::memcpy(&x, p, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
+}
+
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+// To the nearest, ties to even.
+inline void store(bf16* p, Floats x) {
+    Words bits = (Words)x;
+    bits += 0x7fff + ((bits >> 16) & 1);
+    Halves half = __builtin_convertvector(bits >> 16, Halves);
+    std::memcpy(p, &half, sizeof half);
+}
+
+inline float one(const float* p) { return *p; }
+
+inline float one(const bf16* p) {
+    uint32_t bits = (uint32_t)p->bits << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline void put(float* p, float x) { *p = x; }
+
+inline void put(bf16* p, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof x);
+    p->bits = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float sum(Floats x) {
+#ifdef WIDE
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float total = 0;
+    UNROLLED
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+#endif
+}
+
+inline float largest(Floats x) {
+#ifdef WIDE
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float top = x[0];
+    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    return top;
+#endif
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// The sums of 16 vectors, one a lane.
+inline Floats sums(const Floats* x) {
+#ifdef WIDE
+    __m512 fours[4];
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        __m512 a = (__m512)x[4 * i], b = (__m512)x[4 * i + 1], c = (__m512)x[4 * i + 2], d = (__m512)x[4 * i + 3];
+        __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        fours[i] = _mm512_add_ps(
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    }
+    __m512 low = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    __m512 high = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+#else
+    Floats out;
+    UNROLLED
+    for (int i = 0; i < LANES; i++) out[i] = sum(x[i]);
+    return out;
+#endif
+}
+
+// e^x for x <= 0, to 2 units in the last place (the polynomial of Cephes' expf).
+inline Floats exponential(Floats x) {
+    x = larger(x, all(-87.0f));
+    Floats n = x * 1.44269504f;
+    Ints whole = __builtin_convertvector(n - 0.5f, Ints);  // truncation towards 0 of a negative number, minus a half: the nearest
+    n = __builtin_convertvector(whole, Floats);
+    Floats r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return y * (Floats)((whole + 127) << 23);
+}
+
+#ifdef PAIRS
+// bfloat16 heads of whole registers: 32 products an instruction, sums in float32.
+template <class T, int VD>
+constexpr bool in_pairs = sizeof(T) == 2 && VD % 2 == 0;
+#else
+template <class T, int VD>
+constexpr bool in_pairs = false;
+#endif
+
+// Products of one query with keys; their sums over the lanes are its scores.
+template <class T, int VD, bool PAIRED = in_pairs<T, VD>>
+struct Query {
+    Floats part[VD];
+    explicit Query(const float* q) {
+        UNROLLED
+        for (int d = 0; d < VD; d++) part[d] = load(q + LANES * d);
+    }
+    Floats with(const T* key) const {
+        Floats s = part[0] * load(key);
+        for (int d = 1; d < VD; d++) s += part[d] * load(key + LANES * d);
+        return s;
+    }
+};
+
+#ifdef PAIRS
+template <class T, int VD>
+struct Query<T, VD, true> {
+    __m512bh part[VD / 2];
+    explicit Query(const float* q) {
+        UNROLLED
+        for (int d = 0; d < VD / 2; d++)
+            part[d] = _mm512_cvtne2ps_pbh((__m512)load(q + 32 * d + 16), (__m512)load(q + 32 * d));
+    }
+    Floats with(const T* key) const {
+        __m512 s = _mm512_setzero_ps();
+        UNROLLED
+        for (int d = 0; d < VD / 2; d++)
+            s = _mm512_dpbf16_ps(s, part[d], (__m512bh)_mm512_loadu_si512(key + 32 * d));
+        return (Floats)s;
+    }
+};
+#endif
+
+// Attention of RQ queries so far: highest score, sum of weights, and weighted values.
+template <int VD, int RQ>
+struct Attended {
+    float top[RQ], total[RQ];
+    float values[RQ][VD * LANES];
+    Attended() {
+        UNROLLED
+        for (int q = 0; q < RQ; q++) top[q] = NOTHING, total[q] = 0;
+        std::memset(values, 0, sizeof values);
+    }
+};
+
+template <class T, int VD, int RQ>
+void scores_of(const float* query, const T* keys, int count, float scale, float scores[RQ][CHUNK]) {
+    constexpr int D = VD * LANES;
+    const int whole = count / LANES * LANES;
+    UNROLLED
+    for (int q = 0; q < RQ; q++) {
+        const Query<T, VD> mine(query + q * D);
+        for (int k = 0; k < whole; k += LANES) {
+            Floats products[LANES];
+            UNROLLED
+            for (int i = 0; i < LANES; i++) products[i] = mine.with(keys + (int64_t)(k + i) * D);
+            store(scores[q] + k, sums(products) * scale);
+        }
+        if (whole < count) {
+            store(scores[q] + whole, all(NOTHING));
+            for (int k = whole; k < count; k++) scores[q][k] = sum(mine.with(keys + (int64_t)k * D)) * scale;
+        }
+    }
+}
+
+// Adds the values of `here` keys by their weights `scores`, which are 0 up to the next multiple of 16.
+template <class T, int VD, int RQ>
+void add_values(const T* value, int here, const float* kept, const float scores[RQ][CHUNK], Attended<VD, RQ>& seen) {
+    constexpr int D = VD * LANES;
+    Floats sum[RQ][VD];
+    UNROLLED
+    for (int q = 0; q < RQ; q++)
+        UNROLLED
+        for (int d = 0; d < VD; d++) sum[q][d] = load(seen.values[q] + LANES * d) * kept[q];
+#ifdef PAIRS
+    if constexpr (in_pairs<T, VD>) {
+        // two keys at a time: their values are interleaved by 16 bits, which leaves the sums in another order; see `write`
+        uint32_t weights[RQ][CHUNK / 2];
+        UNROLLED
+        for (int q = 0; q < RQ; q++)
+            for (int k = 0; k < here; k += LANES) {
+                const __m256bh half = _mm512_cvtneps_pbh((__m512)load(scores[q] + k));
+                std::memcpy(weights[q] + k / 2, &half, sizeof half);
+            }
+        for (int k = 0; k < here; k += 2) {
+            const T* first = value + (int64_t)k * D;
+            const T* second = k + 1 < here ? first + D : first;  // its weight is 0
+            __m512bh v[VD];
+            UNROLLED
+            for (int d = 0; d < VD; d += 2) {
+                const __m512i a = _mm512_loadu_si512(first + LANES * d), b = _mm512_loadu_si512(second + LANES * d);
+                v[d] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+                v[d + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+            }
+            UNROLLED
+            for (int q = 0; q < RQ; q++) {
+                const __m512bh weight = (__m512bh)_mm512_set1_epi32((int)weights[q][k / 2]);
+                UNROLLED
+                for (int d = 0; d < VD; d++) sum[q][d] = (Floats)_mm512_dpbf16_ps((__m512)sum[q][d], v[d], weight);
+            }
+        }
+    }
+#endif
+    if constexpr (!in_pairs<T, VD>) {
+        for (int k = 0; k < here; k++, value += D) {
+            Floats v[VD];
+            UNROLLED
+            for (int d = 0; d < VD; d++) v[d] = load(value + LANES * d);
+            UNROLLED
+            for (int q = 0; q < RQ; q++) {
+                const Floats weight = all(scores[q][k]);
+                UNROLLED
+                for (int d = 0; d < VD; d++) sum[q][d] += weight * v[d];
+            }
+        }
+    }
+    UNROLLED
+    for (int q = 0; q < RQ; q++)
+        UNROLLED
+        for (int d = 0; d < VD; d++) store(seen.values[q] + LANES * d, sum[q][d]);
+}
+
+// `count` more keys and values, each D wide and D apart.
+template <class T, int VD, int RQ>
+void attend_to(const float* query, const T* keys, const T* values, int64_t count, float scale, Attended<VD, RQ>& seen) {
+    constexpr int D = VD * LANES;
+    alignas(64) float scores[RQ][CHUNK];
+    for (int64_t from = 0; from < count; from += CHUNK) {
+        const int here = (int)(count - from < CHUNK ? count - from : CHUNK);
+        scores_of<T, VD, RQ>(query, keys + from * D, here, scale, scores);
+        float kept[RQ];
+        UNROLLED
+        for (int q = 0; q < RQ; q++) {
+            Floats top = all(seen.top[q]);
+            for (int k = 0; k < here; k += LANES) top = larger(top, load(scores[q] + k));
+            const float highest = largest(top);
+            Floats total = {};
+            for (int k = 0; k < here; k += LANES) {
+                Floats weight = exponential(load(scores[q] + k) - highest);
+                store(scores[q] + k, weight);
+                total += weight;
+            }
+            kept[q] = exponential(all(seen.top[q] - highest))[0];
+            const int beyond = here % LANES ? LANES - here % LANES : 0;  // e^-87 each: nothing, but not to be counted
+            for (int k = here; k < here + beyond; k++) scores[q][k] = 0;
+            seen.total[q] = seen.total[q] * kept[q] + sum(total);
+            seen.top[q] = highest;
+        }
+        add_values<T, VD, RQ>(values + from * D, here, kept, scores, seen);
+    }
+}
+
+// What the queries saw, in the order of the values.
+template <class T, int VD, int RQ>
+void write(const Attended<VD, RQ>& seen, T* out) {
+    constexpr int D = VD * LANES;
+    UNROLLED
+    for (int q = 0; q < RQ; q++) {
+        const float share = 1.0f / seen.total[q];
+        alignas(64) float ordered[D];
+        if constexpr (in_pairs<T, VD>) {
+            for (int from = 0; from < D; from += 32)
+                for (int i = 0; i < 8; i++)  // 4 of the low halves, 4 of the high ones
+                    std::memcpy(ordered + from + 4 * i, seen.values[q] + from + (i % 2) * 16 + (i / 2) * 4, 16);
+        } else {
+            std::memcpy(ordered, seen.values[q], sizeof ordered);
+        }
+        UNROLLED
+        for (int d = 0; d < VD; d++) store(out + q * D + LANES * d, load(ordered + LANES * d) * share);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// What all layers of one decode step share. The layout is mirrored in compiled.py.
+struct Step {
+    int64_t rows;         // that are in flight
+    int64_t heads;        // of keys
+    int64_t repeats;      // query heads a key head
+    int64_t width;        // of a head, D
+    int64_t column;       // of the own keys, where this step writes
+    int64_t threads;
+    const int64_t* starts;   // [rows] the first column that a row sees
+    const int64_t* owners;   // [rows] its prompt
+    const int64_t* lengths;  // [prompts] keys of each prompt
+    const int64_t* places;   // [rows] positions; unused without rotation
+    const float* cosines;    // [positions, D], or null: queries and keys are rotated already
+    const float* sines;      // [positions, D], with the sign that a rotation by halves wants
+    double scale;
+    double epsilon;
+};
+
+// Where the heads of one layer's rows begin: x[row * by_row + head * by_head + d].
+struct Heads {
+    void* data;
+    int64_t by_row, by_head;
+};
+
+// [2, rows or prompts, heads, columns, D] of one layer, D contiguous and columns D apart.
+struct Slab {
+    void* data;
+    int64_t by_kind, by_row, by_head;
+};
+}
+
+namespace {
+
+// `x` [D] normed (with a weight) and rotated to `out`.
+inline void prepared(const Step& step, int64_t row, const float* weight, float* x, float* out) {
+    const int64_t D = step.width, half = D / 2;
+    if (weight) {
+        float squares = 0;
+        for (int64_t d = 0; d < D; d++) squares += x[d] * x[d];
+        const float norm = 1.0f / std::sqrt(squares / (float)D + (float)step.epsilon);
+        for (int64_t d = 0; d < D; d++) x[d] = x[d] * norm * weight[d];
+    }
+    if (!step.cosines) {
+        std::memcpy(out, x, D * sizeof(float));
+        return;
+    }
+    const float* cos = step.cosines + step.places[row] * D;
+    const float* sin = step.sines + step.places[row] * D;
+    for (int64_t d = 0; d < half; d++) out[d] = x[d] * cos[d] + x[d + half] * sin[d];
+    for (int64_t d = half; d < D; d++) out[d] = x[d] * cos[d] + x[d - half] * sin[d];
+}
+
+template <class T, int VD, int RQ>
+void attend_some(const Step& step, int64_t row, int64_t head, const float* query, const Slab& own, const Slab& prompt, T* out) {
+    constexpr int64_t D = VD * LANES;
+    Attended<VD, RQ> seen;
+    const int64_t owner = step.owners[row], start = step.starts[row];
+    const T* keys = (const T*)prompt.data + owner * prompt.by_row + head * prompt.by_head;
+    attend_to<T, VD, RQ>(query, keys, keys + prompt.by_kind, step.lengths[owner], (float)step.scale, seen);
+    keys = (const T*)own.data + row * own.by_row + head * own.by_head + start * D;
+    attend_to<T, VD, RQ>(query, keys, keys + own.by_kind, step.column + 1 - start, (float)step.scale, seen);
+    write<T, VD, RQ>(seen, out);
+}
+
+// One row's queries of one key head: its key and value are kept, then all of its queries attend.
+template <class T, int VD>
+void attend_row(const Step& step, int64_t row, int64_t head, const Heads& query, const Heads& key, const Heads& value,
+                const float* query_norm, const float* key_norm, const Slab& own, const Slab& prompt, T* out) {
+    constexpr int64_t D = VD * LANES;
+    constexpr int MOST = VD <= 4 ? 5 : VD <= 8 ? 2 : 1;  // queries whose sums fit in registers
+    alignas(64) float raw[D], queries[MOST * D];
+    T* kept = (T*)own.data + row * own.by_row + head * own.by_head + step.column * D;
+    const T* from = (const T*)key.data + row * key.by_row + head * key.by_head;
+    UNROLLED
+    for (int d = 0; d < VD; d++) store(raw + LANES * d, load(from + LANES * d));
+    prepared(step, row, key_norm, raw, queries);
+    UNROLLED
+    for (int d = 0; d < VD; d++) store(kept + LANES * d, load(queries + LANES * d));
+    std::memcpy(kept + own.by_kind, (const T*)value.data + row * value.by_row + head * value.by_head, D * sizeof(T));
+    for (int64_t first = 0; first < step.repeats;) {
+        const int64_t left = step.repeats - first;
+        const int64_t many = left < MOST ? left : MOST;
+        for (int64_t q = 0; q < many; q++) {
+            const T* x = (const T*)query.data + row * query.by_row + (head * step.repeats + first + q) * query.by_head;
+            UNROLLED
+            for (int d = 0; d < VD; d++) store(raw + LANES * d, load(x + LANES * d));
+            prepared(step, row, query_norm, raw, queries + q * D);
+        }
+        T* to = out + ((row * step.heads + head) * step.repeats + first) * D;
+        if (many == 1) attend_some<T, VD, 1>(step, row, head, queries, own, prompt, to);
+        if constexpr (MOST > 1) {
+            if (many == 2) attend_some<T, VD, 2>(step, row, head, queries, own, prompt, to);
+        }
+        if constexpr (MOST > 2) {
+            if (many == 3) attend_some<T, VD, 3>(step, row, head, queries, own, prompt, to);
+            if (many == 4) attend_some<T, VD, 4>(step, row, head, queries, own, prompt, to);
+            if (many == 5) attend_some<T, VD, 5>(step, row, head, queries, own, prompt, to);
+        }
+        first += many;
+    }
+}
+
+template <class T, int VD>
+void attend(const Step& step, const Heads& query, const Heads& key, const Heads& value, const float* query_norm,
+                const float* key_norm, const Slab& own, const Slab& prompt, void* out) {
+    const int64_t tasks = step.rows * step.heads;
+#pragma omp parallel for num_threads(step.threads) schedule(dynamic, 4) if (step.threads > 1 && tasks > 8)
+    for (int64_t task = 0; task < tasks; task++)
+        attend_row<T, VD>(step, task / step.heads, task % step.heads, query, key, value, query_norm, key_norm, own,
+                          prompt, (T*)out);
+}
+
+template <class T>
+void add_norm(float* x, const T* update, const float* weight, T* out, int64_t rows, int64_t size, double epsilon,
+              int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * size > 16384)
+    for (int64_t row = 0; row < rows; row++) {
+        float* mine = x + row * size;
+        const int64_t whole = size / LANES * LANES;
+        Floats squares = {};
+        float rest = 0;
+        if (update) {
+            const T* more = update + row * size;
+            for (int64_t i = 0; i < whole; i += LANES) {
+                Floats value = load(mine + i) + load(more + i);
+                store(mine + i, value);
+                squares += value * value;
+            }
+            for (int64_t i = whole; i < size; i++) mine[i] += one(more + i), rest += mine[i] * mine[i];
+        } else {
+            for (int64_t i = 0; i < whole; i += LANES) {
+                Floats value = load(mine + i);
+                squares += value * value;
+            }
+            for (int64_t i = whole; i < size; i++) rest += mine[i] * mine[i];
+        }
+        const float norm = 1.0f / std::sqrt((sum(squares) + rest) / (float)size + (float)epsilon);
+        for (int64_t i = 0; i < whole; i += LANES) store(out + row * size + i, load(mine + i) * norm * load(weight + i));
+        for (int64_t i = whole; i < size; i++) put(out + row * size + i, mine[i] * norm * weight[i]);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Keys and values of this step's tokens into column `step.column` of `own`, and what their queries attend to into `out`
+// [rows, heads * repeats, D].
+void covey_attend(const Step* step, const Heads* query, const Heads* key, const Heads* value, const float* query_norm,
+                  const float* key_norm, const Slab* own, const Slab* prompt, void* out) {
+    attend<NUMBER, VECTORS>(*step, *query, *key, *value, query_norm, key_norm, *own, *prompt, out);
+}
+
+// x [rows, size] += update (or nothing, when null); out = x / rms(x) * weight.
+void covey_add_norm(float* x, const void* update, const float* weight, void* out, int64_t rows, int64_t size,
+                    double epsilon, int64_t threads) {
+    add_norm<NUMBER>(x, (const NUMBER*)update, weight, (NUMBER*)out, rows, size, epsilon, threads);
+}
+}

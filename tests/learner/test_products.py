@@ -1,0 +1,111 @@
+"""float32 products by oneDNN: the same numbers and gradients, also where activations are computed again, and nothing else."""
+
+import pytest
+import torch
+from test_shared import checkpointing, row
+from torch import nn
+from torch.nn import functional as F
+
+from covey import products
+from covey.learner.policy import Policy
+from covey.models import checkpoint_activations
+from covey.products import FasterProducts
+from kit import tiny_model, tiny_tokenizer
+
+has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """oneDNN for every product, on any processor and of any size."""
+    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(products, "SMALLEST", 1)
+
+
+def through(layer, x, is_inside):
+    """Output, and the gradients of input, weight and bias."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    if is_inside:
+        with FasterProducts():
+            y = layer(x)
+        assert type(y.grad_fn).__name__ == "_LinearBackward"
+    else:
+        y = layer(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@has_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(70, 48), (1, 70, 48), (3, 5, 48)])
+def test_values_and_gradients_are_those_of_the_layer(always, bias, shape):
+    layer, x = nn.Linear(48, 80, bias=bias), torch.randn(shape)
+    for mine, theirs in zip(through(layer, x, True), through(layer, x, False), strict=True):
+        assert mine.shape == theirs.shape
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5)
+
+
+@has_onednn
+def test_an_input_that_is_not_contiguous_and_a_frozen_weight(always):
+    layer = nn.Linear(48, 80)
+    layer.weight.requires_grad_(False)
+    base = torch.randn(48, 5, 6, requires_grad=True)
+    with FasterProducts():
+        mine = layer(base.permute(2, 1, 0))
+    theirs = layer(base.permute(2, 1, 0))
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    mine.sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    torch.testing.assert_close(base.grad, layer.weight.sum(0)[:, None, None].expand_as(base), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["float64", "bfloat16", "autocast", "small"])
+def test_whatever_is_not_a_large_product_in_float32_is_left_to_torch(monkeypatch, case):
+    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(products, "SMALLEST", 10**9 if case == "small" else 1)
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case, torch.float32)
+    layer, x = nn.Linear(8, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        expected = layer(x)
+        with FasterProducts():
+            found = layer(x)
+    assert type(found.grad_fn).__name__ != "_LinearBackward"
+    assert found.equal(expected)
+
+
+def test_outside_of_a_learner_torch_is_as_it_was(always):
+    assert (
+        type(F.linear(torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)).grad_fn).__name__ != "_LinearBackward"
+    )
+
+
+@has_onednn
+@pytest.mark.parametrize("again", ["kept", "ours", "the user's own"])
+def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_again(monkeypatch, again):
+    """Blocks that somebody else made compute again are computed by torch alone: both times must be alike."""
+    rows = [row(group, [5, 6, 7, 8], [9 + i, 10, 11 + group]) for group in (0, 1) for i in range(3)]
+
+    def gradients(is_faster):
+        monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
+        monkeypatch.setattr(products, "SMALLEST", 1)
+        monkeypatch.setattr("covey.models.is_onednn_faster", lambda: is_faster)
+        model = tiny_model(layers=2, seed=1).train()
+        if again == "ours":
+            checkpoint_activations(model)
+        elif again != "kept":
+            checkpointing(model)
+        calls = []
+        real = products.linear
+        monkeypatch.setattr(products, "linear", lambda *args: calls.append(1) or real(*args))
+        Policy(model, tiny_tokenizer().pad_token_id).measure(rows).logp.sum().backward()
+        monkeypatch.setattr(products, "linear", real)
+        return len(calls), [parameter.grad for parameter in model.parameters()]
+
+    count, mine = gradients(True)
+    none, theirs = gradients(False)
+    assert none == 0
+    assert (count > 0) == (again != "the user's own")
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
