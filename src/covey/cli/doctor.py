@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.cli import output, train
@@ -74,11 +75,11 @@ def case_of(given: Given) -> Case:
 
 def predicted_peak(given: Given, config: Any, dataset: Any) -> int:
     """Bytes of the estimate that `covey train --dry-run` shows."""
-    from covey.cli.plan import longest_prompt, memory_of
+    from covey.cli.plan import longest_prompt_tokens, memory_of
     from covey.config import batch_arithmetic
 
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
-    return memory_of(config, given, counts.prompts_per_generation, longest_prompt(dataset) // 3).peak
+    return memory_of(config, given, counts.prompts_per_generation, longest_prompt_tokens(dataset)).peak
 
 
 def row(finding: Finding) -> str:
@@ -102,11 +103,28 @@ def _verdict(counts: Mapping[str, int]) -> str:
     return "ready to train; read the warnings." if counts["WARN"] else "ready to train."
 
 
-verb = Verb(
+class _Doctor(Verb):
+    def __call__(self, arguments: Sequence[str]) -> int:
+        """`covey doctor memory` is a verb of its own, unless a file has that name; the word may also stand behind options."""
+        taking = {flag.spelled for flag in self.flags() if not flag.is_switch}
+        places = [i for i, word in enumerate(arguments) if word == "memory" and not (i and arguments[i - 1] in taking)]
+        if not places or Path("memory").exists():
+            return super().__call__(arguments)
+        from covey.cli import doctor_memory
+
+        return doctor_memory.verb([*arguments[: places[0]], *arguments[places[0] + 1 :]])
+
+
+verb = _Doctor(
     name="doctor",
-    usage="[CONFIG.yaml | demo] --model MODEL --dataset DATA --reward REWARD [options of covey train]",
-    sentence="Look at a run before it is paid for: machine, model, data, rewards, memory, time, and whether it would learn.",
-    examples=("covey doctor demo", "covey doctor run.yaml", "covey doctor run.yaml --sample-prompts 64 --json"),
+    usage="[memory] [CONFIG.yaml | demo] --model MODEL --dataset DATA --reward REWARD [options of covey train]",
+    sentence="Look at a run before it is paid for: machine, model, data, rewards, memory, time, and whether it would learn. "
+    "covey doctor memory: memory alone, without data or reward; its own --help.",
+    examples=(
+        "covey doctor demo",
+        "covey doctor run.yaml --sample-prompts 64 --json",
+        "covey doctor memory --model Qwen/Qwen2.5-0.5B-Instruct",
+    ),
     flags=flags,
     quiet_flags=other_flags,
     types=train.config_types,
@@ -116,6 +134,6 @@ verb = Verb(
         "from_run": "Give its options: covey doctor runs/x/train.yaml --output-dir runs/new.",
     },
     positional=("config",),
-    presets=train.PRESETS,
+    presets={**train.PRESETS, "memory": {}},
     run=run,
 )

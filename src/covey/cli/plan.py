@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is n
 def show(config: GRPOConfig, given: Given, wanted: Mapping[str, Any], dataset: Any) -> None:
     """Print the plan: as JSON on stdout with `--json`, else as text."""
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
-    prompt_tokens = longest_prompt(dataset) // _CHARACTERS_A_TOKEN
+    prompt_tokens = longest_prompt_tokens(dataset)
     memory = memory_of(config, given, counts.prompts_per_generation, prompt_tokens)
     if given.get("json"):
         plan = {
@@ -110,18 +111,21 @@ def model_config(model: str, trust_remote_code: bool) -> Any:
 
     from covey.models import resolve_source
 
+    source = resolve_source(model)
+    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).exists():
+        raise ModelError(f"The model folder {source!r} does not exist.")
     try:
-        return AutoConfig.from_pretrained(resolve_source(model), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{model} has no configuration that transformers reads: {str(error).splitlines()[0]}"
         ) from error
 
 
-def longest_prompt(dataset: Any, rows: int = 1000) -> int:
-    """Characters of the longest of the first prompts."""
+def longest_prompt_tokens(dataset: Any, rows: int = 1000) -> int:
+    """About how many tokens the longest of the first prompts has, by its characters."""
     taken = dataset.select(range(min(rows, len(dataset)))) if hasattr(dataset, "select") else dataset.take(rows)
-    return max((_characters(row["prompt"]) for row in taken), default=0)
+    return max((_characters(row["prompt"]) for row in taken), default=0) // _CHARACTERS_A_TOKEN
 
 
 def _characters(prompt: Any) -> int:

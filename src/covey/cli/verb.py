@@ -10,6 +10,7 @@ from typing import Any
 from covey.cli import output
 from covey.cli.flags import Flag, read_flags, read_yaml, typed
 from covey.cli.help import flags_help
+from covey.errors import ConfigError, did_you_mean
 
 Given = Mapping[str, Any]
 """Typed values of the flags that were given, by name."""
@@ -70,4 +71,7 @@ class Verb:
             return {}
         if config in self.presets and not Path(config).exists():
             return self.presets[config]
+        near = "" if Path(config).exists() else did_you_mean(config, self.presets)
+        if near:
+            raise ConfigError(f"There is no file {config}.{near}")
         return read_yaml(config, flags, self.hints)

@@ -1,0 +1,152 @@
+"""`covey doctor memory`: how much memory a run needs and by what, what would lower it, and the longest micro-batch tried."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output, train
+from covey.cli.fields import other_flags
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.config import GRPOConfig
+    from covey.doctor import Finding
+    from covey.learner.memory import Memory
+
+_PROMPT_TOKENS = Flag(
+    name="prompt_tokens", help="Tokens of the longest prompt; left out: from --dataset, or 512 where none is named.", type=int, group="run"
+)  # fmt: skip
+_PREDICT_ONLY = Flag(
+    name="predict_only", help="Load nothing and try nothing: the prediction alone.", type=bool, group="run"
+)
+_ASSUMED = 512
+_WORTH = 0.95
+"""Share of the peak that a change must get below to be shown."""
+
+
+def flags() -> tuple[Flag, ...]:
+    left_out = {"dry_run", "print_config", "resume", "from_run", "seeds", "trust_source"}
+    return (_PROMPT_TOKENS, _PREDICT_ONLY, *(flag for flag in train.flags() if flag.name not in left_out))
+
+
+def run(given: Given) -> int:
+    """Predict, show what would lower it, and try. Exit code 1 where it does not fit."""
+    if not given.get("model"):
+        raise ConfigError(
+            "--model is missing: the model whose memory is asked for, such as covey doctor memory --model demo."
+        )
+    if given.get("prompt_tokens", 1) < 1:
+        raise ConfigError("--prompt-tokens is less than 1; give the tokens of the longest prompt.")
+    from covey.config import GRPOConfig
+    from covey.doctor import plan
+
+    own = {_PROMPT_TOKENS.name, _PREDICT_ONLY.name}
+    wanted = train.config_options({name: value for name, value in given.items() if name not in own})
+    config = GRPOConfig(**wanted)
+    tokens = _prompt_tokens(given)
+    memory = _memory(config, given, tokens)
+    available, where = plan.available_memory(config.device)
+    lower = dict(_lower(wanted, given, tokens, memory.peak))
+    findings = [plan.memory(memory.peak, available, where)]
+    if not given.get("json"):
+        _show(memory, lower, tokens, config, findings[0])
+    if findings[0].status != "FAIL" and not given.get("predict_only"):
+        findings.append(_tried(config, given, tokens))
+        if not given.get("json"):
+            output.result(_row(findings[-1]))
+    fits = all(finding.status != "FAIL" for finding in findings)
+    if given.get("json"):
+        memory_of = {**vars(memory), "peak": memory.peak}
+        output.result_json({"ok": fits, "prompt_tokens": tokens, "memory": memory_of, "available": available, "lower": lower,
+                            "findings": [vars(finding) for finding in findings]})  # fmt: skip
+    return 0 if fits else 1
+
+
+def _prompt_tokens(given: Given) -> int:
+    from covey.cli.plan import longest_prompt_tokens
+
+    if given.get("prompt_tokens"):
+        return int(given["prompt_tokens"])
+    if not given.get("dataset"):
+        return _ASSUMED
+    return longest_prompt_tokens(train.load_prompts(given["dataset"], given, given.get("max_prompts")))
+
+
+def _memory(config: GRPOConfig, given: Given, tokens: int) -> Memory:
+    from covey.cli.plan import memory_of
+    from covey.config import batch_arithmetic
+
+    return memory_of(config, given, batch_arithmetic(config, num_prompts=1).prompts_per_generation, tokens)
+
+
+def _lower(wanted: Mapping[str, Any], given: Given, tokens: int, peak: int) -> Iterator[tuple[str, int]]:
+    """Options that the run does not have and that would lower its peak, with the peak, lowest first."""
+    from covey.config import GRPOConfig
+
+    config = GRPOConfig(**wanted)
+    changes: dict[str, dict[str, Any]] = {
+        "--gradient-checkpointing": {"gradient_checkpointing": True},
+        "--optim adamw_bnb_8bit": {"optim": "adamw_bnb_8bit"},
+        "--lora-r 16": {"lora_r": 16},
+        "--max-tokens-per-microbatch 1024": {"max_tokens_per_microbatch": 1024},
+    }
+    if config.beta:
+        changes["--beta 0"] = {"beta": 0.0}
+    found = []
+    for spelled, change in changes.items():
+        changed = GRPOConfig(**{**wanted, **{name: value for name, value in change.items() if name != "lora_r"}})
+        if "lora_r" not in change or not given.get("lora_r"):
+            found.append((spelled, _memory(changed, {**given, **change}, tokens).peak))
+    yield from sorted((one for one in found if one[1] < _WORTH * peak), key=lambda one: one[1])
+
+
+def _show(memory: Memory, lower: Mapping[str, int], tokens: int, config: GRPOConfig, finding: Finding) -> None:
+    from covey.learner.memory import in_gib
+
+    output.result(
+        f"{config.per_device_train_batch_size} completions of {config.max_completion_length} tokens behind prompts of up to "
+        f"{tokens}, on each device:"
+    )
+    output.result(textwrap.indent(memory.in_words(), "  "))
+    if lower:
+        output.result("what would lower the peak:")
+        width = max(map(len, lower)) + 2
+        for spelled, peak in lower.items():
+            output.result(f"  {spelled:<{width}}{in_gib(peak):>10}")
+    output.result(_row(finding))
+
+
+def _row(finding: Finding) -> str:
+    from covey.cli.doctor import row
+
+    return row(finding)
+
+
+def _tried(config: GRPOConfig, given: Given, tokens: int) -> Finding:
+    """The longest micro-batch forward and backward, on the model itself."""
+    from covey.doctor.longest import try_without_data
+
+    return try_without_data(given["model"], config, train.adapter(given), tokens)
+
+
+verb = Verb(
+    name="doctor memory",
+    usage="[CONFIG.yaml | demo] --model MODEL [options of covey train]",
+    sentence="How much memory a run needs and by what, what would lower it, and whether the longest micro-batch fits: tried.",
+    examples=(
+        "covey doctor memory --model demo",
+        "covey doctor memory --model Qwen/Qwen2.5-0.5B-Instruct --lora-r 16 --max-completion-length 2048",
+        "covey doctor memory run.yaml --predict-only --json",
+    ),
+    flags=flags,
+    quiet_flags=other_flags,
+    types=train.config_types,
+    hints=train.HINTS,
+    positional=("config",),
+    presets=train.PRESETS,
+    run=run,
+)
