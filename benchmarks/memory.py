@@ -5,12 +5,14 @@
     python benchmarks/memory.py --only prediction --runs LoRA 60M
 
 Every cell is a fresh process on the CPU; the peak is that of resident memory (VmHWM) above what the process held before the
-model was loaded, so the C library's fragmentation counts.
+model was loaded, so the C library's fragmentation counts. What Python and torch take themselves does not: before the model
+is loaded, a tiny one trains for two steps with the same options, so that oneDNN and all else that loads on first use is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.learner import Policy
 from covey.learner.memory import Memory, Shape, estimate, starting_tokens
+from covey.rollout.linear import has_bfloat16
 from covey.types import Completion, Group, Prompt
 from learner import learner_of
 
@@ -39,11 +42,24 @@ RUNS = {
     "10M, float32, few-shot prompts": {"shots": 4},
     "10M, float32, LoRA": {"lora": 16},
     "10M, float32, LoRA, beta 0.04, recomputed": {"lora": 16, "beta": 0.04, "gradient_checkpointing": True},
+    "10M, float32, 1024 tokens a micro-batch": {"max_tokens_per_microbatch": 1024},
+    "10M, float32, 8192 tokens a micro-batch": {"max_tokens_per_microbatch": 8192},
     "10M, float32, vocabulary of 152,000": {"vocabulary": 152_000},
     "10M, float32, vocabulary of 152,000, 8-bit optimizer": {"vocabulary": 152_000, "optim": "adamw_bnb_8bit"},
     "10M, bfloat16 products, vocabulary of 152,000": {"vocabulary": 152_000, "bf16": True},
     "60M, float32": {"size": "60m"},
     "60M, bfloat16 products": {"size": "60m", "bf16": True},
+    "60M, float32, recomputed activations": {"size": "60m", "gradient_checkpointing": True},
+    "60M, float32, beta 0.04, 1024 tokens a micro-batch": {
+        "size": "60m",
+        "beta": 0.04,
+        "max_tokens_per_microbatch": 1024,
+    },
+    "60M, float32, 8-bit optimizer, recomputed": {
+        "size": "60m",
+        "optim": "adamw_bnb_8bit",
+        "gradient_checkpointing": True,
+    },
     "60M, float32, LoRA": {"size": "60m", "lora": 16},
 }
 
@@ -128,75 +144,98 @@ def groups_of(length: int, vocabulary: int) -> list[Group]:
 
 
 def prediction_table(words: list[str] | None) -> None:
-    print("\n| run | predicted, MiB | measured, MiB | predicted / measured |\n|---|--:|--:|--:|")
+    print("\n| run | predicted, MiB | measured, MiB | predicted / measured | process before the model, MiB |")
+    print("|---|--:|--:|--:|--:|")
     for name, options in RUNS.items():
         if words and not any(word in name for word in words):
             continue
         in_a_process({"train": options.get("size", "10m")})
         found = in_a_process({"run": options})
         ratio = found["predicted"] / found["measured"]
-        print(f"| {name} | {found['predicted']:.0f} | {found['measured']:.0f} | {ratio:.2f} |", flush=True)
+        values = f"{found['predicted']:.0f} | {found['measured']:.0f} | {ratio:.2f} | {found['process']:.0f}"
+        print(f"| {name} | {values} |", flush=True)
 
 
 def run_cell(options: dict[str, Any]) -> dict[str, float]:
     """Two steps of 4 prompts x 8 completions that all reach their 200 tokens, and the prediction for the same options."""
-    from datasets import Dataset
-    from peft import LoraConfig
-
     import rollout
 
     options = dict(options)
     size, rank = options.pop("size", "10m"), options.pop("lora", None)
     vocabulary, shots = options.pop("vocabulary", None), options.pop("shots", 0)
-    rows = [{"prompt": text} for text in rollout.questions(16, shots)]
-    with tempfile.TemporaryDirectory() as output, peak_since() as peak:
+    prompts = rollout.questions(16, shots)
+    warm_up(prompts, options, rank)
+    with peak_since() as peak:
         before = resident("VmRSS")
         model, tokenizer = model_of(size)
-        tokenizer.add_special_tokens({"eos_token": "<|never|>"})  # a token that is hardly ever drawn
-        tokenizer.pad_token_id = 0
+        never_ends(tokenizer)
         model.resize_token_embeddings(max(vocabulary or 0, len(tokenizer)), mean_resizing=False)
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-        given = {
-            "per_device_train_batch_size": 32,
-            "num_generations": 8,
-            "max_completion_length": 200,
-            "max_steps": 2,
-            "logging_steps": 1,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            **options,
-        }
-        args = GRPOConfig(
-            output_dir=output, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, **given
+        shape = Shape.of_model(model)
+        args, lengths = trained(
+            model, tokenizer, prompts, {"max_completion_length": 200, "max_steps": 2, **options}, rank
         )
+        measured = peak() - before
+    assert min(lengths) > 180, f"completions ended early: {lengths}"
+    longest = max(len(tokenizer(text)["input_ids"]) for text in prompts)
+    return {"predicted": predicted(shape, args, longest, rank).peak / 2**20, "measured": measured, "process": before}
+
+
+def warm_up(prompts: list[str], options: dict[str, Any], rank: int | None) -> None:
+    """Two steps of a tiny model with these options: the code that a run loads is not the model's memory."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import rollout
+
+    tokenizer = rollout.trained("10m", 120)[1]
+    never_ends(tokenizer)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    eos = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    tiny = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **shape, **eos))
+    dtype = "bfloat16" if has_bfloat16(tiny.device) else "auto"  # what a model that is not tiny is sampled in
+    trained(
+        tiny, tokenizer, prompts, {**options, "max_completion_length": 8, "max_steps": 2, "rollout_dtype": dtype}, rank
+    )
+    gc.collect()
+
+
+def never_ends(tokenizer: Any) -> None:
+    """A byte that no English text holds ends a completion, so that all reach the full length."""
+    tokenizer.eos_token, tokenizer.pad_token_id = tokenizer.convert_ids_to_tokens(tokenizer("\x0e")["input_ids"][0]), 0
+
+
+def trained(
+    model: Any, tokenizer: Any, prompts: list[str], options: dict[str, Any], rank: int | None
+) -> tuple[GRPOConfig, list[float]]:
+    """What a run was configured to, and the mean length of its completions by step."""
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    given = {"per_device_train_batch_size": 32, "num_generations": 8, "bf16": False, "gradient_checkpointing": False}
+    adapter = LoraConfig(r=rank or 1, target_modules="all-linear", task_type="CAUSAL_LM")
+    quiet = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    with tempfile.TemporaryDirectory() as output:
+        args = GRPOConfig(output_dir=output, **quiet, **{**given, **options})
         trainer = GRPOTrainer(
             model=model,
             processing_class=tokenizer,
             reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 97) for ids in completion_ids],
             args=args,
-            train_dataset=Dataset.from_list(rows),
-            peft_config=None
-            if rank is None
-            else LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+            train_dataset=Dataset.from_list([{"prompt": text} for text in prompts]),
+            peft_config=None if rank is None else adapter,
         )
-        shape = Shape.of_model(model) if rank is None else Shape.of(model.config)  # without the adapter
         trainer.train()
-        measured = peak() - before
-        lengths = [
-            entry["completions/mean_length"]
-            for entry in trainer.state.log_history
-            if "completions/mean_length" in entry
-        ]
-        assert min(lengths) > 180, f"completions ended early: {lengths}"
-    longest = max(len(tokenizer(row["prompt"])["input_ids"]) for row in rows)
-    return {"predicted": predicted(shape, args, longest, rank).peak / 2**20, "measured": measured}
+    name = "completions/mean_length"
+    return args, [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def predicted(shape: Shape, args: GRPOConfig, prompt_tokens: int, rank: int | None) -> Memory:
     """What `--dry-run` says of these options, with the prompts counted in tokens."""
     compute_bytes = 2 if args.bf16 else 4
     checkpoints = args.checkpoints_activations
-    limit = starting_tokens("auto", shape, on_cpu=True, compute_bytes=compute_bytes, is_checkpointed=checkpoints)
+    limit = starting_tokens(
+        args.max_tokens_per_microbatch, shape, on_cpu=True, compute_bytes=compute_bytes, is_checkpointed=checkpoints
+    )
     return estimate(
         shape,
         weight_bytes=4,

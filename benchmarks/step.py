@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--size", nargs="*", choices=rollout.SHAPES, default=["10m"])
     parser.add_argument("--shots", nargs="*", type=int, default=[0], help="worked examples in front of the question")
     parser.add_argument("--beta", nargs="*", type=float, default=[0.0])
+    parser.add_argument("--lora", type=int, help="train an adapter of this rank instead of all weights")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=1, help="processes of each side; the sides alternate")
     parser.add_argument("--precision", nargs="*", default=["fp32", "bf16-autocast"], help="precisions of each side")
@@ -61,9 +62,9 @@ def steps(given: argparse.Namespace) -> list[Found]:
         del model
         for shots in given.shots:
             for beta in given.beta:
-                task = workload(size, tokenizer, shots, beta, given.steps)
+                task = {**workload(size, tokenizer, shots, beta, given.steps), "lora": given.lora}
                 runs = alternate(given, task)
-                title = f"{size}, {shots}-shot, beta {beta:g}{', dense reward' if given.dense else ''}"
+                title = f"{size}, {shots}-shot, beta {beta:g}{', dense reward' if given.dense else ''}{', LoRA' if given.lora else ''}"
                 print(f"\n## {title}\n", flush=True)
                 print(table(runs, given.cpu_time), flush=True)
                 found.append({"title": title, "runs": runs})
@@ -156,8 +157,8 @@ def table(runs: list[Found], cpu_time: bool) -> str:
 
 
 def middle(series: list[list[float]]) -> float:
-    """Median over the steps of all runs, the first two of each apart: they warm up."""
-    return statistics.median(value for values in series for value in values[2:])
+    """Median over the steps of all runs, the first two of each apart where there are more: they warm up."""
+    return statistics.median(value for values in series for value in values[2:] or values)
 
 
 def race(given: argparse.Namespace) -> list[Found]:

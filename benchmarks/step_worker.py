@@ -110,6 +110,12 @@ def timed_methods(trainer: Any, names: dict[str, str]) -> dict[str, list[float]]
     return seconds
 
 
+def adapter(rank: int) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--library", choices=("trl", "covey"), required=True)
@@ -143,6 +149,7 @@ def main() -> None:
         args=args,
         train_dataset=Dataset.from_list(TASK["rows"]),
         callbacks=[clock],
+        peft_config=adapter(TASK["lora"]) if TASK.get("lora") else None,
     )
     parts: dict[str, list[float]] = {}
     if given.library == "trl":

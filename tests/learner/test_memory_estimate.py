@@ -51,9 +51,14 @@ def test_weights_gradients_and_optimizer_are_those_of_a_real_step():
     assert memory.optimizer == size(states)
 
 
+@pytest.mark.parametrize("rank", [None, 8])
 @pytest.mark.parametrize("dtype, compute_bytes", [(None, 4), (torch.bfloat16, 2)])
-def test_activations_are_what_a_forward_pass_of_packed_rows_keeps(dtype, compute_bytes):
+def test_activations_are_what_a_forward_pass_of_packed_rows_keeps(dtype, compute_bytes, rank):
     model = tiny_model(**SMALL)
+    shape = Shape.of_model(model)
+    if rank is not None:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
     policy = Policy(model, pad_id=0, compute_dtype=dtype)
     judged = replace(group(["x" * 85] * 8, question="y" * 60), advantages=torch.ones(8))
     rows = rows_of([judged])
@@ -70,9 +75,8 @@ def test_activations_are_what_a_forward_pass_of_packed_rows_keeps(dtype, compute
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         measured = policy.measure(rows, entropy=True)
     assert measured.logp.requires_grad
-    memory = guess(
-        Shape.of(model.config), rows=8, group=8, prompt_tokens=60, completion_tokens=85, compute_bytes=compute_bytes
-    )
+    given = {"rows": 8, "group": 8, "prompt_tokens": 60, "completion_tokens": 85, "compute_bytes": compute_bytes}
+    memory = guess(shape, **given, adapter_rank=rank)
     assert memory.activations == pytest.approx(sum(kept.values()), rel=0.1)
 
 
@@ -96,6 +100,34 @@ def test_an_adapter_is_counted_as_peft_makes_it():
     shape = Shape.of(model.config)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     assert shape.adapter_parameters(8) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_a_large_head_costs_its_gradient_twice_where_it_is_tied_to_an_embedding_that_is_trained():
+    shape = replace(Shape.of(tiny_model(**SMALL).config), vocabulary=152_000, is_tied=True)
+    head, chunk = 4 * shape.vocabulary * shape.hidden, 3 * 4 * 16 * shape.vocabulary
+    assert guess(shape, logits_chunk=16).logits == chunk + head
+    assert guess(shape, logits_chunk=16, is_on_heap=True).logits == 2 * head, (
+        "the embedding's own, on a heap that is kept"
+    )
+    assert guess(replace(shape, is_tied=False), logits_chunk=16).logits == chunk + head
+    assert guess(shape, logits_chunk=16, adapter_rank=4).logits == chunk
+    assert guess(shape, logits_chunk=16, compute_bytes=2).logits == chunk + 2 * head, "its 16-bit copy and one product"
+
+
+def test_a_layer_that_is_computed_again_and_the_logits_never_exist_together():
+    shape = replace(Shape.of(tiny_model(**SMALL).config), vocabulary=50_000)
+    tokens = 2 * 50 + 30
+    memory = guess(shape, logits_chunk=64, is_checkpointed=True)
+    alone = guess(shape, logits_chunk=64).logits
+    assert memory.logits == alone - tokens * shape.layer_bytes(4)
+
+
+def test_the_state_of_an_optimizer_is_known_by_its_name():
+    shape = Shape.of(tiny_model(**SMALL).config)
+    one = guess(shape, weight_bytes=2, optimizer="lion_8bit").optimizer
+    assert guess(shape, weight_bytes=2, optimizer="paged_adamw_32bit").optimizer == 8 * one
+    assert guess(shape, weight_bytes=2, optimizer="adamw_torch").optimizer == 4 * one
+    assert guess(shape, weight_bytes=2, optimizer="ademamix_8bit").optimizer == 3 * one
 
 
 def test_options_that_save_memory_do():

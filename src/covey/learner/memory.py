@@ -25,6 +25,8 @@ class Shape:
     """Key heads times their size: what one layer keeps of a token, twice (keys and values)."""
     linears: tuple[tuple[int, int], ...]
     """(in, out) of every linear layer but the output head: where adapters sit."""
+    is_tied: bool = True
+    """Whether head and embedding are one parameter."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -51,23 +53,32 @@ class Shape:
             vocabulary=text.vocab_size,
             key_value_width=size * (getattr(text, "num_key_value_heads", None) or heads),
             linears=tuple((m.in_features, m.out_features) for m in linears),
+            is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
         )
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
         return sum(rank * (inside + outside) for inside, outside in self.linears)
 
-    def activation_bytes(self, compute_bytes: int, is_checkpointed: bool) -> int:
-        """What one token leaves behind for the backward.
+    def layer_bytes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
+        """What one token leaves behind in one layer for the backward.
 
         A gated layer in float32 keeps 8 hidden, 2 key-value and 4 intermediate values; with products in 16 bits the norms
-        still keep float32, which comes to 28 bytes a hidden value (counted by torch's saved-tensor hooks on Qwen2). With
-        checkpointing each layer keeps its input, and one layer at a time the rest.
+        still keep float32, which comes to 28 bytes a hidden value. Behind an adapter the norms are frozen and keep one
+        value less each, and every linear layer keeps `adapter_rank` more (counted by torch's saved-tensor hooks on Qwen2).
         """
         width, keys, inner = self.hidden, self.key_value_width, self.intermediate
-        layer = 4 * (8 * width + 2 * keys + 4 * inner) if compute_bytes == 4 else 28 * width + 4 * keys + 8 * inner
-        ends = 4 * 4 * width  # embedding and last norm
-        return ends + (self.num_layers * width * 4 + layer if is_checkpointed else self.num_layers * layer)
+        hidden = (32, 28) if adapter_rank is None else (24, 22)
+        rank = (adapter_rank or 0) * len(self.linears) // self.num_layers
+        if compute_bytes == 4:
+            return hidden[0] * width + 4 * (2 * keys + 4 * inner + rank)
+        return hidden[1] * width + 4 * keys + 8 * inner + compute_bytes * rank
+
+    def activation_bytes(self, compute_bytes: int, is_checkpointed: bool, adapter_rank: int | None = None) -> int:
+        """What one token leaves behind. With checkpointing each layer keeps its input, and one layer at a time the rest."""
+        layer = self.layer_bytes(compute_bytes, adapter_rank)
+        ends = 4 * 4 * self.hidden  # embedding and last norm
+        return ends + (self.num_layers * self.hidden * 4 + layer if is_checkpointed else self.num_layers * layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +93,20 @@ class Memory:
     optimizer: int
     activations: int
     logits: int
+    """Of a chunk, what the head makes of them, and the gradients of head and embedding before they are summed."""
     heap: int
     """What a CPU's C library keeps between tensors that come and go; none where large blocks go back to the system at once."""
     sampler: int
     """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
+    libraries: int
+    """What oneDNN keeps for every size of product that sampling meets, and what small blocks keep of the heap, on a CPU."""
     cache: int
     """Keys and values while completions are drawn; activations and logits are gone then."""
 
     @property
     def peak(self) -> int:
         """The larger of learning and sampling, on top of what stays."""
-        stays = self.weights + self.reference + self.critic + self.optimizer + self.sampler
+        stays = self.weights + self.reference + self.critic + self.optimizer + self.sampler + self.libraries
         return stays + max(self.gradients + self.activations + self.logits + self.heap, self.cache)
 
     def in_words(self) -> str:
@@ -137,11 +151,15 @@ def estimate(
     tokens = tokens if max_tokens is None else min(tokens, max(max_tokens, prompt_tokens + completion_tokens))
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
-    head = shape.vocabulary * shape.hidden * 4 if adapter_rank is None else 0  # the head's gradient, summed in float32
     casts = 2 * sum(inside * outside for inside, outside in shape.linears) if compute_bytes < weight_bytes else 0
     cached = prompts * (prompt_tokens + group * completion_tokens)
     holes = _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
-    activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed)
+    activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
+    keeps_holes = is_on_heap and not is_checkpointed
+    at_head, at_end = _head_bytes(shape, chunk, casts > 0, adapter_rank is None)
+    if is_checkpointed:  # a layer that is computed again and the head's logits never exist together
+        waiting = at_end // 2 if shape.is_tied else 0
+        at_head = max(at_head - tokens * shape.layer_bytes(compute_bytes, adapter_rank), waiting)
     return Memory(
         weights=shape.num_parameters * weight_bytes + adapter * 4,
         reference=shape.num_parameters * weight_bytes if has_reference and adapter_rank is None else 0,
@@ -151,16 +169,33 @@ def estimate(
             (trained * own_bytes + of_critic * weight_bytes) * _state_bytes(optimizer, own_bytes) / own_bytes
         ),
         activations=activations,
-        logits=3 * chunk * shape.vocabulary * 4 + head,  # logits, probabilities and their gradient
-        heap=int(holes * activations) if is_on_heap and not is_checkpointed else 0,
+        logits=max(at_head, at_end - (0 if keeps_holes else activations)),
+        heap=int(holes * activations) if keeps_holes else 0,
         sampler=casts + (2 * shape.num_parameters if samples_in_copy else 0),
+        libraries=_LIBRARIES if samples_in_copy else 0,
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
+
+
+def _head_bytes(shape: Shape, chunk: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
+    """Bytes beside the activations while the head's backward runs, and at the end of the backward, before gradients are summed.
+
+    The head holds a chunk's logits, probabilities and their gradient; products in 16 bits also a copy of its weight and one
+    product of its size. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
+    """
+    values = shape.vocabulary * shape.hidden
+    chunks, gradient = 3 * chunk * shape.vocabulary * 4, 4 * values if is_trained else 0
+    copies = (4 if is_trained else 2) * values if is_cast else 0
+    return chunks + gradient + copies, gradient * (2 if shape.is_tied else 1)
 
 
 _HOLES, _HOLES_OF_ADAPTERS = 0.3, 0.7
 """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux): an
 adapter's small tensors stand between large ones."""
+
+_LIBRARIES = 64 * 2**20
+"""Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside the copy of the weights, learning as much
+as 30 more; neither grows with the model."""
 
 CPU_TOKENS = 4096
 """Tokens of one forward pass beyond which a CPU gets no faster (8 to 64 thousand tokens a step took the same time)."""
@@ -186,8 +221,10 @@ def _state_bytes(optimizer: str, weight_bytes: int) -> float:
     """Bytes of optimizer state for a parameter: Adam's two moments in the parameter's own type, unless its name says less."""
     if optimizer.startswith(("sgd", "adafactor")):
         return 0.0
-    moments = 1 if optimizer.startswith(("lion", "paged_lion", "rmsprop", "adagrad")) else 2
-    size = 1.0 if "8bit" in optimizer else 0.5 if "4bit" in optimizer else float(weight_bytes)
+    name = optimizer.removeprefix("paged_")
+    moments = 1 if name.startswith(("lion", "rmsprop", "adagrad")) else 3 if name.startswith("ademamix") else 2
+    is_bnb = name.endswith(("_32bit", "_bnb", "ademamix"))  # bitsandbytes: float32 whatever the weights are
+    size = 1.0 if "8bit" in name else 0.5 if "4bit" in name else 4.0 if is_bnb else float(weight_bytes)
     return moments * size
 
 
