@@ -12,7 +12,7 @@ from covey import checks, options
 from covey.arithmetic import Arithmetic, arithmetic
 from covey.errors import ConfigError, did_you_mean
 from covey.names import refuse_text_for_yes
-from covey.world import join
+from covey.world import is_on_cpu_with_others, join
 
 
 @dataclass(repr=False)
@@ -316,6 +316,7 @@ class GRPOConfig(TrainingArguments):
         checks.refuse_contradictions(self, given)
         checks.settle_precision(self)
         checks.settle_sampler(self, given)
+        self.use_cpu = self.use_cpu or is_on_cpu_with_others()
         join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
         try:
             super().__post_init__()

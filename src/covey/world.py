@@ -145,6 +145,15 @@ class World:
         return call() if self.pulse is None else self.pulse.meet(call)
 
 
+def is_on_cpu_with_others() -> bool:
+    """Whether a launcher started several processes where there is no accelerator.
+
+    Unless it is told that a CPU is meant, accelerate then takes each process for the only one.
+    """
+    has_others = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return has_others and not torch.accelerator.is_available()
+
+
 def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
     """Make the process group under keys that no earlier attempt of the same launcher wrote; see `covey.rendezvous`.
 

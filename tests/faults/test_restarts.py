@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 pytestmark = pytest.mark.timeout(1800)  # eight processes in a row on a machine that others load
@@ -41,3 +42,13 @@ def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_b
     assert [one["from_step"] > 0 for one in attempts] == [False, True, True], "each went on where the last one was"
     for name in ("model.safetensors", "covey_state.safetensors"):
         assert (killed / "checkpoint-6" / name).read_bytes() == (whole / "checkpoint-6" / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes would take the accelerator")
+def test_processes_without_an_accelerator_are_one_run_also_when_no_option_says_that_a_cpu_is_meant(
+    tmp_path: Path,
+) -> None:
+    torchrun(tmp_path / "both", "no word of a CPU", "auto")
+    metrics = [json.loads(line) for line in (tmp_path / "both" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["num_completions"]) for line in metrics] == [(step, 4.0) for step in range(1, 6)]

@@ -107,7 +107,7 @@ def main() -> int:
             max_completion_length=6,
             learning_rate=0.1,
             logging_steps=1,
-            use_cpu=True,
+            use_cpu=FAULT != "no word of a CPU",
             bf16=False,
             report_to="none",
             disable_tqdm=True,
