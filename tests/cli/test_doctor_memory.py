@@ -17,7 +17,8 @@ def found(capsys, *more):
 @pytest.mark.slow
 def test_it_needs_a_model_and_neither_data_nor_rewards(capsys):
     code, said = found(capsys, "--prompt-tokens", "20")
-    assert code == 0 and said["ok"]
+    assert code == 0
+    assert said["ok"]
     assert said["prompt_tokens"] == 20
     assert said["memory"]["peak"] > said["memory"]["weights"] > 0
     assert "8 completions of 16 tokens behind prompts of 20, fits: tried" in said["findings"][-1]["said"]
@@ -26,7 +27,8 @@ def test_it_needs_a_model_and_neither_data_nor_rewards(capsys):
 def test_the_word_may_stand_behind_options_and_nothing_is_loaded_where_only_the_prediction_is_asked_for(capsys):
     assert main(["doctor", *SMALL, "memory", "--predict-only"]) == 0
     said = capsys.readouterr().out
-    assert "peak" in said and "GiB free" in said
+    assert "peak" in said
+    assert "GiB free" in said
     assert "tried" not in said
 
 
@@ -48,7 +50,8 @@ def test_what_would_lower_the_peak_does_and_what_is_in_force_is_not_named(capsys
 def test_a_run_that_cannot_fit_fails_before_anything_is_loaded(capsys):
     huge = ["--max-completion-length", "90000000", "--max-tokens-per-microbatch", "900000000"]
     code, said = found(capsys, *huge)
-    assert code == 1 and not said["ok"]
+    assert code == 1
+    assert not said["ok"]
     assert [finding["status"] for finding in said["findings"]] == ["FAIL"]
 
 
