@@ -168,6 +168,12 @@ def test_without_kernels_pytorchs_operations_decode_and_a_demand_is_refused(
         NativeSampler(model, tokenizer, dtype="float32", attention="compiled")
 
 
+def test_a_switch_that_says_neither_is_refused(monkeypatch, nothing_known):
+    monkeypatch.setenv("COVEY_CPU_KERNELS", "no")
+    with pytest.raises(ConfigError, match="COVEY_CPU_KERNELS is 'no'; give 0 to decode without"):
+        kernels_for(CPU, torch.float32, 16)
+
+
 @needs_kernels
 def test_a_compiler_that_fails_is_named_in_the_log_and_done_without(tokenizer, monkeypatch, nothing_known, caplog):
     broken = nothing_known.parent / "c++"

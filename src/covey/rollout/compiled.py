@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from covey.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -155,15 +158,19 @@ def _library(dtype: torch.dtype, width: int) -> ctypes.CDLL | None:
     if reason is None:
         try:
             return ctypes.CDLL(str(built(dtype, width)))
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
             reason = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
     logger.info("Decoding with PyTorch's own operations, not with compiled kernels: %s.", reason)
     return None
 
 
 def why_not() -> str | None:
-    """What keeps the kernels from being compiled here; None when nothing does."""
+    """What keeps the kernels from being compiled here; None when nothing does. Raises ConfigError for a switch that says neither."""
     said = os.environ.get(SWITCH, "").strip()
+    if said not in ("", "0", "1"):
+        raise ConfigError(
+            f"{SWITCH} is {said!r}; give 0 to decode without compiled kernels, 1 or nothing to decode with them."
+        )
     if said == "0":
         return f"{SWITCH} is 0"
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
@@ -177,9 +184,14 @@ def why_not() -> str | None:
     return None
 
 
-def _compiler() -> str | None:
-    named = os.environ.get("CXX", "").split()
-    return shutil.which(named[0]) if named else shutil.which("g++") or shutil.which("clang++")
+def _compiler() -> list[str] | None:
+    """The command that compiles C++: what CXX says, or g++, or clang++."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["g++"], ["clang++"]]:
+        found = shutil.which(command[0])
+        if found is not None:
+            return [found, *command[1:]]
+    return None
 
 
 def built(dtype: torch.dtype, width: int, more: Sequence[str] = ()) -> Path:
@@ -195,8 +207,8 @@ def built(dtype: torch.dtype, width: int, more: Sequence[str] = ()) -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder, "decode.so")
             # not linked with -fopenmp: the names are found in the runtime that torch has loaded, so threads are shared
-            _compile([compiler, *flags, "-c", str(SOURCE), "-o", f"{folder}/decode.o"])
-            _compile([compiler, "-shared", f"{folder}/decode.o", "-o", str(made)])
+            _compile([*compiler, *flags, "-c", str(SOURCE), "-o", f"{folder}/decode.o"])
+            _compile([*compiler, "-shared", f"{folder}/decode.o", "-o", str(made)])
             made.replace(target)
     return target
 
@@ -217,10 +229,16 @@ def cache_folder() -> Path:
     return folder
 
 
-def _fingerprint(compiler: str, flags: Sequence[str]) -> str:
+def _fingerprint(compiler: Sequence[str], flags: Sequence[str]) -> str:
     """Of all that the library hangs on: source, flags, compiler, processor."""
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))][
-        :2
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]  # of the first core
+    known = [
+        SOURCE.read_text(),
+        *flags,
+        *compiler,
+        str(Path(compiler[0]).resolve()),
+        str(os.stat(compiler[0]).st_mtime_ns),
+        *cpu,
     ]
-    known = [SOURCE.read_text(), *flags, str(Path(compiler).resolve()), str(os.stat(compiler).st_mtime_ns), *cpu]
     return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
