@@ -5,6 +5,7 @@
 
 import json
 import logging
+import os
 import resource
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from covey import algorithms as alg
+from covey import products
 from covey.build import checkpoint_once
 from covey.errors import MemoryLimitError
 from covey.learner import Learner, NoReference, Policy
@@ -120,6 +122,11 @@ def update(spare_mib):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
+    if (
+        sys.argv[1] != "learn"
+    ):  # these limits are narrow: code that is made while it runs takes a share that differs by machine
+        os.environ["COVEY_CPU_KERNELS"] = "0"
+        products.is_onednn_faster = lambda: False
     work = {
         "learn": learn,
         "learn-cold": lambda spare: learn(spare, is_warm=False, size=800),
