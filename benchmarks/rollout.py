@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
+from covey.rollout.compiled import kernels_for
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward
 from covey.types import Group
@@ -218,7 +219,9 @@ def step_seconds(
     forward: Forward, prompts: int, group: int, length: int, written: int, now: Callable[[], float]
 ) -> float:
     """Median of the last ten decode steps of `prompts` x `group` rows after `written` tokens each."""
-    cache = KeyValues(forward.layers, forward.device, forward.dtype, 2**31)
+    kernels = kernels_for(forward.device, forward.dtype, forward.layers[0].width)
+    cache = KeyValues(forward.layers, forward.device, forward.dtype, 2**31, kernels)
+    forward.reserve(rounded(length) + written)
     slots = cache.add_prompts([length] * prompts)
     for slot in slots:
         ids = torch.zeros(1, rounded(length), dtype=torch.int64)
