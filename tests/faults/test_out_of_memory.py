@@ -34,6 +34,15 @@ def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_sam
 
 
 @pytest.mark.slow
+def test_the_same_where_products_are_code_that_is_made_while_it_runs():
+    """Such code takes memory of its own, so a later step may find that still less fits."""
+    free, short = run("learn-as-is", 0), run("learn-as-is", 80)
+    assert set(short["events"]) == {"out_of_memory"}
+    assert short["rows"] < 16
+    assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_an_optimizer_whose_state_does_not_fit_is_told_before_any_weight_changes():
     free, short = run("update", 0), run("update", 4)
     assert free["said"] == ""

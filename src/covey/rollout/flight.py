@@ -19,8 +19,11 @@ from covey.rollout.sampling import draw, uniforms
 from covey.rollout.stopping import StopStrings, completion
 from covey.types import Completion, Group, Prompt
 
-PREFILL_TOKENS = 8192
-"""Prompts are computed together up to this many tokens, padding included, which bounds the memory of activations."""
+PREFILL_TOKENS = {"cpu": 2048}
+"""Prompts are computed together up to this many tokens, padding included, which bounds the memory of activations. A CPU is
+no faster with more."""
+MOST_PREFILL_TOKENS = 8192
+"""The same on other devices."""
 
 SEATS_PER_ROW = 4
 """Completions whose tokens are kept, for each that can be decoded at once: finished ones wait here for their group."""
@@ -162,12 +165,12 @@ class Flight:
 
     def _prefill(self, jobs: list[Job], slots: range) -> None:
         """Keys and values of all but the last token of the prompts, in batches of bounded size."""
-        start = 0
+        start, most = 0, PREFILL_TOKENS.get(self.forward.device.type, MOST_PREFILL_TOKENS)
         while start < len(jobs):
             stop, longest = start, 0
             while stop < len(jobs):
                 longest = max(longest, len(jobs[stop].prompt.token_ids) - 1)
-                if stop > start and longest * (stop + 1 - start) > PREFILL_TOKENS:
+                if stop > start and longest * (stop + 1 - start) > most:
                     break
                 stop += 1
             self._prefill_batch([job.prompt.token_ids[:-1] for job in jobs[start:stop]], slots[start:stop])
