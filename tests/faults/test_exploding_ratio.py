@@ -64,7 +64,11 @@ def test_it_is_seen_in_the_gradient_and_meets_the_rung_that_was_chosen(rung: str
     met = next(line for line in lines(tmp_path / "run") if line["step"] == AT + 1)
     assert met["approx_kl"] > 1, "it is the ratio: far from the policy that drew the completions"
     assert met["grad_norm"] > 1000
-    assert events(tmp_path / "run") == [(AT + 1, "spike_skipped" if rung == "skip" else "spike")]
+    first, *later = events(tmp_path / "run")
+    assert first == (AT + 1, "spike_skipped" if rung == "skip" else "spike")
+    assert rung != "skip" or not later, (
+        "a policy that was let run into it may well spike again, one that was kept out may not"
+    )
     assert torch.equal(large.seen[AT], large.seen[AT + 1]) == (rung == "skip")
     assert bool(weights(one).isfinite().all())
     assert one.state.global_step == 30

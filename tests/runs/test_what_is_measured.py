@@ -17,9 +17,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
 ROWS = [{"prompt": f"Tom has {i} apples.", "task": "ab"[i % 2]} for i in range(12)]
 ELSEWHERE = {
     *("aux_loss", "value_loss", "value_grad_norm", "memory/rollout_device_peak_gb", "memory/learn_device_peak_gb"),
-    *("rewards/<name>/weight", "rewards/<name>/timeouts", "rewards/<name>/cached"),
+    *("rewards/<name>/weight", "rewards/<name>/timeouts", "rewards/<name>/cached", "completions/left_out"),
 }
-"""Of models with experts, of critics, of GPUs, of rewards with a schedule, a worker or a memory."""
+"""Of models with experts, of critics, of GPUs, of rewards with a schedule, a worker or a memory, of memory that ran out."""
 
 
 def ab_format(completions: list[str], **columns: Any) -> list[float]:
