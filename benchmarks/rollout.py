@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py --size 10m --shots 0 --repeats 5      # the comparison
     python benchmarks/rollout.py --size 60m --growth                   # a decode step: roofline, and how its cost grows
+    python benchmarks/rollout.py --size 60m --memory                   # peak memory beside weights and keys and values held
 
 A Qwen2-architecture model is trained briefly on GSM8K text (once; kept in the cache folder), so that completions end by
 themselves and their lengths vary. All sides sample at temperature 1 up to `--max-tokens` for `--prompts` questions with
@@ -23,11 +24,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from resident import peak_since, resident
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from covey import demo
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
 from covey.rollout.compiled import kernels_for
@@ -185,12 +189,16 @@ def main() -> None:
     parser.add_argument(
         "--growth", action="store_true", help="time decode steps by batch, prompt length and group size"
     )
+    parser.add_argument("--memory", action="store_true", help="peak memory of the native engine in bfloat16")
     parser.add_argument("--vllm", metavar="PYTHON", help="python of an environment that has vLLM, to compare with")
     options = parser.parse_args()
     now = time.process_time if options.cpu_time else time.perf_counter
     model, tokenizer = trained(options.size, options.steps)
     if options.growth:
         growth(model, now)
+        return
+    if options.memory:
+        memory(options, model, tokenizer)
         return
     runs = sides(options, model, tokenizer)
     peer = {"vLLM bf16": by_vllm(options)} if options.vllm else {}  # first: it fails early if it fails
@@ -281,6 +289,34 @@ def growth(model: Any, now: Callable[[], float]) -> None:
         show("batch (groups of 8, prompt 96), ms", {8 * p: timed(p, 8, 96) for p in (1, 2, 4, 8, 16, 32)})
         show("prompt (4 x 8), ms", {length: timed(4, 8, length) for length in (32, 128, 512, 1024, 4064)})
         show("group (4 prompts of 1024), ms", {n: timed(4, n, 1024) for n in (1, 2, 4, 8, 16, 32)})
+
+
+def memory(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
+    """Resident memory at most, beside the weights, their bfloat16 copy, and the keys and values that were held at most."""
+    small = demo.model_path()  # libraries load and kernels are made on a model of its own
+    warm = NativeSampler(AutoModelForCausalLM.from_pretrained(small), AutoTokenizer.from_pretrained(small))
+    by_sampler(warm, ["2 + 2 ="] * options.prompts, options.group, SamplingParams(max_tokens=40, seed=0))
+    for parameter in model.parameters():
+        parameter.sum()  # read from the file now, not when it is copied
+    before = resident("VmRSS")
+    sampler = NativeSampler(model, tokenizer, dtype="bfloat16")
+    copied, held = resident("VmRSS") - before, [0]
+    begin = KeyValues.begin_step
+
+    def watched(cache: KeyValues) -> None:
+        begin(cache)
+        held.append(sum(slab.nbytes for slab in (*cache.prefix, *cache.suffix)))
+
+    with mock.patch.object(KeyValues, "begin_step", watched), peak_since() as peak:
+        params = SamplingParams(max_tokens=options.max_tokens, seed=1)
+        by_sampler(sampler, questions(options.prompts, options.shots), options.group, params)
+        highest = peak() - before
+    weights, kept = sum(parameter.nbytes for parameter in model.parameters()) / 2**20, max(held) / 2**20
+    known = weights + copied + kept
+    print(
+        f"weights {weights:.0f} MiB, their copy {copied:.0f}, keys and values {kept:.0f}, everything else "
+        f"{highest - copied - kept:.0f}: the peak is {(weights + highest) / known - 1:.0%} above what must be held"
+    )
 
 
 def report(options: argparse.Namespace, found: dict[str, dict[str, float]]) -> None:
