@@ -45,15 +45,14 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
-    """`then(x @ weight.T + bias)` [.., N] by oneDNN, without a gradient; `then` is "none" or "swish" (SiLU)."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` [.., N] by oneDNN, without a gradient."""
     try:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     except RuntimeError as error:
         if "could not create a primitive" not in str(error):  # what oneDNN says where memory has no room for its code
             raise
-        out = x @ weight.t() if bias is None else x @ weight.t() + bias
-        out = F.silu(out) if then == "swish" else out
+        return F.linear(x, weight, bias)
     return out
 
 
