@@ -27,19 +27,17 @@ sys.path[:0] = [str(TESTS), str(TESTS / "fuzz")]
 import torch  # not instrumented: only Covey's own lines guide the search
 
 with atheris.instrument_imports(include=["covey"]):
+    from fuzzing import look_at, only_covey_errors, small_run  # imports the rest of Covey
+
     from covey.cli import train
     from covey.cli.columns import column_map
     from covey.cli.flags import read_flags, read_yaml, typed
-    from covey.comparison.reading import read_runs
     from covey.data import PromptStream, load
     from covey.data.checks import check_dataset
     from covey.data.prompts import to_prompt
     from covey.rewards import answers, endpoint, judging, overlap, shape, text
     from covey.rewards.contract import to_scores
-    from covey.runs import RunFolder, checkpoint, manifest, metrics, seal, serial, status
-    from covey.view.reading import RunView
-
-from fuzzing import only_covey_errors
+    from covey.runs import checkpoint, manifest, seal, serial
 from safetensors.torch import save_file
 
 from kit import tiny_tokenizer
@@ -153,7 +151,7 @@ def run(data: bytes) -> None:
     made = _made(data, MANIFEST)
     made = {"format": manifest.FORMAT, "schema": manifest.SCHEMA, **(made if isinstance(made, dict) else {})}
     (RUN / "run.json").write_bytes(data[1:] if data[:1] == b"1" else json.dumps(made).encode())
-    _look_at(RUN)
+    look_at(RUN)
 
 
 def metrics_lines(data: bytes) -> None:
@@ -161,7 +159,7 @@ def metrics_lines(data: bytes) -> None:
     lines = [json.dumps(_made(data[i : i + size], LINE)) for i in range(0, 3 * size, size)]
     for name in ("metrics.jsonl", "events.jsonl", "alerts.jsonl"):
         (RUN / name).write_bytes(data[1:] if data[:1] == b"1" else "\n".join(lines).encode())
-    _look_at(RUN)
+    look_at(RUN)
 
 
 def sealed(data: bytes) -> None:
@@ -218,39 +216,7 @@ def _made(data: bytes, words: Sequence[str]) -> Any:
     return table(0, given.ConsumeIntInRange(1, 6)) if given.ConsumeBool() else value(0)
 
 
-def _look_at(folder: Path) -> None:
-    with only_covey_errors():
-        view = RunView("run", folder)
-        while not view.refresh_some():
-            continue
-        view.overview()
-    for name in ("metrics.jsonl", "events.jsonl", "alerts.jsonl"):
-        assert all(isinstance(line, dict) for line in metrics.read(folder / name))
-    found = manifest.read(folder / "run.json")
-    if found is not None:
-        assert isinstance(status.state_of(found, folder), str)
-    with only_covey_errors():
-        read_runs(str(folder))
-
-
-def _small_run() -> Path:
-    folder = PLACE / "run"
-    whole = RunFolder.create(folder)
-    whole.describe(args={"seed": 1, "learning_rate": 1e-5}, algorithm="grpo", rewards=["length"])
-    for step in (1, 2, 3):
-        whole.append_metrics(step, {"reward": 0.5, "loss": float("nan")}, {"step": 0.1})
-
-    def write(target: Path) -> None:
-        save_file({"weight": torch.zeros(8)}, target / "model.safetensors")
-        (target / "config.json").write_text("{}")
-
-    for step in (2, 3):
-        checkpoint.save(folder, step, write, {"step": step, "x": torch.arange(4), "draw": (1, 2.5, None)}, keep=None)
-    whole.close("stopped")
-    return folder
-
-
-RUN = _small_run()
+RUN = small_run(PLACE / "run")
 JUDGE = judging.JudgeReward("http://127.0.0.1:9/v1", "m", rubric="Good?", low=0, high=10)
 save_file({"t0": torch.zeros(2)}, PLACE / "state.safetensors")
 TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {

@@ -1,4 +1,4 @@
-"""Input from outside, made up: JSON of any shape, damaged files, and how many examples a test tries."""
+"""Input from outside, made up: JSON of any shape, damaged files, a run folder to damage, and how many examples a test tries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from covey.comparison.reading import read_runs
 from covey.errors import CoveyError
+from covey.runs import RunFolder, checkpoint, evaluations, manifest, metrics, rollouts, status
+from covey.view.reading import RunView
+from kit import group
 
 EXAMPLES = int(os.environ.get("COVEY_FUZZ", "60"))
 """Of each test; `COVEY_FUZZ=5000 pytest tests/fuzz` looks longer."""
@@ -78,3 +84,44 @@ def damages() -> st.SearchStrategy[Callable[[bytes], bytes]]:
 
 def damage(path: Path, how: Callable[[bytes], bytes]) -> None:
     path.write_bytes(how(path.read_bytes()))
+
+
+def small_run(folder: Path) -> Path:
+    """A small real run folder with checkpoints, made here."""
+    run = RunFolder.create(folder)
+    run.describe(args={"seed": 1, "learning_rate": 1e-5}, algorithm="grpo", rewards=["length"])
+    for step in (1, 2, 3):
+        run.append_metrics(step, {"reward": 0.5, "loss": float("nan")}, {"step": 0.1})
+    run.write_rollouts(1, [group(["a", "b"], uid="0:1")], [])
+
+    def write(target: Path) -> None:
+        save_file({"weight": torch.zeros(8)}, target / "model.safetensors")
+        (target / "config.json").write_text("{}")
+
+    for step in (2, 3):
+        checkpoint.save(folder, step, write, {"step": step, "x": torch.arange(4), "draw": (1, 2.5, None)}, keep=None)
+    run.close("stopped")
+    return folder
+
+
+def look_at(folder: Path) -> None:
+    """Everything that reads a run folder."""
+    with only_covey_errors():
+        view = RunView("run", folder)
+        while not view.refresh_some():
+            continue
+        view.overview()
+    for name in ("metrics.jsonl", "events.jsonl", "alerts.jsonl"):
+        if (folder / name).exists():
+            assert all(isinstance(row, dict) for row in metrics.read(folder / name))
+    found = manifest.read(folder / "run.json")
+    if found is not None:
+        assert isinstance(status.state_of(found, folder), str)
+    with only_covey_errors():
+        read_runs(str(folder))
+    with only_covey_errors():
+        for step in rollouts.steps(folder / "rollouts"):
+            rollouts.read(folder / "rollouts" / f"step-{step:06d}.parquet")
+    with only_covey_errors():
+        for step in evaluations.steps(folder / "evaluations"):
+            evaluations.read(folder / "evaluations" / "eval" / f"step-{step:06d}.parquet")

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzing import damage, damages, fuzz, json_values, only_covey_errors
+from fuzzing import damage, damages, fuzz, json_values, look_at, only_covey_errors, small_run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from covey.comparison.reading import read_runs
-from covey.runs import RunFolder, checkpoint, evaluations, manifest, metrics, rollouts, seal, serial, status
-from covey.view.reading import RunView
-from kit import group
+from covey.runs import RunFolder, checkpoint, manifest, seal, serial
 
 Damage = Callable[[bytes], bytes]
 
@@ -26,21 +23,7 @@ Damage = Callable[[bytes], bytes]
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small real run folder with a checkpoint."""
-    folder = tmp_path_factory.mktemp("original") / "run"
-    run = RunFolder.create(folder)
-    run.describe(args={"seed": 1, "learning_rate": 1e-5}, algorithm="grpo", rewards=["length"])
-    for step in (1, 2, 3):
-        run.append_metrics(step, {"reward": 0.5, "loss": float("nan")}, {"step": 0.1})
-    run.write_rollouts(1, [group(["a", "b"], uid="0:1")], [])
-
-    def write(target: Path) -> None:
-        save_file({"weight": torch.zeros(8)}, target / "model.safetensors")
-        (target / "config.json").write_text("{}")
-
-    for step in (2, 3):
-        checkpoint.save(folder, step, write, {"step": step, "x": torch.arange(4), "draw": (1, 2.5, None)}, keep=None)
-    run.close("stopped")
-    return folder
+    return small_run(tmp_path_factory.mktemp("original") / "run")
 
 
 @pytest.fixture
@@ -57,29 +40,6 @@ def run(original: Path, tmp_path: Path) -> Callable[[], Path]:
         return target
 
     return copy
-
-
-def look_at(folder: Path) -> None:
-    """Everything that reads a run folder."""
-    with only_covey_errors():
-        view = RunView("run", folder)
-        while not view.refresh_some():
-            continue
-        view.overview()
-    for name in ("metrics.jsonl", "events.jsonl", "alerts.jsonl"):
-        if (folder / name).exists():
-            assert all(isinstance(row, dict) for row in metrics.read(folder / name))
-    found = manifest.read(folder / "run.json")
-    if found is not None:
-        assert isinstance(status.state_of(found, folder), str)
-    with only_covey_errors():
-        read_runs(str(folder))
-    with only_covey_errors():
-        for step in rollouts.steps(folder / "rollouts"):
-            rollouts.read(folder / "rollouts" / f"step-{step:06d}.parquet")
-    with only_covey_errors():
-        for step in evaluations.steps(folder / "evaluations"):
-            evaluations.read(folder / "evaluations" / "eval" / f"step-{step:06d}.parquet")
 
 
 @fuzz
