@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def _differences(found: Mapping[str, Any], dataset: Any) -> Iterator[str]:
         path = Path(name)
         if not path.is_file():
             yield f"{name} is gone (run.json holds its text)"
-        elif hashlib.sha256(path.read_text(errors="replace").encode()).hexdigest() != kept["sha256"]:
+        elif provenance.file_digest(path) != kept["sha256"]:
             yield f"{name} has changed since"
     rows, facts = (found.get("dataset") or {}).get("rows"), provenance.dataset_facts(dataset) or {}
     if rows is not None and facts.get("rows") != rows:

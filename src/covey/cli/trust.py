@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from covey.cli import output
 from covey.cli.verb import Given
 from covey.errors import ConfigError
+from covey.runs import provenance
 
 CODE = ("reward", "algorithm", "alert_detectors")
 """Options that may name code, as `file.py:name` or `package.module:name`."""
@@ -47,12 +47,12 @@ def _reasons(folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any]
     for path in files:
         if path.is_relative_to(folder.resolve()):
             yield f"{path} lies in the run's own folder, so it may come from whoever made that"
-        elif _digest(path) not in known:
+        elif provenance.file_digest(path) not in known:
             yield f"{path} has changed since" if str(path) in sources else f"run.json does not hold the text of {path}"
     if names:  # those of installed modules, and files that others are defined in
         for place, kept in sources.items():
             path = Path(place)
-            if path.is_file() and path.resolve() not in files and _digest(path) != kept.get("sha256"):
+            if path.is_file() and path.resolve() not in files and provenance.file_digest(path) != kept.get("sha256"):
                 yield f"{path} has changed since"
     if recorded.get("trust_remote_code"):
         yield "its options run the code beside the model (trust_remote_code)"
@@ -65,7 +65,3 @@ def _listed(value: Any) -> list[str]:
 def _names_code(name: str) -> bool:
     place, colon, rest = name.rpartition(":")
     return bool(place and colon and rest.isidentifier())
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_text(errors="replace").encode()).hexdigest()

@@ -37,9 +37,13 @@ def own_files(value: Any) -> dict[str, dict[str, Any]]:
     files: dict[str, dict[str, Any]] = {}
     for name in _files_of(component(value)):
         if (text := _read(Path(name))) is not None:
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            files[name] = {"sha256": digest, "text": text[:MAX_TEXT], "is_cut": len(text) > MAX_TEXT}
+            files[name] = {"sha256": _sha256(text), "text": text[:MAX_TEXT], "is_cut": len(text) > MAX_TEXT}
     return files
+
+
+def file_digest(file: Path) -> str:
+    """The sha256 that `own_files` records of a file, now. Raises OSError where it cannot be read."""
+    return _sha256(file.read_text(encoding="utf-8", errors="replace"))
 
 
 def package_versions() -> dict[str, str]:
@@ -154,9 +158,8 @@ def _code(value: Any) -> dict[str, Any]:
         digest = hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest() if code else None
         return found | {"file": None, "source": None, "sha256": digest}
     source = "".join(lines)
-    digest = hashlib.sha256(source.encode()).hexdigest()
     file = inspect.getsourcefile(value)
-    return found | {"file": file, "line": number, "source": source[:MAX_TEXT], "sha256": digest}
+    return found | {"file": file, "line": number, "source": source[:MAX_TEXT], "sha256": _sha256(source)}
 
 
 def _closure(value: Any, inner: Any) -> dict[str, Any]:
@@ -184,6 +187,10 @@ def _files_of(described: Any) -> set[str]:
         else set()
     )
     return own.union(*map(_files_of, described.values()))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read(path: Path) -> str | None:
