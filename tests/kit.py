@@ -31,7 +31,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from covey.learner import Learner, NoReference, Policy
 from covey.types import Completion, Finish, Group, Message, Prompt
+from covey.world import World
 
 Architecture = Literal["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2"]
 
@@ -138,6 +140,13 @@ def tiny_reward_model(*, seed: int = 0, hidden: int = 16, **config: Any) -> Qwen
         "num_labels": 1,
     }
     return _seeded(lambda: Qwen2ForSequenceClassification(Qwen2Config(**(shape | config))), seed).eval()
+
+
+def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **given: Any) -> Learner:
+    """A learner at a constant rate, of one process and without a reference unless `given` says otherwise."""
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    common = {"reference": NoReference(), "scheduler": scheduler, "world": World()}
+    return Learner(policy=policy, optimizer=optimizer, **{**common, **given})
 
 
 def prompt(

@@ -18,10 +18,9 @@ from covey import algorithms as alg
 from covey import products
 from covey.build import checkpoint_once
 from covey.errors import MemoryLimitError
-from covey.learner import Learner, NoReference, Policy
+from covey.learner import Policy
 from covey.rollout import NativeSampler, SamplingParams
-from covey.world import World
-from kit import completion, group, tiny_model, tiny_tokenizer
+from kit import completion, group, learner_of, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 
@@ -34,15 +33,12 @@ def limit(spare_mib):
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def learner_of(rows, checkpoints):
+def small_learner(rows, checkpoints):
     policy = Policy(tiny_model(layers=6, hidden=128, max_position_embeddings=1024), pad_id=0)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    return Learner(
-        policy=policy,
-        reference=NoReference(),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
+    return learner_of(
+        policy,
+        optimizer,
         max_completion_length=900,
         max_rows=rows,
         max_grad_norm=0.0,
@@ -67,7 +63,7 @@ def learn(spare_mib, is_warm=True, checkpoints=False, size=300, giant=None, is_g
             answers = (completion(ids=torch.randint(3, 250, (giant,), generator=draw).tolist()), *answers[1:])
             advantages[0] *= is_giant_taught
         groups.append(replace(drawn, completions=answers, advantages=advantages))
-    learner = learner_of(16, checkpoints)
+    learner = small_learner(16, checkpoints)
     if is_warm:
         first = [replace(one, completions=one.completions[-1:], advantages=torch.ones(1)) for one in groups]
         learner.step(first, alg.dapo(), 1)
@@ -103,7 +99,7 @@ def sample(spare_mib):
 
 def update(spare_mib):
     """A step with AdamW: what was raised, and whether any weight had changed by then."""
-    learner = learner_of(4, checkpoints=False)
+    learner = small_learner(4, checkpoints=False)
     learner.optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=0.1)
     learner.scheduler = torch.optim.lr_scheduler.ConstantLR(learner.optimizer, factor=1.0)
     for parameter in learner.policy.parameters():

@@ -7,10 +7,9 @@ from test_whole_logits import groups
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
-from covey.learner import AdapterCopy, Learner, Policy
+from covey.learner import AdapterCopy, Policy
 from covey.learner.packing import rows_of
-from covey.world import World
-from kit import tiny_model, tiny_tokenizer
+from kit import learner_of, tiny_model, tiny_tokenizer
 
 ROWS = rows_of(groups())
 
@@ -24,22 +23,11 @@ def adapted():
     return get_peft_model(tiny_model(), lora).eval(), tiny_model().eval()
 
 
-def learner_of(policy, reference):
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05)
-    return Learner(
-        policy=policy,
-        reference=reference,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
-        max_completion_length=24,
-    )
-
-
 def test_while_the_adapter_learns_the_reference_stays_the_base_model(adapted):
     model, base = adapted
     policy = Policy(model, pad_id=0)
-    one = learner_of(policy, AdapterCopy.of(policy))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05)
+    one = learner_of(policy, optimizer, reference=AdapterCopy.of(policy), max_completion_length=24)
     algorithm = alg.grpo(kl=alg.KL(coefficient=0.04))
     for step in range(3):
         one.step(one.annotate(groups(), algorithm), algorithm, step)

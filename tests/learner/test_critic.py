@@ -10,12 +10,11 @@ from peft import LoraConfig, get_peft_model
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.errors import ConfigError
-from covey.learner import Learner, NoReference, Policy, ValueHead, ValueModel
+from covey.learner import Policy, ValueHead, ValueModel
 from covey.learner.packing import rows_of
 from covey.models import make_optimizer, prepare_for_training
 from covey.types import Completion, Group, Prompt
-from covey.world import World
-from kit import tiny_model, tiny_tokenizer
+from kit import learner_of, tiny_model, tiny_tokenizer
 
 KINDS = ("head", "separate")
 
@@ -45,15 +44,7 @@ def learner(kind=None, rate=1.0, make=torch.optim.SGD, **changed):
     critic = {} if kind is None else {"critic": critic_of(kind, policy)}
     parameters = [*policy.parameters(), *(critic["critic"].parameters() if critic else [])]
     optimizer = make(parameters, lr=rate)
-    given = {
-        "policy": policy,
-        "reference": NoReference(),
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        "world": World(),
-        "max_completion_length": 8,
-    }
-    return Learner(**{**given, **critic, **changed})
+    return learner_of(policy, optimizer, **{"max_completion_length": 8, **critic, **changed})
 
 
 def test_a_separate_critics_values_are_a_plain_forward_of_its_own_decoder():

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from covey import algorithms as alg
-from covey.learner import FrozenCopy, Learner, NoReference, Policy
+from covey.learner import FrozenCopy, Policy
 from covey.learner.learner import teaches
 from covey.learner.packing import rows_of
 from covey.types import Completion, Group, Prompt
-from covey.world import World
-from kit import tiny_model
+from kit import learner_of, tiny_model
 
 
 def group(number, prompt, lengths, advantages, finish="stop"):
@@ -41,17 +40,13 @@ GROUPS = [
 def learner(model=None, **changed):
     model = model or tiny_model("qwen2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    policy = Policy(model, pad_id=0)
     given = {
-        "policy": policy,
-        "reference": NoReference(),
+        "policy": Policy(model, pad_id=0),
         "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        "world": World(),
         "max_completion_length": 8,
         "max_grad_norm": 0.0,
     }
-    return Learner(**{**given, **changed})
+    return learner_of(**{**given, **changed})
 
 
 def moved(one, algorithm, groups=GROUPS):

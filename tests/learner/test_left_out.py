@@ -7,26 +7,16 @@ import torch
 
 from covey import algorithms as alg
 from covey.errors import MemoryLimitError
-from covey.learner import Learner, Policy
-from covey.world import World
-from kit import completion, group, tiny_model
+from covey.learner import Policy
+from kit import completion, group, learner_of, tiny_model
 
 TOO_LONG = 30
 
 
-def learner_of(rows=4):
+def small_learner(rows=4):
     policy = Policy(tiny_model(), pad_id=0)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    return Learner(
-        policy=policy,
-        reference=None,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
-        max_completion_length=40,
-        max_rows=rows,
-        max_grad_norm=0.0,
-    )
+    return learner_of(policy, optimizer, max_completion_length=40, max_rows=rows, max_grad_norm=0.0)
 
 
 def groups_of(lengths, taught):
@@ -54,8 +44,8 @@ def short_of_memory(learner, monkeypatch):
 @pytest.mark.parametrize("name", ["dapo", "dr_grpo", "bnpo"])
 def test_the_others_learn_as_if_it_had_no_advantage_and_the_denominators_stay(name, monkeypatch):
     lengths, algorithm = [5, 35, 9, 7, 6, 8, 5, 9], getattr(alg, name)()
-    free = learner_of().step(groups_of(lengths, [length < TOO_LONG for length in lengths]), algorithm, 1)
-    learner = learner_of()
+    free = small_learner().step(groups_of(lengths, [length < TOO_LONG for length in lengths]), algorithm, 1)
+    learner = small_learner()
     short_of_memory(learner, monkeypatch)
     short = learner.step(groups_of(lengths, [True] * 8), algorithm, 1)
     assert short["grad_norm"] == pytest.approx(free["grad_norm"], rel=1e-5)
@@ -66,7 +56,7 @@ def test_the_others_learn_as_if_it_had_no_advantage_and_the_denominators_stay(na
 
 
 def test_it_is_tried_again_in_the_next_step_and_the_others_keep_their_micro_batches(monkeypatch):
-    learner = learner_of(rows=8)
+    learner = small_learner(rows=8)
     tried = short_of_memory(learner, monkeypatch)
     learner.step(groups_of([35, 5, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 1)
     assert learner.room.max_rows == 4
@@ -78,14 +68,14 @@ def test_it_is_tried_again_in_the_next_step_and_the_others_keep_their_micro_batc
 
 
 def test_more_than_one_in_eight_ends_with_the_sentence(monkeypatch):
-    learner = learner_of()
+    learner = small_learner()
     short_of_memory(learner, monkeypatch)
     with pytest.raises(MemoryLimitError, match=r"One completion of \d+ tokens with its prompt does not fit in memory"):
         learner.step(groups_of([35, 34, 5, 5, 5, 5, 5, 5], [True] * 8), alg.dapo(), 1)
 
 
 def test_what_is_measured_before_the_advantages_is_needed_of_all(monkeypatch):
-    learner = learner_of()
+    learner = small_learner()
     learner.is_off_policy = True
     short_of_memory(learner, monkeypatch)
     with pytest.raises(MemoryLimitError):

@@ -5,25 +5,16 @@ import torch
 
 from covey import algorithms as alg
 from covey.errors import MemoryLimitError
-from covey.learner import FrozenCopy, Learner, Policy
+from covey.learner import FrozenCopy, Policy
 from covey.learner.longest import try_longest
-from covey.world import World
-from kit import tiny_model
+from kit import learner_of, tiny_model
 
 
 @pytest.fixture
 def learner():
     policy = Policy(tiny_model(), pad_id=0)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    return Learner(
-        policy=policy,
-        reference=FrozenCopy.of(policy),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
-        max_completion_length=20,
-        max_rows=6,
-    )
+    return learner_of(policy, optimizer, reference=FrozenCopy.of(policy), max_completion_length=20, max_rows=6)
 
 
 def measured(learner, monkeypatch, most=None):

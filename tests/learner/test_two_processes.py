@@ -15,11 +15,11 @@ from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
-from covey.learner import Learner, NoReference, Policy, ValueHead, ValueModel
+from covey.learner import Policy, ValueHead, ValueModel
 from covey.learner.packing import rows_of
 from covey.types import Completion, Group, Prompt
 from covey.world import World
-from kit import tiny_model, tiny_tokenizer
+from kit import learner_of, tiny_model, tiny_tokenizer
 
 COMPOSED = {
     "ppo with a model of its own": alg.ppo(critic_model="separate"),
@@ -93,7 +93,7 @@ def _with_masks(groups):
     return [*others, replace(first, completions=marked), *others[:1]]
 
 
-def learner_of(algorithm, world, make=torch.optim.SGD, rate=1.0):
+def learner_in(algorithm, world, make=torch.optim.SGD, rate=1.0):
     policy = policy_of()
     critic = None
     if algorithm.critic is not None:
@@ -101,11 +101,9 @@ def learner_of(algorithm, world, make=torch.optim.SGD, rate=1.0):
         critic = (ValueModel.of(policy) if algorithm.critic.model == "separate" else head).double()
         torch.nn.init.constant_(critic.linear.weight, 0.1)
     optimizer = make([*policy.parameters(), *(critic.parameters() if critic else [])], lr=rate)
-    return Learner(
-        policy=policy,
-        reference=NoReference(),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+    return learner_of(
+        policy,
+        optimizer,
         world=world,
         max_completion_length=8,
         max_rows=3,
@@ -122,7 +120,7 @@ def flat(one):
 def step_of(name, world):
     """The gradient of one step (what plain descent at rate 1 takes away), and what the step reported."""
     algorithm = CASES[name]
-    one = learner_of(algorithm, world)
+    one = learner_in(algorithm, world)
     before = flat(one)
     report = one.step(groups_of(name in BY_TOKEN), algorithm, 1)
     return before - flat(one), {key: metric.value for key, metric in report.metrics.items()}
@@ -130,7 +128,7 @@ def step_of(name, world):
 
 def idle_steps_of(world):
     """Weights before and after a step of Adam, with momentum from an earlier one, in which no completion teaches."""
-    one = learner_of(alg.dapo(), world, torch.optim.AdamW, 1e-2)
+    one = learner_in(alg.dapo(), world, torch.optim.AdamW, 1e-2)
     one.step(groups_of(False), alg.dapo(), 1)
     before = flat(one)
     dead = [group for group in groups_of(False) if not group.advantages.any()]

@@ -9,10 +9,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey import algorithms as alg
-from covey.learner import FrozenCopy, Learner, NoReference, Policy
+from covey.learner import FrozenCopy, Policy
 from covey.learner.packing import pad_rows, rows_of
-from covey.world import World
-from kit import group
+from kit import group, learner_of
 
 VOCABULARY, HIDDEN, CHUNK = 997, 32, 8
 
@@ -137,16 +136,8 @@ def test_the_loss_of_a_router_is_kept_and_weighed():
     model = with_experts()
     silent = [replace(one, advantages=torch.zeros(3)) for one in groups()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    learner = Learner(
-        policy=Policy(model, pad_id=0, auxiliary_coefficient=0.1),
-        reference=NoReference(),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        world=World(),
-        max_completion_length=24,
-        max_grad_norm=0.0,
-        disable_dropout=True,
-    )
+    policy = Policy(model, pad_id=0, auxiliary_coefficient=0.1)
+    learner = learner_of(policy, optimizer, max_completion_length=24, max_grad_norm=0.0, disable_dropout=True)
     padded = pad_rows(rows_of(silent), 0, torch.device("cpu"))
     given = {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
     own = model(**given, use_cache=False, output_router_logits=True).aux_loss
