@@ -18,7 +18,7 @@ LEVELS = [
     {"types", "names"},
     {"ladder", "pulse", "interruption"},
     {"rendezvous"},
-    {"world", "state", "options", "arithmetic", "memory", "student", "products"},
+    {"world", "state", "options", "arithmetic", "memory", "student", "products", "compiled"},
     {"checks"},
     {"config", "algorithms", "gym"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},

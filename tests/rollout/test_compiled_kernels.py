@@ -7,10 +7,11 @@ import pytest
 import torch
 from test_samplers import TEXTS, ids_of
 
+from covey import compiled
 from covey.errors import ConfigError
-from covey.rollout import NativeSampler, SamplingParams, compiled
+from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.cache import KeyValues, LayerShape
-from covey.rollout.compiled import Kernels, kernels_for
+from covey.rollout.compiled import SOURCE, Kernels, defines, kernels_for
 from kit import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -27,9 +28,9 @@ def tokenizer():
 def nothing_known(monkeypatch, tmp_path):
     """As on a machine where the kernels were never compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled._library.cache_clear()
+    compiled.library.cache_clear()
     yield tmp_path / "covey"
-    compiled._library.cache_clear()
+    compiled.library.cache_clear()
 
 
 def filled_cache(kernels, dtype, width, *, heads=2, steps=70, lengths=(5, 0, 600), seed=0):
@@ -135,7 +136,7 @@ def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, noth
     import ctypes
 
     flags = ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]
-    plain = Kernels(ctypes.CDLL(str(compiled.built(dtype, 64, flags))), dtype)
+    plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, defines(dtype, 64), flags))), dtype)
     expected, _ = attended(None, dtype, 64, 5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(attended(plain, dtype, 64, 5)[0], expected, atol=tolerance, rtol=tolerance)
@@ -145,7 +146,7 @@ def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, noth
 def test_kernels_are_compiled_once_and_kept(nothing_known, monkeypatch):
     assert kernels_for(CPU, torch.float32, 16) is not None
     (library,) = nothing_known.iterdir()
-    compiled._library.cache_clear()
+    compiled.library.cache_clear()
     monkeypatch.setattr(compiled, "_compile", lambda command: pytest.fail("compiled again"))
     assert kernels_for(CPU, torch.float32, 16) is not None
     assert nothing_known.stat().st_mode & 0o077 == 0
@@ -170,7 +171,7 @@ def test_without_kernels_pytorchs_operations_decode_and_a_demand_is_refused(
 
 def test_a_switch_that_says_neither_is_refused(monkeypatch, nothing_known):
     monkeypatch.setenv("COVEY_CPU_KERNELS", "no")
-    with pytest.raises(ConfigError, match="COVEY_CPU_KERNELS is 'no'; give 0 to decode without"):
+    with pytest.raises(ConfigError, match="COVEY_CPU_KERNELS is 'no'; give 0 to compute without"):
         kernels_for(CPU, torch.float32, 16)
 
 
@@ -211,6 +212,6 @@ def test_kernels_that_compute_something_else_are_found_out(tokenizer, monkeypatc
 @needs_kernels
 def test_the_library_names_no_function_that_torch_does_not_bring():
     """It is linked without an OpenMP runtime of its own, or there would be two teams of threads."""
-    library = compiled.built(torch.float32, 16)
+    library = compiled.built(SOURCE, defines(torch.float32, 16))
     needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
     assert "gomp" not in needed

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import torch
 
+from covey.compiled import why_not
 from covey.errors import ConfigError
 from covey.memory import is_out_of_memory
 from covey.rollout.cache import KeyValues
-from covey.rollout.compiled import Kernels, kernels_for, why_not
+from covey.rollout.compiled import Kernels, kernels_for
 from covey.rollout.forward import Forward, verify
 from covey.rollout.sampler import Unsupported
 from covey.rollout.static_cache import Attention, StaticKeyValues

@@ -1,0 +1,143 @@
+"""Kernels for CPUs: compiled once by the machine's own C++ compiler, kept, and called on torch's memory.
+
+Where there is no compiler, or no processor that they were written for, PyTorch's own operations do the same work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from covey.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HEADER = Path(__file__).with_name("vectors.h")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-exceptions",
+    "-w",
+)
+COMPILE_SECONDS = 120
+SWITCH = "COVEY_CPU_KERNELS"
+"""0 in the environment: never compile, never load."""
+
+NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
+"""What the sources call the precisions that they can be compiled for."""
+
+
+@functools.cache
+def library(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | None:
+    """`source`, compiled with `defines` if it was not before.
+
+    None where that is not possible, with a line of the log that says why PyTorch's own operations are `doing` it.
+    """
+    reason = why_not()
+    if reason is None:
+        try:
+            return ctypes.CDLL(str(built(source, defines)))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
+            reason = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
+    logger.info("%s with PyTorch's own operations, not with compiled kernels: %s.", doing, reason)
+    return None
+
+
+def why_not() -> str | None:
+    """What keeps kernels from being compiled here; None when nothing does. Raises ConfigError for a switch that says neither."""
+    said = os.environ.get(SWITCH, "").strip()
+    if said not in ("", "0", "1"):
+        raise ConfigError(
+            f"{SWITCH} is {said!r}; give 0 to compute without compiled kernels, 1 or nothing to compute with them."
+        )
+    if said == "0":
+        return f"{SWITCH} is 0"
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        return f"they are written for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return "they need a processor with AVX2"
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return "torch has loaded no OpenMP runtime that they could share"
+    if _compiler() is None:
+        return "there is no C++ compiler (install g++)"
+    return None
+
+
+def _compiler() -> list[str] | None:
+    """The command that compiles C++: what CXX says, or g++, or clang++."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["g++"], ["clang++"]]:
+        found = shutil.which(command[0])
+        if found is not None:
+            return [found, *command[1:]]
+    return None
+
+
+def built(source: Path, defines: Sequence[str], more: Sequence[str] = ()) -> Path:
+    """The library in the user's cache folder, compiled now if it is not there, with `more` flags.
+
+    Raises OSError or SubprocessError.
+    """
+    compiler = _compiler()
+    assert compiler is not None  # `why_not` has looked
+    flags = [*FLAGS, *(f"-D{name}" for name in defines), *more]
+    target = cache_folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder, "kernels.so")
+            # not linked with -fopenmp: the names are found in the runtime that torch has loaded, so threads are shared
+            compile_ = [*compiler, *flags, f"-I{HEADER.parent}", "-c", str(source), "-o", f"{folder}/kernels.o"]
+            _compile(compile_)
+            _compile([*compiler, "-shared", f"{folder}/kernels.o", "-o", str(made)])
+            made.replace(target)
+    return target
+
+
+def _compile(command: list[str]) -> None:
+    subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL
+    )
+
+
+def cache_folder() -> Path:
+    """`~/.cache/covey`, which only this user may write to. Raises OSError when it is somebody else's."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covey"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"others may write to {folder}, so nothing is loaded from it")
+    return folder
+
+
+def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str]) -> str:
+    """Of all that the library hangs on: sources, flags, compiler, processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]  # of the first core
+    known = [
+        source.read_text(),
+        HEADER.read_text(),
+        *flags,
+        *compiler,
+        str(Path(compiler[0]).resolve()),
+        str(os.stat(compiler[0]).st_mtime_ns),
+        *cpu,
+    ]
+    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]

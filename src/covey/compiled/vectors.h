@@ -1,0 +1,141 @@
+// Vectors of 16 numbers, through GCC's and Clang's vector types: loaded from float32 or bfloat16, kept in float32.
+// No torch header: what includes this compiles in a second or two, and works with any build of torch.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define WIDE 1
+#if defined(__AVX512BF16__)
+#define PAIRS 1
+#endif
+#endif
+
+namespace {
+
+#define UNROLLED _Pragma("GCC unroll 16")
+
+constexpr int LANES = 16;
+constexpr float NOTHING = -1e30f;  // the score of no key; finite, so that differences of two of them are
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats load(const float* p) {
+    Floats x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline Floats load(const bf16* p) {
+    Halves x;
+    std::memcpy(&x, p, sizeof x);
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
+}
+
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+// To the nearest, ties to even.
+inline void store(bf16* p, Floats x) {
+    Words bits = (Words)x;
+    bits += 0x7fff + ((bits >> 16) & 1);
+    Halves half = __builtin_convertvector(bits >> 16, Halves);
+    std::memcpy(p, &half, sizeof half);
+}
+
+inline float one(const float* p) { return *p; }
+
+inline float one(const bf16* p) {
+    uint32_t bits = (uint32_t)p->bits << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline void put(float* p, float x) { *p = x; }
+
+inline void put(bf16* p, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof x);
+    p->bits = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float sum(Floats x) {
+#ifdef WIDE
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float total = 0;
+    UNROLLED
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+#endif
+}
+
+inline float largest(Floats x) {
+#ifdef WIDE
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float top = x[0];
+    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    return top;
+#endif
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// The sums of 16 vectors, one a lane.
+inline Floats sums(const Floats* x) {
+#ifdef WIDE
+    __m512 fours[4];
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        __m512 a = (__m512)x[4 * i], b = (__m512)x[4 * i + 1], c = (__m512)x[4 * i + 2], d = (__m512)x[4 * i + 3];
+        __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        fours[i] = _mm512_add_ps(
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    }
+    __m512 low = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    __m512 high = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+#else
+    Floats out;
+    UNROLLED
+    for (int i = 0; i < LANES; i++) out[i] = sum(x[i]);
+    return out;
+#endif
+}
+
+// e^x for x <= 0, to 2 units in the last place (the polynomial of Cephes' expf).
+inline Floats exponential(Floats x) {
+    x = larger(x, all(-87.0f));
+    Floats n = x * 1.44269504f;
+    Ints whole = __builtin_convertvector(n - 0.5f, Ints);  // truncation towards 0 of a negative number, minus a half: the nearest
+    n = __builtin_convertvector(whole, Floats);
+    Floats r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return y * (Floats)((whole + 127) << 23);
+}
+
+}  // namespace
