@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from covey.learner.layout import Layout
 from covey.learner.packing import Row
 from covey.learner.policy import Policy
 from covey.learner.shared import SharedRows, share_rows
-from covey.learner.shared_attention import Layout, SharedAttention
+from covey.learner.shared_attention import SharedAttention
 from covey.types import Completion, Prompt
 from kit import tiny_model
 

@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.learner import shared_flex
+from covey.learner.layout import Layout
 from covey.learner.policy import Policy
-from covey.learner.shared_attention import Layout
 from covey.learner.shared_flex import Heads, _Seen, mask_of, tried
 from kit import tiny_model, tiny_tokenizer
 

@@ -1,46 +1,21 @@
 """Attention of packed rows `[prompt | c1 | ... | cG]` on a CPU: no padding, no mask, no copy of a prompt's keys.
 
 Every completion token attends to the prompt (all queries of a group as one product, without mask) and to its own
-completion (causal). The two are merged by their log-sum-exp; the flash backward of each part with the merged output and
-log-sum-exp is exact, so keys and values of the prompt collect the gradients of the whole group in one product.
+completion (causal). Where the compiled kernels run, they compute all of it in one call. Elsewhere the two parts are merged by
+their log-sum-exp; the flash backward of each part with the merged output and log-sum-exp is exact, so keys and values of the
+prompt collect the gradients of the whole group in one product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a prompt and its completions stand in the packed row."""
-
-    start: int
-    length: int
-    """Tokens of the prompt."""
-    counts: tuple[int, ...]
-    """Tokens of each completion; they follow the prompt without a gap."""
-
-    @property
-    def prompt(self) -> slice:
-        return slice(self.start, self.start + self.length)
-
-    @property
-    def answers(self) -> slice:
-        return slice(self.start + self.length, self.start + self.length + sum(self.counts))
-
-    def each_answer(self) -> list[slice]:
-        """The place of every completion that is not empty."""
-        places, first = [], self.start + self.length
-        for count in self.counts:
-            if count:
-                places.append(slice(first, first + count))
-            first += count
-        return places
+from covey.learner.layout import Layout
+from covey.learner.shared_kernels import empty_like, kernels_for
 
 
 class SharedAttention(torch.autograd.Function):
@@ -48,8 +23,14 @@ class SharedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layouts: Sequence[Layout], scale: float) -> Tensor:
+        ctx.layouts, ctx.scale = layouts, scale
+        ctx.kernels = kernels_for(query, key, layouts)
+        if ctx.kernels is not None:
+            out, normalizer = ctx.kernels.forward(query, key, value, layouts, scale)
+            ctx.save_for_backward(query, key, value, out, normalizer)
+            return out
         heads, tokens, _ = query.shape
-        out = query.new_empty(tokens, heads, query.shape[2]).transpose(0, 1)  # the layout that follows attention
+        out = empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)
         normalizer = torch.empty(heads, tokens, dtype=wide)
         for layout in layouts:
@@ -65,14 +46,14 @@ class SharedAttention(torch.autograd.Function):
             out[:, place] = torch.lerp(out[:, place], part, weight)
             normalizer[:, place] = torch.logaddexp(log_sum, own)
         ctx.save_for_backward(query, key, value, out, normalizer)
-        ctx.layouts, ctx.scale = layouts, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.kernels is not None:
+            return *ctx.kernels.backward(gradient, ctx.saved_tensors, ctx.layouts, ctx.scale), None, None
         query, key, value, out, normalizer = ctx.saved_tensors
-        like = lambda x: torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=x.dtype).transpose(0, 1)
-        dq, dk, dv = like(query), like(key), like(value)
+        dq, dk, dv = empty_like(query), empty_like(key), empty_like(value)
         for layout in ctx.layouts:
             for place in (layout.prompt, *layout.each_answer()):
                 given = [x[:, place] for x in (gradient, query, key, value, out, normalizer)]

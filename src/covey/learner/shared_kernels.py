@@ -1,0 +1,178 @@
+"""The kernels of shared_attention.cpp, called on torch's memory; `covey.compiled` makes the library."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.compiled import NUMBERS, library
+from covey.learner.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("shared_attention.cpp")
+MOST_NUMBERS = 2**20
+"""Of all keys that a token may see, for one head: each thread holds up to six times as many in float32."""
+LONG = 512
+"""Keys from which a processor that multiplies tiles of bfloat16 (AMX) is left to PyTorch's operations, which use them."""
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("by_head", ctypes.c_int64), ("by_token", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, x: Tensor) -> Any:
+        """`x` [H, S, D], contiguous in D."""
+        return ctypes.byref(cls(x.data_ptr(), x.stride(0), x.stride(1)))
+
+
+class _Packed(ctypes.Structure):
+    """Where prompts and completions stand; the same layout as in shared_attention.cpp."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("segments", "heads", "repeats", "width", "tokens", "most", "threads")
+        ),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "firsts", "counts")),
+        ("scale", ctypes.c_double),
+    )  # fmt: skip
+    held: tuple[Any, ...]
+    """What the pointers point to."""
+
+
+class Kernels:
+    """Attention of packed rows in one precision, for a whole row at once."""
+
+    def __init__(self, found: ctypes.CDLL) -> None:
+        self._forward, self._backward = found.covey_shared_forward, found.covey_shared_backward
+        self._forward.argtypes, self._backward.argtypes = [ctypes.c_void_p] * 6, [ctypes.c_void_p] * 10
+        self._forward.restype = self._backward.restype = None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, layouts: Sequence[Layout], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [H, S, D], tokens outermost in memory, and log-sum-exp [H, S] float32 of the scores."""
+        out = empty_like(query)
+        normalizer = torch.empty(query.shape[:2], dtype=torch.float32)
+        query, key, value = map(_in_rows, (query, key, value))
+        self._forward(
+            ctypes.byref(_packed(layouts, query, key, scale)),
+            *map(_Heads.of, (query, key, value, out)),
+            normalizer.data_ptr(),
+        )
+        return out, normalizer
+
+    def backward(
+        self, gradient: Tensor, saved: Sequence[Tensor], layouts: Sequence[Layout], scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value. `saved`: those three, the output and the log-sum-exp of `forward`."""
+        *given, normalizer = saved
+        gradient, query, key, value, out = map(_in_rows, (gradient, *given))
+        gradients = empty_like(query), empty_like(key), empty_like(value)
+        self._backward(
+            ctypes.byref(_packed(layouts, query, key, scale)),
+            *map(_Heads.of, (gradient, query, key, value, out)),
+            normalizer.data_ptr(),
+            *map(_Heads.of, gradients),
+        )
+        return gradients
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """[H, S, D], tokens outermost in memory: the layout in which the model's projections read and write."""
+    return torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=x.dtype).transpose(0, 1)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _packed(layouts: Sequence[Layout], query: Tensor, key: Tensor, scale: float) -> _Packed:
+    arrays = _arrays(tuple(layouts))
+    packed = _Packed(
+        len(layouts), key.shape[0], query.shape[0] // key.shape[0], query.shape[2], query.shape[1], _most(layouts),
+        torch.get_num_threads(), *map(ctypes.addressof, arrays), scale,
+    )  # fmt: skip
+    packed.held = arrays
+    return packed
+
+
+@functools.lru_cache(maxsize=4)
+def _arrays(layouts: tuple[Layout, ...]) -> tuple[Any, ...]:
+    """Starts, lengths, first completions and counts."""
+    firsts = [0]
+    for layout in layouts:
+        firsts.append(firsts[-1] + len(layout.counts))
+    return tuple(
+        (ctypes.c_int64 * max(1, len(values)))(*values)
+        for values in (
+            [layout.start for layout in layouts],
+            [layout.length for layout in layouts],
+            firsts,
+            [count for layout in layouts for count in layout.counts],
+        )
+    )
+
+
+def _most(layouts: Sequence[Layout]) -> int:
+    return max(layout.length + max(layout.counts, default=0) for layout in layouts)
+
+
+def kernels_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> Kernels | None:
+    """The kernels for `query` [H, S, D] and `key` [K, S, D]; None where PyTorch's operations are taken.
+
+    That is: other precisions and widths, keys too many for a thread's room or better left to AMX, and fewer tasks (a prompt
+    and a head of keys) than threads.
+    """
+    width, most = query.shape[2], _most(layouts)
+    if query.dtype not in NUMBERS or width % 16 or most * width > MOST_NUMBERS:
+        return None
+    if len(layouts) * key.shape[0] < torch.get_num_threads():
+        return None
+    if query.dtype == torch.bfloat16 and most >= LONG and torch.cpu._is_amx_tile_supported():
+        return None
+    return _verified(query.dtype)
+
+
+@functools.cache
+def _verified(dtype: torch.dtype) -> Kernels | None:
+    """The kernels for one precision, where they can be compiled and give what plain attention gives, forward and backward."""
+    found = library(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Learning")
+    if found is None:
+        return None
+    kernels = Kernels(found)
+    gap = _gap(kernels, dtype)
+    if gap < (1e-4 if dtype == torch.float32 else 5e-2):
+        return kernels
+    logger.warning("Learning with PyTorch's own operations, not with compiled kernels: attention differs by %.1g.", gap)
+    return None
+
+
+def _gap(kernels: Kernels, dtype: torch.dtype) -> float:
+    """The largest difference to plain attention in float32, of outputs and gradients, on a prompt with two completions."""
+    layout = Layout(0, 20, (3, 30))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gradient = (
+        torch.randn(heads, 53, 16, generator=generator).to(dtype).float() for heads in (2, 1, 1, 2)
+    )
+    positions = torch.arange(53)
+    owners = torch.tensor([0] * 20 + [1] * 3 + [2] * 30)
+    sees = (owners == owners[:, None]) & (positions <= positions[:, None]) | (owners == 0) & (owners[:, None] != 0)
+    with torch.enable_grad():
+        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        scores = (inputs[0] @ inputs[1].mT * 0.25).masked_fill(~sees, float("-inf"))
+        plain = scores.softmax(-1) @ inputs[2]
+        expected = [plain.detach(), *torch.autograd.grad(plain, inputs, gradient)]
+    query, key, value, gradient = (x.to(dtype) for x in (query, key, value, gradient))
+    out, normalizer = kernels.forward(query, key, value, [layout], 0.25)
+    found = [out, *kernels.backward(gradient, (query, key, value, out, normalizer), [layout], 0.25)]
+    gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
+    return float(torch.stack(gaps).max())

@@ -1,0 +1,176 @@
+"""The kernels that the learner attends with on a CPU: those of plain attention in value and gradient, and done without."""
+
+import ctypes
+import logging
+
+import pytest
+import torch
+from test_shared import ROWS, assert_same, checkpointing, gradients
+
+from covey import compiled
+from covey.learner import shared_attention, shared_kernels
+from covey.learner.layout import Layout
+from covey.learner.policy import Policy
+from covey.learner.shared_attention import SharedAttention
+from covey.learner.shared_kernels import SOURCE, Kernels, kernels_for
+from kit import tiny_model
+
+REASON = compiled.why_not()
+needs_kernels = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+LAYOUTS = (Layout(0, 5, (3, 0, 7, 24, 25)), Layout(64, 31, ()), Layout(95, 40, (150, 1, 49)), Layout(335, 1, (2,)))
+"""Completions of no tokens, of one, of a whole block of queries and of one more; prompts of one token, and without any completion."""
+TOKENS = 338
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh():
+    """What is known of the kernels is found out again, and forgotten afterwards."""
+    known = shared_kernels._verified, compiled.library
+    for one in known:
+        one.cache_clear()
+    yield
+    for one in known:
+        one.cache_clear()
+
+
+def given(dtype, heads, repeats, width, seed=0):
+    """Queries, keys, values, and the gradient of what comes out, as the model's projections lay them out: tokens outermost."""
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda count: torch.randn(TOKENS, count, width, generator=generator).to(dtype).transpose(0, 1)
+    return make(heads * repeats), make(heads), make(heads), make(heads * repeats)
+
+
+def through(kernels, inputs, monkeypatch):
+    """What comes out and the three gradients, in float32, by these kernels or, without any, by PyTorch's operations."""
+    monkeypatch.setattr(shared_attention, "kernels_for", lambda *_: kernels)
+    *leaves, gradient = inputs
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    out = SharedAttention.apply(*leaves, LAYOUTS, 0.2)
+    return [x.float() for x in (out.detach(), *torch.autograd.grad(out, leaves, gradient))]
+
+
+def assert_near(found, expected, slack):
+    for one, two in zip(found, expected, strict=True):
+        assert (one - two).norm() <= slack * two.norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("width", "repeats"), [(16, 1), (32, 1), (64, 4), (80, 3), (112, 2), (128, 2), (256, 1)])
+def test_kernels_attend_as_pytorchs_operations_do_in_value_and_gradient(
+    dtype, slack, width, repeats, one_thread, monkeypatch
+):
+    inputs = given(dtype, 2, repeats, width)
+    kernels = kernels_for(inputs[0], inputs[1], LAYOUTS)
+    assert kernels is not None
+    exact = through(None, [x.double() for x in inputs], monkeypatch)
+    assert_near(through(kernels, inputs, monkeypatch), exact, slack)
+
+
+@needs_kernels
+def test_numbers_anywhere_in_memory_are_read_where_they_are(one_thread, monkeypatch):
+    """Heads outermost, and a gradient that is one number for all, as the sum of everything gives."""
+    inputs = [x.contiguous() for x in given(torch.float32, 2, 2, 32)]
+    inputs[3] = torch.ones(()).expand(inputs[0].shape)
+    kernels = kernels_for(inputs[0], inputs[1], LAYOUTS)
+    assert_near(through(kernels, inputs, monkeypatch), through(None, inputs, monkeypatch), 1e-5)
+
+
+@needs_kernels
+def test_scores_as_large_as_a_float_can_hold_neither_overflow_nor_vanish(one_thread, monkeypatch):
+    query, key, value, gradient = given(torch.float32, 1, 1, 16)
+    inputs = (query * 1e9, key * 1e9, value, gradient)
+    found = through(kernels_for(query, key, LAYOUTS), inputs, monkeypatch)
+    assert found[0].isfinite().all()
+    assert_near(found[:1], through(None, inputs, monkeypatch)[:1], 1e-5)
+
+
+@needs_kernels
+def test_results_do_not_depend_on_the_number_of_threads(one_thread, monkeypatch):
+    inputs = given(torch.float32, 4, 2, 32)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(through(kernels_for(inputs[0], inputs[1], LAYOUTS), inputs, monkeypatch))
+    for other in found[1:]:
+        assert all(one.equal(two) for one, two in zip(found[0], other, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "inputs, layouts",
+    [
+        ((torch.zeros(2, 9, 16, dtype=torch.float64),) * 2, (Layout(0, 5, (4,)),)),
+        ((torch.zeros(2, 9, 24),) * 2, (Layout(0, 5, (4,)),)),
+        ((torch.zeros(2, 9, 256),) * 2, (Layout(0, 4000, (1000,)),)),
+    ],
+    ids=["float64", "a width that is no multiple of 16", "more keys than a thread has room for"],
+)
+def test_what_the_kernels_are_not_made_for_is_left_to_pytorch(inputs, layouts, one_thread):
+    assert kernels_for(*inputs, layouts) is None
+
+
+@needs_kernels
+def test_fewer_prompts_than_threads_are_left_to_pytorch_which_shares_out_queries_too(one_thread):
+    query, layouts = torch.zeros(2, 9, 16), (Layout(0, 5, (4,)),)
+    torch.set_num_threads(2)
+    assert kernels_for(query, query, layouts) is not None
+    torch.set_num_threads(3)
+    assert kernels_for(query, query, layouts) is None
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_policy_learns_the_same_with_kernels_and_without(recomputes, one_thread, monkeypatch):
+    model = tiny_model("qwen3", hidden=64, layers=2).eval()
+    assert model.config.head_dim in range(16, 257, 16), "a width that the kernels are made for"
+    model = checkpointing(model) if recomputes else model
+    mine = gradients(Policy(model, pad_id=0), [ROWS])
+    monkeypatch.setattr(shared_attention, "kernels_for", lambda *_: None)
+    assert_same(gradients(Policy(model, pad_id=0), [ROWS]), mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("COVEY_CPU_KERNELS", "0", "COVEY_CPU_KERNELS is 0"), ("CXX", "no-such-compiler", "there is no C++ compiler")],
+)
+def test_without_kernels_the_log_says_why(name, value, reason, one_thread, fresh, monkeypatch, caplog):
+    monkeypatch.setenv(name, value)
+    query = torch.zeros(2, 9, 16)
+    with caplog.at_level(logging.INFO, "covey"):
+        assert kernels_for(query, query, (Layout(0, 5, (4,)),)) is None
+    assert f"Learning with PyTorch's own operations, not with compiled kernels: {reason}" in caplog.text
+
+
+@needs_kernels
+def test_kernels_that_compute_something_else_are_found_out(one_thread, fresh, monkeypatch, caplog):
+    honest = Kernels.backward
+
+    def wrong(self, *args):
+        query, key, value = honest(self, *args)
+        return query, key * 1.1, value
+
+    monkeypatch.setattr(Kernels, "backward", wrong)
+    query = torch.zeros(2, 9, 16)
+    assert kernels_for(query, query, (Layout(0, 5, (4,)),)) is None
+    assert "not with compiled kernels: attention differs by 0.1" in caplog.text
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, slack, one_thread, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]
+    plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, (f"NUMBER={compiled.NUMBERS[dtype]}",), flags))))
+    inputs = given(dtype, 2, 3, 80)
+    exact = through(None, [x.double() for x in inputs], monkeypatch)
+    assert_near(through(plain, inputs, monkeypatch), exact, slack)
