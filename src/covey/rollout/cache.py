@@ -67,7 +67,9 @@ class KeyValues:
         self.wide_suffix: dict[int, Tensor] = {}
         self.owners: list[int] = []  # the prompt slot of each row
         self._places: Places | None = None
-        self._tables: tuple[Tensor, Tensor, Tensor] | None = None  # starts, owners and prompt lengths, for the kernels
+        # Starts, owners and prompt lengths, for the kernels. `arrange`, which follows whatever comes or goes, makes them void,
+        # and `_resize` does, which alone may come between two steps.
+        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         return torch.zeros(2, rows, layer.heads, columns, layer.width, device=self.device, dtype=self.dtype)
@@ -95,7 +97,6 @@ class KeyValues:
         column = torch.arange(columns, device=self.device)
         ends = torch.tensor(self.prompt_lengths, device=self.device)
         self.prefix_bias = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
-        self._tables = None
         return range(old, rows)
 
     def add_rows(self, count: int) -> None:
@@ -140,7 +141,6 @@ class KeyValues:
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
         self.prefix = [slab[:, index, :, :columns].contiguous() for slab in self.prefix]
         self.prefix_bias = self.prefix_bias[index, :columns]
-        self._tables = None
 
     def arrange(self, owners: list[int]) -> None:
         """Say which prompt slot each row belongs to, after any change."""
