@@ -51,8 +51,8 @@ def _fits(optimizer: torch.optim.Optimizer, states: int, with_space: bool) -> bo
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return False
-    finally:
-        held.clear()
-        release()
-    return True
+    else:
+        return True  # without a collection of garbage, which takes longer than many a step
+    held.clear()
+    release()
+    return False
