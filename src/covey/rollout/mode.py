@@ -17,7 +17,8 @@ def evaluating(model: Any) -> Iterator[None]:
     Layers recompute activations (gradient checkpointing, which forbids a cache) in training mode only, so this ends that too.
     """
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    for module in training:  # one by one: `model.eval()` would walk, and write to, all of them
+        module.training = False
     try:
         with torch.no_grad():
             yield
