@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-SHAPES = 64
-"""Rows in multiples of this many make shapes repeat: a new shape costs oneDNN a few milliseconds of building kernels."""
+KEPT = 580 * 2**10
+"""Bytes that oneDNN keeps of each size of product that it meets, in any type of numbers, for as long as the process lives
+(measured with oneDNN 3 in torch 2.13; limits of its caches free less than half of it). Building it takes up to a millisecond."""
 SMALLEST = 2**20
 """Multiplications below which nothing is gained."""
 
@@ -43,6 +44,12 @@ def pays(x: Tensor, weight: Tensor) -> bool:
         and x.numel() * weight.shape[0] >= SMALLEST
         and is_onednn_faster()
     )
+
+
+def repeating(rows: int) -> int:
+    """The next of the eight counts of rows between a power of two and its double, so that sizes of products are few and return."""
+    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    return -(-rows // step) * step
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

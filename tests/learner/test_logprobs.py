@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from covey.learner.fused_head import Workspace
 from covey.learner.logprobs import Head, score_logits, score_tokens
 
 
@@ -86,6 +87,27 @@ def test_no_logits_larger_than_a_chunk_ever_exist(kind):
         logp, entropy = score_tokens(hidden, torch.randint(997, (64,)), head, entropy=True, chunk=8)
         (logp.sum() + entropy.sum()).backward()
     assert max(largest) == 8 * 997
+
+
+def test_in_bfloat16_the_last_chunk_has_one_of_few_counts_of_rows_and_nothing_else_changes(monkeypatch):
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 50).bfloat16()
+    sizes, product = set(), Workspace.product
+    monkeypatch.setattr(Workspace, "product", lambda space, rows: sizes.add(len(rows)) or product(space, rows))
+    for count in range(65, 129):
+        hidden = torch.randn(count, 8, dtype=torch.bfloat16, requires_grad=True)
+        targets, weight = torch.randint(50, (count,)), torch.randn(count)
+        found, wanted = [], []
+        for got, (logp, entropy) in (
+            (found, score_tokens(hidden, targets, Head(linear), entropy=True, chunk=64)),
+            (wanted, dense(hidden, targets, Head(linear), 1.0)),
+        ):
+            slopes = torch.autograd.grad((weight * logp).sum() + entropy.sum(), [hidden, linear.weight, linear.bias])
+            got += [logp.detach(), entropy.detach(), *slopes]
+        assert found[0].shape == (count,)
+        for one, other in zip(found, wanted, strict=True):
+            assert (one - other).norm() < 0.02 * other.norm()
+    assert sizes == {*range(1, 17), *range(18, 33, 2), *range(36, 65, 4)}
 
 
 def test_a_token_that_cannot_happen_leaves_the_entropy_finite():

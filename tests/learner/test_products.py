@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from covey import products
 from covey.learner.policy import Policy
+from covey.learner.shared import share_rows
 from covey.models import checkpoint_activations
 from covey.products import FasterProducts
 from kit import tiny_model, tiny_tokenizer
@@ -73,6 +74,21 @@ def test_whatever_is_not_a_large_product_in_float32_is_left_to_torch(monkeypatch
             found = layer(x)
     assert type(found.grad_fn).__name__ != "_LinearBackward"
     assert found.equal(expected)
+
+
+def test_rows_are_padded_to_few_counts_that_return():
+    counts = {products.repeating(rows) for rows in range(1, 4097)}
+    assert len([count for count in counts if 2048 < count <= 4096]) == 8
+    assert all(rows <= products.repeating(rows) <= rows * 9 / 8 for rows in range(1, 10_000))
+    assert [products.repeating(rows) for rows in (1, 15, 128, 1024)] == [1, 15, 128, 1024]
+
+
+def test_packed_rows_of_many_lengths_are_of_few_lengths_on_a_cpu():
+    lengths = set()
+    for count in range(30, 127):
+        packed = share_rows([row(0, [5, 6, 7, 8], list(range(10, 10 + count)))] * 4, torch.device("cpu"))
+        lengths.add(packed.input_ids.shape[1])
+    assert len([length for length in lengths if length > 256]) == 8
 
 
 def test_outside_of_a_learner_torch_is_as_it_was(always):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
+from covey.products import repeating
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,18 @@ def _fused(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     bias = None if linear.bias is None else linear.bias.to(dtype)
     shape = Shape(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
+    count = hidden.shape[0]
+    if (
+        hidden.device.type == "cpu" and dtype.itemsize == 2
+    ):  # a product of oneDNN's: the last chunk's rows are to return
+        rest = count % shape.chunk
+        extra = min(repeating(rest), shape.chunk) - rest
+        hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
     with torch.autocast(hidden.device.type, enabled=False):
-        return LinearLogProbability.apply(hidden.to(dtype), linear.weight.to(dtype), bias, targets, shape, entropy)
+        logp, entropies = LinearLogProbability.apply(
+            hidden.to(dtype), linear.weight.to(dtype), bias, targets, shape, entropy
+        )
+    return logp[:count], entropies[:count]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,13 +20,13 @@ from covey.learner.layout import Layout
 from covey.learner.packing import Row
 from covey.learner.shared_attention import SharedAttention, runs_here
 from covey.learner.shared_flex import Heads
-from covey.products import SHAPES
+from covey.products import repeating
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = "covey"
-FEWER_LENGTHS = 1024
-"""Tokens from which a row on a CPU is padded to a multiple of `SHAPES`, at most a sixteenth more."""
+FEWER_LENGTHS = 128
+"""Tokens from which a row on a CPU is padded to a length that returns, at most an eighth more."""
 _NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias", "cache")
 """What some models pass to their attention that the parts below do not compute."""
 
@@ -108,10 +108,10 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
             offset += count
     padding = shared_flex.padded(offset) - offset if kernel == "flex" else 0
     if kernel == "own" and device.type == "cpu" and offset >= FEWER_LENGTHS:
-        padding = -offset % SHAPES
+        padding = repeating(offset) - offset
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.long))
-        positions.append(torch.arange(padding))
+        positions.append(torch.zeros(padding, dtype=torch.long))
         segments.append(_segment(offset, padding, offset + padding, [], device))
     layouts = [segment.layout for segment in segments]
     return SharedRows(
