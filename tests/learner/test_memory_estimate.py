@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covey import products
 from covey.learner.memory import Shape, estimate, in_gib
 from covey.learner.packing import rows_of
 from covey.learner.policy import Policy
@@ -76,7 +77,7 @@ def test_activations_are_what_a_forward_pass_of_packed_rows_keeps(dtype, compute
         measured = policy.measure(rows, entropy=True)
     assert measured.logp.requires_grad
     given = {"rows": 8, "group": 8, "prompt_tokens": 60, "completion_tokens": 85, "compute_bytes": compute_bytes}
-    memory = guess(shape, **given, adapter_rank=rank)
+    memory = guess(shape, **given, adapter_rank=rank, is_on_heap=True)
     assert memory.activations == pytest.approx(sum(kept.values()), rel=0.1)
 
 
@@ -144,6 +145,16 @@ def test_a_processors_heap_is_counted_where_it_keeps_holes():
     assert guess(shape).heap == 0
     assert guess(shape, is_on_heap=True).peak > guess(shape).peak
     assert guess(shape, is_on_heap=True, is_checkpointed=True).heap == 0, "large blocks go back to the system at once"
+
+
+def test_every_size_of_product_costs_what_onednn_keeps_of_it():
+    shape = replace(Shape.of(tiny_model(**SMALL).config), linears=((64, 64), (64, 32), (64, 64), (128, 64)))
+    assert shape.product_sizes() == 3 * 3, "forward, gradient of the input, gradient of the weight"
+    assert shape.product_sizes(adapter_rank=4) == 2 * 3 + 3 * 4, "frozen weights; 64 and 128 to 4, 4 to 64 and 32"
+    halves = {"compute_bytes": 2, "is_on_heap": True}
+    more = guess(shape, **halves, adapter_rank=4).libraries - guess(shape, **halves).libraries
+    assert more == 9 * 4 * products.KEPT
+    assert guess(shape, compute_bytes=2).libraries == 0, "on an accelerator"
 
 
 def test_the_words_end_with_the_peak():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from covey.learner.fused_head import chunk_for
+from covey.products import KEPT, is_onednn_faster, repeating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,17 @@ class Shape:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
         return sum(rank * (inside + outside) for inside, outside in self.linears)
 
+    def product_sizes(self, adapter_rank: int | None = None) -> int:
+        """Sizes of product that a forward and backward pass meets in the linear layers, for one count of rows.
+
+        Each pair of widths forward, for the gradient of its input, and, where it is trained, for that of its weight.
+        """
+        own = set(self.linears)
+        if adapter_rank is None:
+            return 3 * len(own)
+        adapters = {(inside, adapter_rank) for inside, _ in own} | {(adapter_rank, outside) for _, outside in own}
+        return 2 * len(own) + 3 * len(adapters)
+
     def layer_bytes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
         """What one token leaves behind in one layer for the backward.
 
@@ -99,7 +111,7 @@ class Memory:
     sampler: int
     """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
     libraries: int
-    """What oneDNN keeps for every size of product that sampling meets, and what small blocks keep of the heap, on a CPU."""
+    """On a CPU: what oneDNN keeps for every size of product that it meets, and what small blocks keep of the heap."""
     cache: int
     """Keys and values while completions are drawn; activations and logits are gone then."""
 
@@ -149,6 +161,7 @@ def estimate(
     groups = -(-rows // group)
     tokens = rows * completion_tokens + groups * prompt_tokens
     tokens = tokens if max_tokens is None else min(tokens, max(max_tokens, prompt_tokens + completion_tokens))
+    tokens = repeating(tokens) if is_on_heap else tokens
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     casts = 2 * sum(inside * outside for inside, outside in shape.linears) if compute_bytes < weight_bytes else 0
@@ -156,6 +169,7 @@ def estimate(
     holes = _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
     keeps_holes = is_on_heap and not is_checkpointed
+    kept = _product_bytes(shape, compute_bytes, adapter_rank)
     at_head, at_end = _head_bytes(shape, chunk, casts > 0, adapter_rank is None)
     if is_checkpointed:  # a layer that is computed again and the head's logits never exist together
         waiting = at_end // 2 if shape.is_tied else 0
@@ -172,9 +186,14 @@ def estimate(
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
         heap=int(holes * activations) if keeps_holes else 0,
         sampler=casts + (2 * shape.num_parameters if samples_in_copy else 0),
-        libraries=_LIBRARIES if samples_in_copy else 0,
+        libraries=(_LIBRARIES if samples_in_copy else 0) + (kept if is_on_heap else 0),
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
+
+
+def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
+    """What oneDNN keeps of a CPU's products, where they are its: those in 16 bits, and in float32 where it is the faster one."""
+    return shape.product_sizes(adapter_rank) * _ROW_COUNTS * KEPT if compute_bytes == 2 or is_onednn_faster() else 0
 
 
 def _head_bytes(shape: Shape, chunk: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
@@ -193,9 +212,12 @@ _HOLES, _HOLES_OF_ADAPTERS = 0.3, 0.7
 """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux): an
 adapter's small tensors stand between large ones."""
 
-_LIBRARIES = 64 * 2**20
-"""Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside the copy of the weights, learning as much
-as 30 more; neither grows with the model."""
+_LIBRARIES = 40 * 2**20
+"""Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside the copy of the weights."""
+
+_ROW_COUNTS = 4
+"""Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts).
+Where lengths vary there are up to eight between each power of two and its double, in smaller micro-batches."""
 
 CPU_TOKENS = 4096
 """Tokens of one forward pass beyond which a CPU gets no faster (8 to 64 thousand tokens a step took the same time)."""
