@@ -47,8 +47,11 @@ def pays(x: Tensor, weight: Tensor) -> bool:
 
 
 def repeating(rows: int) -> int:
-    """The next of the eight counts of rows between a power of two and its double, so that sizes of products are few and return."""
-    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    """The next of the eight counts of rows between a power of two and its double, so that sizes of products are few and return.
+
+    Beyond 4096 rows, the next multiple of 256.
+    """
+    step = 1 << min(8, max(0, (rows - 1).bit_length() - 4))
     return -(-rows // step) * step
 
 

@@ -81,6 +81,7 @@ def test_rows_are_padded_to_few_counts_that_return():
     assert len([count for count in counts if 2048 < count <= 4096]) == 8
     assert all(rows <= products.repeating(rows) <= rows * 9 / 8 for rows in range(1, 10_000))
     assert [products.repeating(rows) for rows in (1, 15, 128, 1024)] == [1, 15, 128, 1024]
+    assert products.repeating(16_448) == 16_640, "what is large is not made much larger"
 
 
 def test_packed_rows_of_many_lengths_are_of_few_lengths_on_a_cpu():
