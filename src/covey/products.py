@@ -66,6 +66,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def outer(gradient: Tensor, x: Tensor) -> Tensor:
+    """`gradient.T @ x` [N, K], the gradient of a weight from `gradient` [M, N] and `x` [M, K], by oneDNN.
+
+    It copies its first factor so that sums run along memory, so the narrower one comes first.
+    """
+    if gradient.shape[1] <= x.shape[1]:
+        return linear(gradient.t(), x.t(), None)
+    return linear(x.t(), gradient.t(), None).t()
+
+
 class _Linear(torch.autograd.Function):
     """`(x [.., K], weight [N, K], bias [N] or None)` -> [.., N], all three products by oneDNN."""
 
@@ -82,7 +92,7 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
             linear(gradient, weight.t(), None) if wants_x else None,
-            linear(flat.t(), x.reshape(-1, x.shape[-1]).t(), None) if wants_weight else None,
+            outer(flat, x.reshape(-1, x.shape[-1])) if wants_weight else None,
             flat.sum(0) if wants_bias and ctx.has_bias else None,
         )
 

@@ -114,10 +114,10 @@ def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_agai
         elif again != "kept":
             checkpointing(model)
         calls = []
-        real = products.linear
-        monkeypatch.setattr(products, "linear", lambda *args: calls.append(1) or real(*args))
-        Policy(model, tiny_tokenizer().pad_token_id).measure(rows).logp.sum().backward()
-        monkeypatch.setattr(products, "linear", real)
+        with monkeypatch.context() as patched:
+            real = products._Linear.apply
+            patched.setattr(products._Linear, "apply", lambda *args: calls.append(1) or real(*args))
+            Policy(model, tiny_tokenizer().pad_token_id).measure(rows).logp.sum().backward()
         return len(calls), [parameter.grad for parameter in model.parameters()]
 
     count, mine = gradients(True)
@@ -126,3 +126,36 @@ def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_agai
     assert (count > 0) == (again != "the user's own")
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@has_onednn
+@pytest.mark.parametrize("shape", [(70, 48, 80), (70, 80, 48), (1, 5, 5)])
+def test_the_gradient_of_a_weight_is_the_same_whichever_factor_is_copied(shape):
+    count, outside, inside = shape
+    gradient, x = torch.randn(count, outside), torch.randn(count, inside)
+    torch.testing.assert_close(products.outer(gradient, x), gradient.t() @ x, atol=1e-5, rtol=1e-5)
+
+
+@has_onednn
+def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monkeypatch):
+    """In chunks of tokens, and of the vocabulary where the weight's gradient is added up."""
+    from covey.learner import fused_head
+
+    monkeypatch.setattr(fused_head, "WORDS", 30)
+    hidden, weight, bias = torch.randn(50, 16), torch.randn(100, 16), torch.randn(100)
+    targets = torch.randint(0, 100, (50,))
+
+    def run(is_faster):
+        monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        shape = fused_head.Shape(1.0, None, 0.7, 16)
+        logp, entropy = fused_head.LinearLogProbability.apply(*leaves, targets, shape, True)
+        return [logp, entropy, *torch.autograd.grad((logp + 0.3 * entropy).sum(), leaves)]
+
+    calls = []
+    real = products.linear
+    monkeypatch.setattr(fused_head, "linear", lambda *args: calls.append(1) or real(*args))
+    mine = run(True)
+    assert calls
+    for one, two in zip(mine, run(False), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)

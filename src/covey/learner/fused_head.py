@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.products import linear, outer, pays
+
 CHUNK_ELEMENTS = 2**23
 """Logits that exist at a time where the chunk is chosen here: 32 MiB in float32."""
+
+WORDS = 2**14
+"""Of the vocabulary whose gradients are added at a time, where a product cannot be added in place."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,17 @@ class Workspace:
     def __init__(self, rows: int, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
         wide = torch.promote_types(weight.dtype, torch.float32)
-        self.logits = weight.new_empty(rows, weight.shape[0], dtype=wide)
-        self.other = torch.empty_like(self.logits)
+        self.other = weight.new_empty(rows, weight.shape[0], dtype=wide)
         """[m, V] for whatever is computed from the logits."""
+        self.logits: Tensor | None = None
         self.narrow = None if weight.dtype == wide else weight.new_empty(rows, weight.shape[0])
 
     def product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
+        if pays(rows, self.weight):
+            return linear(rows, self.weight, self.bias)
+        if self.logits is None:
+            self.logits = torch.empty_like(self.other)
         logits = self.logits[: rows.shape[0]]
         target = logits if self.narrow is None else self.narrow[: rows.shape[0]]
         torch.mm(rows, self.weight.t(), out=target)
@@ -100,6 +109,7 @@ class LinearLogProbability(torch.autograd.Function):
             logp[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
             if with_entropy:  # 0 * -inf, a token that cannot happen, counts as 0
                 entropy[part] = normalizer[part] - weights.mul_(logits).nansum(-1) / total
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.shape, ctx.with_entropy = shape, with_entropy
         ctx.set_materialize_grads(False)
@@ -136,17 +146,29 @@ class LinearLogProbability(torch.autograd.Function):
                 bias_gradient += gradient.sum(0)
             gradient = space.narrowed(gradient)
             if hidden_gradient is not None:
-                torch.mm(gradient, weight, out=hidden_gradient[part])
+                _product(gradient, weight, hidden_gradient[part])
             if weight_gradient is not None:
                 _add_product(weight_gradient, gradient, rows)
+            del logits
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None
 
 
+def _product(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
+    """`out = gradient @ weight`."""
+    if pays(gradient, weight.t()):
+        out.copy_(linear(gradient, weight.t(), None))
+    else:
+        torch.mm(gradient, weight, out=out)
+
+
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
     """`total += gradient.T @ rows`, with the sum over chunks in the type of `total`."""
-    if total.dtype == gradient.dtype:
+    if pays(rows.t(), gradient.t()):
+        for part in range(0, total.shape[0], WORDS):
+            total[part : part + WORDS] += outer(gradient[:, part : part + WORDS], rows)
+    elif total.dtype == gradient.dtype:
         total.addmm_(gradient.t(), rows)
     else:
         total += gradient.t() @ rows

@@ -101,9 +101,7 @@ def _fused(
     bias = None if linear.bias is None else linear.bias.to(dtype)
     shape = Shape(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
     count = hidden.shape[0]
-    if (
-        hidden.device.type == "cpu" and dtype.itemsize == 2
-    ):  # a product of oneDNN's: the last chunk's rows are to return
+    if hidden.device.type == "cpu" and dtype.itemsize <= 4:  # products of oneDNN's: the last chunk's rows are to return
         rest = count % shape.chunk
         extra = min(repeating(rest), shape.chunk) - rest
         hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
