@@ -212,7 +212,7 @@ _HOLES, _HOLES_OF_ADAPTERS = 0.3, 0.7
 """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux): an
 adapter's small tensors stand between large ones."""
 
-_LIBRARIES = 40 * 2**20
+_LIBRARIES = 36 * 2**20
 """Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside the copy of the weights."""
 
 _ROW_COUNTS = 4
