@@ -39,19 +39,23 @@ from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward
 from covey.types import Group
 
-DATA = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))
 CACHE = Path(os.environ.get("COVEY_BENCHMARK_CACHE", Path.home() / ".cache" / "covey-benchmarks"))
 SHAPES = {
     "10m": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4},
     "60m": {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 10},
 }
 END = "<|end|>"
+PRODUCTS = ("qkv", "out", "gate", "up", "down")
+"""What a layer of the engine multiplies with."""
 
 
 def rows(split: str) -> list[dict[str, str]]:
     file = DATA / f"{split}.jsonl"
     if not file.is_file():
-        raise SystemExit(f"{file} is not there; put GSM8K's train.jsonl and test.jsonl into {DATA}.")
+        raise SystemExit(
+            f"{file} is not there; put GSM8K's train.jsonl and test.jsonl there, or say where they are with COVEY_BENCHMARK_DATA."
+        )
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -292,15 +296,23 @@ def growth(model: Any, now: Callable[[], float]) -> None:
 
 
 def memory(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Resident memory at most, beside the weights, their bfloat16 copy, and the keys and values that were held at most."""
+    """Resident memory at most, beside the weights, the tensors of their bfloat16 copy, and the keys and values held at most.
+
+    Counted from after a warm-up on a tiny model in the same precision, so the libraries' own code is left out. All else
+    that sampling takes is "everything else": activations, holes in the heap, what oneDNN keeps for every size of product.
+    """
     small = demo.model_path()  # libraries load and kernels are made on a model of its own
-    warm = NativeSampler(AutoModelForCausalLM.from_pretrained(small), AutoTokenizer.from_pretrained(small))
+    warm = NativeSampler(
+        AutoModelForCausalLM.from_pretrained(small), AutoTokenizer.from_pretrained(small), dtype="bfloat16"
+    )
     by_sampler(warm, ["2 + 2 ="] * options.prompts, options.group, SamplingParams(max_tokens=40, seed=0))
     for parameter in model.parameters():
         parameter.sum()  # read from the file now, not when it is copied
     before = resident("VmRSS")
     sampler = NativeSampler(model, tokenizer, dtype="bfloat16")
-    copied, held = resident("VmRSS") - before, [0]
+    forward, held = sampler.forward, [0]
+    products = [forward.head, *(getattr(block, name) for block in forward.blocks for name in PRODUCTS)]
+    copied = sum(2 * product.weight.numel() for product in products) / 2**20
     begin = KeyValues.begin_step
 
     def watched(cache: KeyValues) -> None:
