@@ -13,6 +13,7 @@ from covey.learner.layout import Layout
 from covey.learner.policy import Policy
 from covey.learner.shared_attention import SharedAttention
 from covey.learner.shared_kernels import SOURCE, Kernels, kernels_for
+from covey.memory import is_out_of_memory
 from kit import tiny_model
 
 REASON = compiled.why_not()
@@ -174,3 +175,25 @@ def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, slac
     inputs = given(dtype, 2, 3, 80)
     exact = through(None, [x.double() for x in inputs], monkeypatch)
     assert_near(through(plain, inputs, monkeypatch), exact, slack)
+
+
+@needs_kernels
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_what_is_not_a_number_does_not_vanish(which, one_thread, monkeypatch):
+    """The last token's query, key or value: its output is none either, nor are all gradients; other completions have theirs."""
+    query, key, value, gradient = given(torch.float32, 1, 1, 16)
+    {"query": query, "key": key, "value": value}[which][:, -1] = float("nan")
+    out, *gradients = through(kernels_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
+    assert out[:, -1].isnan().all()
+    assert out[:, :-2].isfinite().all()
+    assert not all(one.isfinite().all() for one in gradients)
+
+
+@needs_kernels
+def test_memory_that_runs_out_is_an_error_which_the_learner_survives(one_thread, monkeypatch):
+    inputs = given(torch.float32, 1, 1, 16)
+    kernels = kernels_for(inputs[0], inputs[1], LAYOUTS)
+    monkeypatch.setattr(kernels, "_room", lambda *_: 2**60)
+    with pytest.raises(RuntimeError) as caught:
+        through(kernels, inputs, monkeypatch)
+    assert is_out_of_memory(caught.value)

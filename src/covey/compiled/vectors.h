@@ -121,9 +121,9 @@ inline Floats sums(const Floats* x) {
 #endif
 }
 
-// e^x for x <= 0, to 2 units in the last place (the polynomial of Cephes' expf).
+// e^x for x <= 0, to 2 units in the last place (the polynomial of Cephes' expf). What is not a number stays none.
 inline Floats exponential(Floats x) {
-    x = larger(x, all(-87.0f));
+    x = x < all(-87.0f) ? all(-87.0f) : x;
     Floats n = x * 1.44269504f;
     Ints whole = __builtin_convertvector(n - 0.5f, Ints);  // truncation towards 0 of a negative number, minus a half: the nearest
     n = __builtin_convertvector(whole, Floats);

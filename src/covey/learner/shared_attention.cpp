@@ -117,8 +117,11 @@ struct Packed {
     const int64_t* lengths;  // [segments] its tokens
     const int64_t* firsts;   // [segments + 1] its first completion in `counts`
     const int64_t* counts;   // [completions] tokens of each; they follow the prompt without a gap
+    float* rooms;            // [threads, what `covey_shared_room` says] zeros
     double scale;
 };
+
+int omp_get_thread_num(void);
 }
 
 namespace {
@@ -138,29 +141,33 @@ inline void copy_out(const float* from, T* to, int64_t D, float scale = 1.0f) {
     for (int64_t d = 0; d < D; d += LANES) store(to + d, load(from + d) * scale);
 }
 
-// What one thread works in.
+// What one thread works in: zeros at first, since columns beyond the last key are multiplied too.
 struct Room {
     int64_t D, columns;
     float *keys_across, *keys, *values_across, *values;  // columns x D; across: 16 columns next to each other
     float *key_sums, *value_sums;                        // gradients, columns x D
     float *query, *other, *out;                          // BLOCK x D
     float *weights, *slopes;                             // BLOCK x columns
-    float* memory;
 
-    Room(const Packed& packed, bool backward) : D(packed.width) {
-        columns = in_vectors(packed.most) * LANES;
-        const int64_t side = columns * D, block = BLOCK * D, scores = BLOCK * columns;
-        const int64_t total = (backward ? 6 : 2) * side + 3 * block + (backward ? 2 : 1) * scores;
-        memory = (float*)std::aligned_alloc(64, total * sizeof(float));
-        float* next = memory;
-        auto take = [&next](int64_t count) { float* mine = next; next += count; return mine; };
-        keys_across = take(side), values = take(side);
-        query = take(block), other = take(block), out = take(block);
-        weights = take(scores);
-        if (backward) keys = take(side), values_across = take(side), key_sums = take(side), value_sums = take(side), slopes = take(scores);
-        std::memset(memory, 0, total * sizeof(float));  // columns beyond the last key are multiplied too
+    static int64_t size(const Packed& packed, bool backward) {
+        const int64_t columns = in_vectors(packed.most) * LANES, D = packed.width;
+        return (backward ? 6 : 2) * columns * D + 3 * BLOCK * D + (backward ? 2 : 1) * BLOCK * columns;
     }
-    ~Room() { std::free(memory); }
+
+    Room(const Packed& packed, bool backward) : D(packed.width), columns(in_vectors(packed.most) * LANES) {
+        float* next = packed.rooms + omp_get_thread_num() * size(packed, backward);
+        auto take = [&next](int64_t count) {
+            float* mine = next;
+            next += count;
+            return mine;
+        };
+        const int64_t side = columns * D, block = BLOCK * D, scores = BLOCK * columns;
+        keys_across = take(side), values = take(side), query = take(block), other = take(block), out = take(block);
+        weights = take(scores);
+        if (!backward) return;
+        keys = take(side), values_across = take(side), key_sums = take(side), value_sums = take(side);
+        slopes = take(scores);
+    }
 
     void put_across(float* across, int64_t column, const float* x) const {
         float* to = column_of(across, column, D);
@@ -333,6 +340,9 @@ void backward(const Packed& packed, const Given& given) {
 }  // namespace
 
 extern "C" {
+
+// Numbers in float32 that one thread works in.
+int64_t covey_shared_room(const Packed* packed, int64_t backward) { return Room::size(*packed, backward); }
 
 // What the queries see into `out`, log-sum-exp of their scores into `normalizer` [query heads, tokens].
 void covey_shared_forward(const Packed* packed, const Heads* query, const Heads* key, const Heads* value, const Heads* out, float* normalizer) {

@@ -41,17 +41,21 @@ class _Packed(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("segments", "heads", "repeats", "width", "tokens", "most", "threads")
         ),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "firsts", "counts")),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "firsts", "counts", "rooms")),
         ("scale", ctypes.c_double),
     )  # fmt: skip
     held: tuple[Any, ...]
     """What the pointers point to."""
+    space: Tensor
+    """What the threads work in."""
 
 
 class Kernels:
     """Attention of packed rows in one precision, for a whole row at once."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
+        self._room = found.covey_shared_room
+        self._room.argtypes, self._room.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
         self._forward, self._backward = found.covey_shared_forward, found.covey_shared_backward
         self._forward.argtypes, self._backward.argtypes = [ctypes.c_void_p] * 6, [ctypes.c_void_p] * 10
         self._forward.restype = self._backward.restype = None
@@ -64,7 +68,7 @@ class Kernels:
         normalizer = torch.empty(query.shape[:2], dtype=torch.float32)
         query, key, value = map(_in_rows, (query, key, value))
         self._forward(
-            ctypes.byref(_packed(layouts, query, key, scale)),
+            ctypes.byref(self._with_room(_packed(layouts, query, key, scale), False)),
             *map(_Heads.of, (query, key, value, out)),
             normalizer.data_ptr(),
         )
@@ -78,12 +82,18 @@ class Kernels:
         gradient, query, key, value, out = map(_in_rows, (gradient, *given))
         gradients = empty_like(query), empty_like(key), empty_like(value)
         self._backward(
-            ctypes.byref(_packed(layouts, query, key, scale)),
+            ctypes.byref(self._with_room(_packed(layouts, query, key, scale), True)),
             *map(_Heads.of, (gradient, query, key, value, out)),
             normalizer.data_ptr(),
             *map(_Heads.of, gradients),
         )
         return gradients
+
+    def _with_room(self, packed: _Packed, is_backward: bool) -> _Packed:
+        """Torch allocates it, so that memory that runs out is an error like any other."""
+        packed.space = torch.zeros(packed.threads, self._room(ctypes.byref(packed), is_backward), dtype=torch.float32)
+        packed.rooms = packed.space.data_ptr()
+        return packed
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -99,7 +109,7 @@ def _packed(layouts: Sequence[Layout], query: Tensor, key: Tensor, scale: float)
     arrays = _arrays(tuple(layouts))
     packed = _Packed(
         len(layouts), key.shape[0], query.shape[0] // key.shape[0], query.shape[2], query.shape[1], _most(layouts),
-        torch.get_num_threads(), *map(ctypes.addressof, arrays), scale,
+        torch.get_num_threads(), *map(ctypes.addressof, arrays), None, scale,
     )  # fmt: skip
     packed.held = arrays
     return packed
