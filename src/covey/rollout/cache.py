@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from covey.memory import mapped_zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
 from covey.rollout.compiled import Kernels, Step
 
@@ -72,7 +73,10 @@ class KeyValues:
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
-        return torch.zeros(2, rows, layer.heads, columns, layer.width, device=self.device, dtype=self.dtype)
+        shape = (2, rows, layer.heads, columns, layer.width)
+        if self.device.type == "cpu":
+            return mapped_zeros(shape, self.dtype)
+        return torch.zeros(shape, device=self.device, dtype=self.dtype)
 
     @property
     def num_rows(self) -> int:
@@ -139,7 +143,10 @@ class KeyValues:
         self.prompt_lengths = [self.prompt_lengths[p] for p in kept]
         columns = rounded(max(self.prompt_lengths, default=0))
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        self.prefix = [slab[:, index, :, :columns].contiguous() for slab in self.prefix]
+        for i, slab in enumerate(self.prefix):  # one after the other, so that two are never held whole
+            self.prefix[i] = self._zeros(self.layers[i], len(kept), columns)
+            for place, p in enumerate(kept):
+                self.prefix[i][:, place] = slab[:, p, :, :columns]
         self.prefix_bias = self.prefix_bias[index, :columns]
 
     def arrange(self, owners: list[int]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from covey.memory import trim_heap
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.compiled import Kernels
 from covey.rollout.forward import ModulesForward
@@ -90,6 +91,7 @@ class DecoderForward:
             self.blocks = [self._pack(layer) for layer in decoder.layers]
             self.norm = decoder.norm.weight.detach().float()
             self.head = self.linear.of(self.model.lm_head)
+        trim_heap()  # of what packing took
 
     def _pack(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -204,7 +206,8 @@ class DecoderForward:
                 F.rms_norm(key, size, block.key_norm, self.eps),
             )
             turned = torch.cat((query, key), 1)
-        turned = (turned * cos).addcmul_(turned.roll(self.width // 2, -1), sin).to(self.dtype)
+        other = turned.roll(self.width // 2, -1)
+        turned = turned.mul_(cos).addcmul_(other, sin).to(self.dtype)  # in place: nobody else has what was projected
         return turned[:, : self.query_heads], turned[:, self.query_heads :], heads[:, -self.key_heads :]
 
     def _rotation_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.memory import trim_heap
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
@@ -21,7 +22,7 @@ from covey.types import Completion, Group, Prompt
 
 PREFILL_TOKENS = 8192
 """Prompts are computed together up to this many tokens, padding included, which bounds the memory of activations."""
-CPU_PREFILL_TOKENS = 2048
+CPU_PREFILL_TOKENS = 1024
 """The same on a CPU, which is no faster with more."""
 
 SEATS_PER_ROW = 4
@@ -173,6 +174,7 @@ class Flight:
                     break
                 stop += 1
             self._prefill_batch([job.prompt.token_ids[:-1] for job in jobs[start:stop]], slots[start:stop])
+            trim_heap()  # of activations, whose sizes differ by portion
             start = stop
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]], slots: range) -> None:

@@ -76,7 +76,7 @@ class Packed:
     def of(*linears: Any) -> Packed:
         """These layers side by side, their active LoRA adapters added. Raises Unsupported for other kinds."""
         parts = [effective(linear) for linear in linears]
-        weight = torch.cat([weight for weight, _ in parts]).to(torch.bfloat16)
+        weight = torch.cat([weight.to(torch.bfloat16) for weight, _ in parts])
         biases = [bias for _, bias in parts]
         bias = torch.cat(cast("list[Tensor]", biases)).to(torch.bfloat16) if biases[0] is not None else None
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
