@@ -14,6 +14,7 @@ themselves and their lengths vary. All sides sample at temperature 1 up to `--ma
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -50,13 +51,21 @@ PRODUCTS = ("qkv", "out", "gate", "up", "down")
 """What a layer of the engine multiplies with."""
 
 
+@functools.cache
 def rows(split: str) -> list[dict[str, str]]:
+    """GSM8K's questions and answers: from the folder if they are there, else from the hub."""
     file = DATA / f"{split}.jsonl"
-    if not file.is_file():
+    if file.is_file():
+        return [json.loads(line) for line in file.read_text().splitlines()]
+    from datasets import load_dataset
+
+    try:
+        return [dict(row) for row in load_dataset("openai/gsm8k", "main", split=split)]
+    except Exception as error:  # whatever a hub that cannot be reached, or is not what it was, raises
         raise SystemExit(
-            f"{file} is not there; put GSM8K's train.jsonl and test.jsonl there, or say where they are with COVEY_BENCHMARK_DATA."
-        )
-    return [json.loads(line) for line in file.read_text().splitlines()]
+            f"{file} is not there, and openai/gsm8k could not be fetched ({type(error).__name__}); put GSM8K's train.jsonl "
+            "and test.jsonl into a folder and name it in COVEY_BENCHMARK_DATA."
+        ) from error
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
