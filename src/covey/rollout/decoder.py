@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.memory import trim_heap
+from covey.memory import Holes
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.compiled import Kernels
 from covey.rollout.forward import ModulesForward
@@ -86,12 +86,13 @@ class DecoderForward:
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
+        holes = Holes()
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
             self.blocks = [self._pack(layer) for layer in decoder.layers]
             self.norm = decoder.norm.weight.detach().float()
             self.head = self.linear.of(self.model.lm_head)
-        trim_heap()  # of what packing took
+        holes.give_back()
 
     def _pack(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.memory import trim_heap
+from covey.memory import Holes
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
@@ -91,6 +91,7 @@ class Flight:
         device, seats = forward.device, min(len(jobs), SEATS_PER_ROW * self.max_rows // self.n) * self.n
         longest = max(job.limit for job in jobs)
         forward.reserve(rounded(max(len(job.prompt.token_ids) for job in jobs)) + longest)
+        self.holes = Holes()
         self.cache = self._new_cache(longest)
         self.free_seats = list(range(seats))[::-1]
         self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
@@ -174,7 +175,7 @@ class Flight:
                     break
                 stop += 1
             self._prefill_batch([job.prompt.token_ids[:-1] for job in jobs[start:stop]], slots[start:stop])
-            trim_heap()  # of activations, whose sizes differ by portion
+            self.holes.give_back()  # of activations, whose sizes differ by portion
             start = stop
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]], slots: range) -> None:
