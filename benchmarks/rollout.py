@@ -241,7 +241,7 @@ def step_seconds(
 ) -> float:
     """Median of the last ten decode steps of `prompts` x `group` rows after `written` tokens each."""
     kernels = kernels_for(forward.device, forward.dtype, forward.layers[0].width)
-    cache = KeyValues(forward.layers, forward.device, forward.dtype, 2**31, kernels)
+    cache = KeyValues(forward.layers, forward.device, forward.dtype, 2**31, kernels, forward.any_rows)
     forward.reserve(rounded(length) + written)
     slots = cache.add_prompts([length] * prompts)
     for slot in slots:

@@ -31,9 +31,9 @@ def test_holes_are_given_back_where_there_were_none_before(empty, times, monkeyp
 @pytest.mark.skipif(not hasattr(memory._glibc(), "mallinfo2"), reason="this C library does not say what is empty")
 def test_what_is_empty_is_what_the_c_library_says():
     library = memory._glibc()
-    before = memory._empty_bytes(library)
     blocks = [torch.empty(BLOCK // 4) for _ in range(200)]
     kept = blocks[1::2]
+    before = memory._empty_bytes(library)
     del blocks
     found = memory._empty_bytes(library)
     assert found - before > 50 * BLOCK, "a hundred blocks between those that are kept"

@@ -81,6 +81,11 @@ def why_not() -> str | None:
     return None
 
 
+def processor_has(what: str) -> bool:
+    """Whether torch says so: "amx_tile" or "avx512_bf16"."""
+    return bool(getattr(torch.cpu, f"_is_{what}_supported", lambda: False)())
+
+
 def _compiler() -> list[str] | None:
     """The command that compiles C++: what CXX says, or g++, or clang++."""
     named = shlex.split(os.environ.get("CXX", ""))

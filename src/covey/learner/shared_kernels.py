@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, library
+from covey.compiled import NUMBERS, library, processor_has
 from covey.learner.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def kernels_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> Kernel
         return None
     if len(layouts) * key.shape[0] < torch.get_num_threads():
         return None
-    if query.dtype == torch.bfloat16 and most >= LONG and torch.cpu._is_amx_tile_supported():
+    if query.dtype == torch.bfloat16 and most >= LONG and processor_has("amx_tile"):
         return None
     return _verified(query.dtype)
 

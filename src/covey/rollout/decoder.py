@@ -19,7 +19,7 @@ from covey.memory import Holes
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.compiled import Kernels
 from covey.rollout.forward import ModulesForward
-from covey.rollout.linear import Linear, Live, Packed
+from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
 from covey.rollout.sampler import Unsupported
 
@@ -59,7 +59,7 @@ class DecoderForward:
         probe = ModulesForward(model)  # refuses what no engine runs
         self.layers: tuple[LayerShape, ...] = probe.layers
         self.device, self.dtype = probe.device, dtype
-        self.linear: type[Live] | type[Packed] = Live if dtype == probe.dtype else Packed
+        self.linear: type[Live] | type[Paired] = Live if dtype == probe.dtype else Paired
         self.vocab_size = int(config.vocab_size)
         self.eps = float(config.rms_norm_eps)
         attention = self.model.model.layers[0].self_attn
@@ -92,6 +92,8 @@ class DecoderForward:
             self.blocks = [self._pack(layer) for layer in decoder.layers]
             self.norm = decoder.norm.weight.detach().float()
             self.head = self.linear.of(self.model.lm_head)
+        used = [linear for block in self.blocks for linear in (block.qkv, block.out, block.gate, block.up, block.down)]
+        self.any_rows = all(isinstance(linear, Paired) for linear in (*used, self.head))
         holes.give_back()
 
     def _pack(self, layer: Any) -> _Layer:

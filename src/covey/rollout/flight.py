@@ -111,7 +111,7 @@ class Flight:
     def _new_cache(self, longest: int) -> KeyValues:
         """For rows of at most `longest` tokens."""
         forward = self.forward
-        return KeyValues(forward.layers, forward.device, forward.dtype, self.context, self.kernels)
+        return KeyValues(forward.layers, forward.device, forward.dtype, self.context, self.kernels, forward.any_rows)
 
     @property
     def is_busy(self) -> bool:

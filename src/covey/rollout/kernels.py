@@ -62,7 +62,9 @@ def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> Ke
         reason = why_not() or f"this model has heads or a precision that they are not made for ({forward.dtype})"
         raise ConfigError(f"attention='compiled' is not possible here: {reason}.")
     if kernels is not None:
-        cache = lambda forward, context: KeyValues(forward.layers, forward.device, forward.dtype, context, kernels)
+        cache = lambda forward, context: KeyValues(
+            forward.layers, forward.device, forward.dtype, context, kernels, forward.any_rows
+        )
         try:
             verify(forward, model, new_cache=cache)
         except Unsupported as error:
