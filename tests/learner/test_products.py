@@ -142,6 +142,7 @@ def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monke
     from covey.learner import fused_head
 
     monkeypatch.setattr(fused_head, "WORDS", 30)
+    monkeypatch.setattr(fused_head, "MANY", 10)
     hidden, weight, bias = torch.randn(50, 16), torch.randn(100, 16), torch.randn(100)
     targets = torch.randint(0, 100, (50,))
 
