@@ -69,7 +69,7 @@ class Holes:
     fills them again in every step, and pages that come back from the system cost it a seventh of that step.
     """
 
-    FEW = 16 * 2**20
+    FEW = 32 * 2**20
     """Bytes that may be empty before."""
 
     def __init__(self) -> None:
