@@ -8,7 +8,7 @@ import torch
 from test_shared import ROWS, assert_same, checkpointing, gradients
 
 from covey import compiled
-from covey.learner import shared_attention, shared_kernels
+from covey.learner import shared, shared_attention, shared_kernels
 from covey.learner.layout import Layout
 from covey.learner.policy import Policy
 from covey.learner.shared_attention import SharedAttention
@@ -197,3 +197,16 @@ def test_memory_that_runs_out_is_an_error_which_the_learner_survives(one_thread,
     with pytest.raises(RuntimeError) as caught:
         through(kernels, inputs, monkeypatch)
     assert is_out_of_memory(caught.value)
+
+
+@needs_kernels
+def test_kernels_may_be_met_first_inside_a_forward_that_is_computed_again(one_thread, fresh):
+    """What is computed to trust them is none of what that forward saves."""
+    model = checkpointing(tiny_model("qwen3", hidden=64, layers=2).eval())
+    policy = Policy(model, pad_id=0)
+    policy._is_shared = True
+    shared.install()
+    model.config._attn_implementation = shared.ATTENTION
+    _, found = gradients(policy, [ROWS])
+    assert shared_kernels._verified.cache_info().currsize == 1
+    assert all(gradient.isfinite().all() for gradient in found.values())
