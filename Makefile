@@ -31,7 +31,7 @@ check: $(STAMP)          ## style and types
 	$(BIN)/mypy
 
 bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
-	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3
+	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3 --only "native bf16" "generate bf16"
 	$(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision bf16-autocast --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
