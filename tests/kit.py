@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -205,3 +206,13 @@ def _seeded(build: Callable[[], Any], seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
+
+
+@contextmanager
+def forgotten(*cached):
+    """What these functions (of `functools.cache`) know is found out again inside, and forgotten afterwards."""
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()

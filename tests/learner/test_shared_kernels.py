@@ -14,7 +14,7 @@ from covey.learner.policy import Policy
 from covey.learner.shared_attention import SharedAttention
 from covey.learner.shared_kernels import SOURCE, Kernels, kernels_for
 from covey.memory import is_out_of_memory
-from kit import tiny_model
+from kit import forgotten, tiny_model
 
 REASON = compiled.why_not()
 needs_kernels = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -35,12 +35,8 @@ def one_thread():
 @pytest.fixture
 def fresh():
     """What is known of the kernels is found out again, and forgotten afterwards."""
-    known = shared_kernels._verified, compiled.library
-    for one in known:
-        one.cache_clear()
-    yield
-    for one in known:
-        one.cache_clear()
+    with forgotten(shared_kernels._verified, compiled.library):
+        yield
 
 
 def given(dtype, heads, repeats, width, seed=0):

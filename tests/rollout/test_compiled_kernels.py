@@ -12,7 +12,7 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.cache import KeyValues, LayerShape
 from covey.rollout.compiled import SOURCE, Kernels, defines, kernels_for
-from kit import tiny_model, tiny_tokenizer
+from kit import forgotten, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 REASON = compiled.why_not()
@@ -28,9 +28,8 @@ def tokenizer():
 def nothing_known(monkeypatch, tmp_path):
     """As on a machine where the kernels were never compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.library.cache_clear()
-    yield tmp_path / "covey"
-    compiled.library.cache_clear()
+    with forgotten(compiled.library):
+        yield tmp_path / "covey"
 
 
 def filled_cache(kernels, dtype, width, *, heads=2, steps=70, lengths=(5, 0, 600), seed=0):

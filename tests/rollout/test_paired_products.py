@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from covey import compiled
 from covey.rollout import NativeSampler, SamplingParams, linear
 from covey.rollout.linear import Live, Packed, Paired
-from kit import tiny_model, tiny_tokenizer
+from kit import forgotten, tiny_model, tiny_tokenizer
 
 needs_kernel = pytest.mark.skipif(linear._kernel() is None, reason="no kernel for this processor or compiler")
 needs_bfloat16 = pytest.mark.skipif(
@@ -25,12 +25,8 @@ ROWS = [1, 2, 5, 6, 7, 64, 191, 192, 193, 400]
 @pytest.fixture
 def fresh():
     """Whether there is a kernel is found out again, and forgotten afterwards."""
-    known = linear._kernel, compiled.library
-    for one in known:
-        one.cache_clear()
-    yield
-    for one in known:
-        one.cache_clear()
+    with forgotten(linear._kernel, compiled.library):
+        yield
 
 
 def layer_of(inside, outside, *, bias=True, seed=0):
