@@ -37,7 +37,7 @@ from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
 from covey.rollout.compiled import kernels_for
 from covey.rollout.decoder import DecoderForward
-from covey.rollout.forward import Forward
+from covey.rollout.forward import Forward, plain_cache
 from covey.types import Group
 
 DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))
@@ -241,7 +241,7 @@ def step_seconds(
 ) -> float:
     """Median of the last ten decode steps of `prompts` x `group` rows after `written` tokens each."""
     kernels = kernels_for(forward.device, forward.dtype, forward.layers[0].width)
-    cache = KeyValues(forward.layers, forward.device, forward.dtype, 2**31, kernels, forward.any_rows)
+    cache = plain_cache(forward, 2**31, kernels)
     forward.reserve(rounded(length) + written)
     slots = cache.add_prompts([length] * prompts)
     for slot in slots:

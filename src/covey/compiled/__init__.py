@@ -57,8 +57,13 @@ def library(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL |
             return ctypes.CDLL(str(built(source, defines)))
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
             reason = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
-    logger.info("%s with PyTorch's own operations, not with compiled kernels: %s.", doing, reason)
+    tell_fallback(doing, reason, logging.INFO)
     return None
+
+
+def tell_fallback(doing: str, reason: object, level: int = logging.WARNING) -> None:
+    """Say in the log that PyTorch's own operations are `doing` what kernels could, and why."""
+    logger.log(level, "%s with PyTorch's own operations, not with compiled kernels: %s.", doing, reason)
 
 
 def why_not() -> str | None:

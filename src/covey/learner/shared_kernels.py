@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, library, processor_has
+from covey.compiled import NUMBERS, library, processor_has, tell_fallback
 from covey.learner.layout import Layout
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("shared_attention.cpp")
 MOST_NUMBERS = 2**20
@@ -162,7 +159,7 @@ def _verified(dtype: torch.dtype) -> Kernels | None:
     gap = _gap(kernels, dtype)
     if gap < (1e-4 if dtype == torch.float32 else 5e-2):
         return kernels
-    logger.warning("Learning with PyTorch's own operations, not with compiled kernels: attention differs by %.1g.", gap)
+    tell_fallback("Learning", f"attention differs by {gap:.1g}")
     return None
 
 

@@ -14,7 +14,7 @@ from covey.memory import Holes
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
-from covey.rollout.forward import UNLIMITED, Forward
+from covey.rollout.forward import UNLIMITED, Forward, plain_cache
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import draw, uniforms
 from covey.rollout.stopping import StopStrings, completion
@@ -110,8 +110,7 @@ class Flight:
 
     def _new_cache(self, longest: int) -> KeyValues:
         """For rows of at most `longest` tokens."""
-        forward = self.forward
-        return KeyValues(forward.layers, forward.device, forward.dtype, self.context, self.kernels, forward.any_rows)
+        return plain_cache(self.forward, self.context, self.kernels)
 
     @property
     def is_busy(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
+from covey.rollout.compiled import Kernels
 from covey.rollout.mode import accepts, evaluating, unwrapped
 from covey.rollout.sampler import Unsupported
 from covey.rollout.stopping import context_of
@@ -147,8 +148,8 @@ NewCache = Callable[[Forward, int], KeyValues]
 """A cache for a forward pass and a context."""
 
 
-def plain_cache(forward: Forward, context: int) -> KeyValues:
-    return KeyValues(forward.layers, forward.device, forward.dtype, context, any_rows=forward.any_rows)
+def plain_cache(forward: Forward, context: int, kernels: Kernels | None = None) -> KeyValues:
+    return KeyValues(forward.layers, forward.device, forward.dtype, context, kernels, forward.any_rows)
 
 
 def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cache: NewCache = plain_cache) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -9,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from covey.compiled import why_not
+from covey.compiled import tell_fallback, why_not
 from covey.errors import ConfigError
 from covey.memory import is_out_of_memory
 from covey.rollout.cache import KeyValues
 from covey.rollout.compiled import Kernels, kernels_for
-from covey.rollout.forward import Forward, verify
+from covey.rollout.forward import Forward, plain_cache, verify
 from covey.rollout.sampler import Unsupported
 from covey.rollout.static_cache import Attention, StaticKeyValues
 
@@ -62,15 +63,12 @@ def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> Ke
         reason = why_not() or f"this model has heads or a precision that they are not made for ({forward.dtype})"
         raise ConfigError(f"attention='compiled' is not possible here: {reason}.")
     if kernels is not None:
-        cache = lambda forward, context: KeyValues(
-            forward.layers, forward.device, forward.dtype, context, kernels, forward.any_rows
-        )
         try:
-            verify(forward, model, new_cache=cache)
+            verify(forward, model, new_cache=functools.partial(plain_cache, kernels=kernels))
         except Unsupported as error:
             if asked == "compiled":
                 raise
-            logger.warning("Decoding with PyTorch's own operations, not with compiled kernels: %s.", error)
+            tell_fallback("Decoding", error)
         else:
             return kernels
     verify(forward, model)
