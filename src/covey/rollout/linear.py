@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey import products
-from covey.compiled import library, processor_has
+from covey.compiled import library, processor_has, tell_fallback
 from covey.rollout.sampler import Unsupported
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("linear.cpp")
 
@@ -84,11 +81,13 @@ class Packed:
     @staticmethod
     def of(*linears: Any) -> Packed:
         """These layers side by side, their active LoRA adapters added. Raises Unsupported for other kinds."""
-        parts = [effective(linear) for linear in linears]
-        weight = torch.cat([weight.to(torch.bfloat16) for weight, _ in parts])
-        biases = [bias for _, bias in parts]
-        bias = torch.cat(cast("list[Tensor]", biases)).to(torch.bfloat16) if biases[0] is not None else None
-        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
+        return Packed.from_bfloat16(*_side_by_side(linears))
+
+    @staticmethod
+    def from_bfloat16(weight: Tensor, bias: Tensor | None) -> Packed:
+        """Of `weight` [N, K] bfloat16."""
+        half = None if bias is None else bias.to(torch.bfloat16)
+        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), half)
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -122,13 +121,11 @@ class Paired:
     @staticmethod
     def of(*linears: Any) -> Paired | Packed:
         """These layers side by side, as `Packed`, which it is where a size is not a whole number of pairs or of panels."""
-        parts = [effective(linear) for linear in linears]
-        kernel, inside = _kernel(), parts[0][0].shape[1]
-        if kernel is None or inside % 2 or sum(weight.shape[0] for weight, _ in parts) % PANEL:
-            return Packed.of(*linears)
-        biases = [bias for _, bias in parts]
-        bias = torch.cat(cast("list[Tensor]", biases)).float() if biases[0] is not None else None
-        return Paired(paired(torch.cat([weight.to(torch.bfloat16) for weight, _ in parts])), bias, kernel)
+        weight, bias = _side_by_side(linears)
+        kernel = _kernel()
+        if kernel is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
+            return Packed.from_bfloat16(weight, bias)
+        return Paired(paired(weight), None if bias is None else bias.float(), kernel)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._into(None, x, None, _NOTHING_MORE)
@@ -183,9 +180,7 @@ def _kernel() -> Any:
     gap = float((Paired(paired(weight), None, kernel).silu(x) - expected).abs().max() / expected.abs().max())
     if gap < 1e-2:
         return kernel
-    logger.warning(
-        "Multiplying with PyTorch's own operations, not with compiled kernels: products differ by %.1g.", gap
-    )
+    tell_fallback("Multiplying", f"products differ by {gap:.1g}")
     return None
 
 
@@ -198,6 +193,14 @@ def has_bfloat16(device: torch.device) -> bool:
     ):
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _side_by_side(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weights [N, K] in bfloat16 and biases of these layers, one after the other."""
+    parts = [effective(linear) for linear in linears]
+    biases = [bias for _, bias in parts]
+    weight = torch.cat([weight.to(torch.bfloat16) for weight, _ in parts])
+    return weight, torch.cat(cast("list[Tensor]", biases)) if biases[0] is not None else None
 
 
 def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
