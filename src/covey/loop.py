@@ -12,6 +12,7 @@ from covey.credit import completion_metrics, outcomes, with_advantages, with_gre
 from covey.data import PromptStream
 from covey.errors import RewardError
 from covey.interruption import StopNow
+from covey.memory import collecting_new_garbage_only
 from covey.parts import Parts
 from covey.recovery import after_step, take
 from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
@@ -21,6 +22,7 @@ from covey.state import TrainState
 from covey.types import Group, Mean, Prompt
 
 
+@collecting_new_garbage_only()
 def run(parts: Parts, state: TrainState) -> TrainState:
     """Train until `parts.total_steps`, or until the session asks to stop. One turn is one optimizer step."""
     parts.sampler.load(parts.learner.policy.model, version=state.step)

@@ -8,7 +8,8 @@ import gc
 import math
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +50,21 @@ def until_it_fits(work: Callable[[], T], shrink: Callable[[str], None]) -> T:
             said = (str(error).splitlines() or [type(error).__name__])[0]
         release()  # only now: the error's traceback kept the tensors of the attempt alive
         shrink(said)
+
+
+@contextmanager
+def collecting_new_garbage_only() -> Iterator[None]:
+    """Garbage collections look at what is made inside alone; what was there before is looked at again afterwards.
+
+    A full collection of all that torch and transformers define takes 0.3 s, and came in the middle of a step of 0.1 s.
+    """
+    is_ours = not gc.get_freeze_count()  # else somebody froze it for reasons of their own
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 def give_back_large_blocks() -> None:

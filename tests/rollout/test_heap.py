@@ -1,10 +1,13 @@
-"""Memory outside of torch's allocator: pages for keys and values, and what the C library's heap holds empty."""
+"""Memory outside of torch's allocator: pages for keys and values, what the C library's heap holds empty, what Python collects."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 
 from covey import memory
-from covey.memory import Holes, is_out_of_memory, mapped_zeros
+from covey.memory import Holes, collecting_new_garbage_only, is_out_of_memory, mapped_zeros
 
 BLOCK = 2**16
 
@@ -55,3 +58,36 @@ def test_pages_that_cannot_be_had_are_memory_that_ran_out():
     with pytest.raises(MemoryError) as caught:
         mapped_zeros((2**60,), torch.float32)
     assert is_out_of_memory(caught.value)
+
+
+class Node:
+    """Something that can be part of a cycle, and be referred to weakly."""
+
+    itself = None
+
+
+def test_collections_during_a_run_look_at_what_is_new_alone():
+    def cycle():
+        node = Node()
+        node.itself = node
+        return weakref.ref(node)
+
+    gc.collect()
+    old = cycle()
+    with collecting_new_garbage_only():
+        new = cycle()
+        gc.collect()
+        assert new() is None, "what was made inside is garbage like any other"
+        assert old() is not None, "what was there before is not looked at"
+    gc.collect()
+    assert old() is None, "it is looked at again afterwards"
+
+
+def test_what_somebody_else_froze_stays_frozen():
+    gc.freeze()
+    try:
+        with collecting_new_garbage_only():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -219,8 +219,9 @@ _ROW_COUNTS = 4
 """Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts).
 Where lengths vary there are up to eight between each power of two and its double, in smaller micro-batches."""
 
-CPU_TOKENS = 4096
-"""Tokens of one forward pass beyond which a CPU gets no faster (8 to 64 thousand tokens a step took the same time)."""
+CPU_TOKENS = 2048
+"""Tokens of one forward pass beyond which a CPU gets no faster (2048, 3072 and 4096 took the same time at 10 and 60 million
+parameters, and 1024 up to a third more)."""
 
 
 def starting_tokens(
