@@ -317,6 +317,7 @@ def memory(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     by_sampler(warm, ["2 + 2 ="] * options.prompts, options.group, SamplingParams(max_tokens=40, seed=0))
     for parameter in model.parameters():
         parameter.sum()  # read from the file now, not when it is copied
+    prompts = questions(options.prompts, options.shots)
     before = resident("VmRSS")
     sampler = NativeSampler(model, tokenizer, dtype="bfloat16")
     forward, held = sampler.forward, [0]
@@ -324,13 +325,14 @@ def memory(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     copied = sum(2 * product.weight.numel() for product in products) / 2**20
     begin = KeyValues.begin_step
 
-    def watched(cache: KeyValues) -> None:
-        begin(cache)
+    def watched(cache: KeyValues) -> bool:
+        grew = begin(cache)
         held.append(sum(slab.nbytes for slab in (*cache.prefix, *cache.suffix)))
+        return grew
 
     with mock.patch.object(KeyValues, "begin_step", watched), peak_since() as peak:
         params = SamplingParams(max_tokens=options.max_tokens, seed=1)
-        by_sampler(sampler, questions(options.prompts, options.shots), options.group, params)
+        by_sampler(sampler, prompts, options.group, params)
         highest = peak() - before
     weights, kept = sum(parameter.nbytes for parameter in model.parameters()) / 2**20, max(held) / 2**20
     known = weights + copied + kept

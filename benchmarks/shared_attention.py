@@ -15,8 +15,8 @@ import time
 import torch
 from torch import Tensor
 
+from covey.compiled.layout import Layout
 from covey.learner import shared_attention
-from covey.learner.layout import Layout
 from covey.learner.shared_attention import SharedAttention
 
 CASES = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from covey.learner.layout import Layout
+from covey.compiled.layout import Layout
 from covey.learner.packing import Row
 from covey.learner.policy import Policy
 from covey.learner.shared import SharedRows, share_rows

@@ -176,3 +176,17 @@ def test_wrong_sampling_options_are_refused_in_a_sentence(wrong, said):
 def test_one_stop_string_or_a_list_of_them():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_drawing_in_place_draws_the_same_and_otherwise_logits_are_left_as_they_were(kind, is_greedy):
+    params = SamplingParams(**(KINDS[kind] | ({"temperature": 0.0} if is_greedy else {})))
+    logits, points = torch.randn(6, 300) * 3, torch.rand(6, dtype=torch.float64)
+    seen = seen_of(torch.randint(0, 300, (6, 9)), 300)
+    given = logits.clone()
+    kept = draw(given, points, params, seen=seen)
+    assert torch.equal(given, logits)
+    overwritten = draw(given, points, params, seen=seen, in_place=True)
+    assert torch.equal(kept.tokens, overwritten.tokens)
+    assert torch.equal(kept.logprobs, overwritten.logprobs)

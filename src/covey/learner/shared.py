@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from covey.compiled.layout import Layout
 from covey.learner import shared_flex
-from covey.learner.layout import Layout
 from covey.learner.packing import Row
 from covey.learner.shared_attention import SharedAttention, runs_here
 from covey.learner.shared_flex import Heads

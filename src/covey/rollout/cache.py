@@ -6,12 +6,16 @@ next key into the same column of a common clock, whenever they began; a bias hid
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from covey.compiled import packed_attention
+from covey.compiled.layout import Layout
 from covey.memory import mapped_zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
 from covey.rollout.compiled import Kernels, Step
@@ -183,12 +187,14 @@ class KeyValues:
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """A column for the keys of this decode step."""
-        if self.clock >= self.suffix_bias.shape[1]:
+    def begin_step(self) -> bool:
+        """A column for the keys of this decode step. Whether the buffers had to grow for it."""
+        is_full = self.clock >= self.suffix_bias.shape[1]
+        if is_full:
             self._resize(self.num_rows)
         self.suffix_bias[:, self.clock] = 0.0
         self.wide_suffix = {}
+        return is_full
 
     def end_step(self) -> None:
         self.clock += 1
@@ -255,10 +261,76 @@ class Prefill:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         """[A, L, Hq, D]; see `Batch`."""
-        self.keep(layer, key, value)
+        self._keep(layer, key, value)
+        prompts, _, length, _ = query.shape
+        if self.cache.kernels is not None and softcap is None:
+            layouts = [Layout(p * length, length, ()) for p in range(prompts)]
+            row = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))  # each [H, A * L, D]
+            out = self._by_kernels(*row, layouts=layouts, scale=scale)
+            if out is not None:
+                return out.transpose(0, 1).unflatten(0, (prompts, length))
         return causal(query, key, value, scale, softcap)
 
-    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put `key` and `value` [A, Hkv, L, D] into the cache: all that the last layer of a prompt is computed for."""
+    def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the prompts one after the other.
+
+        Tokens beyond those of the prompts get zeros.
+        """
+        self.keep_end_to_end(layer, key, value)
+        out, count = query.new_zeros(query.shape), sum(self.lengths)
+        query, key, value = query[:count], key[:count], value[:count]
+        row = [x.transpose(0, 1) for x in (query, key, value)]  # each [H, M, D]
+        found = self._by_kernels(*row, layouts=self._layouts, scale=scale)
+        if found is not None:
+            out[:count] = found.transpose(0, 1)
+        else:
+            query, key, value = map(self._padded, (query, key, value))
+            out[:count] = causal(query, key, value, scale, None).flatten(0, 1)[self._places]
+        return out
+
+    def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Put `key` and `value` [M, Hkv, D] into the cache: all that the last layer of a prompt is computed for."""
+        count, start = sum(self.lengths), 0
+        if self.cache.device.type != "cpu":  # where a call costs more than the padding
+            self._keep(layer, self._padded(key[:count]), self._padded(value[:count]))
+            return
+        for slot, length in zip(self.slots, self.lengths, strict=True):
+            for kind, x in enumerate((key, value)):
+                self.cache.prefix[layer][kind, slot, :, :length] = x[start : start + length].transpose(0, 1)
+            start += length
+
+    def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """`key` and `value` [A, Hkv, L, D]"""
         slab = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
         slab[0], slab[1] = key, value
+
+    @functools.cached_property
+    def _layouts(self) -> tuple[Layout, ...]:
+        starts = itertools.accumulate(self.lengths, initial=0)
+        return tuple(Layout(start, length, ()) for start, length in zip(starts, self.lengths, strict=False) if length)
+
+    @functools.cached_property
+    def _width(self) -> int:
+        """Tokens of a padded prompt."""
+        return min(rounded(max(self.lengths)), self.context)
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """[M] int64, where each token is among the padded prompts."""
+        every = [torch.arange(length) + p * self._width for p, length in enumerate(self.lengths)]
+        return torch.cat(every).to(self.cache.device)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """[A, H, L, D] from [M, H, D]."""
+        out = x.new_zeros(len(self.lengths) * self._width, *x.shape[1:])
+        out[self._places] = x
+        return out.unflatten(0, (len(self.lengths), self._width)).transpose(1, 2)
+
+    def _by_kernels(
+        self, query: Tensor, key: Tensor, value: Tensor, *, layouts: Sequence[Layout], scale: float
+    ) -> Tensor | None:
+        """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where they do not run."""
+        if self.cache.kernels is None or not layouts:
+            return None
+        kernels = packed_attention.kernels_for(query, key, layouts)
+        return None if kernels is None else kernels.forward(query, key, value, layouts, scale)[0]

@@ -118,22 +118,16 @@ class DecoderForward:
         self.is_reserved = True
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
-        """Only attention sees the padding: everything else computes the prompts' own tokens, end to end."""
-        real, count = _real(batch.lengths, ids.shape[1], ids.device)
+        """No padding is computed: the prompts' own tokens stand end to end."""
+        real = _real(batch.lengths, ids.shape[1], 1 if self.any_rows else PACKED).to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
 
-        def padded(x: Tensor) -> Tensor:
-            """[A, H, L, D] from [M, H, D]."""
-            out = x.new_zeros(ids.numel(), *x.shape[1:])
-            out[real[:count]] = x[:count]
-            return out.view(*ids.shape, *x.shape[1:]).transpose(1, 2)
-
         def attend(layer: int, h: Tensor) -> Tensor | None:
-            query, key, value = map(padded, self._rotated(self.blocks[layer], h, cos, sin))
+            query, key, value = self._rotated(self.blocks[layer], h, cos, sin)
             if layer == len(self.blocks) - 1:
-                batch.keep(layer, key, value)
+                batch.keep_end_to_end(layer, key, value)
                 return None
-            return batch.attend(layer, query, key, value, self.scale, None).flatten(0, 1)[real]
+            return batch.attend_end_to_end(layer, query, key, value, self.scale)
 
         self._run(ids.reshape(-1)[real], attend, batch.cache.kernels)
 
@@ -229,13 +223,13 @@ class DecoderForward:
         self.rotation = torch.cat((cos, sin)).float()
 
 
-def _real(lengths: Sequence[int], longest: int, device: torch.device) -> tuple[Tensor, int]:
-    """[M] int64, where the tokens of prompts of these `lengths` are among rows of `longest`, and how many there are.
+def _real(lengths: Sequence[int], longest: int, multiple: int) -> Tensor:
+    """[M] int64, where the tokens of prompts of these `lengths` are among rows of `longest`.
 
-    M is a multiple of `PACKED`, so that shapes repeat; what is beyond the count is the first token again.
+    M is a multiple of `multiple`, so that shapes repeat; what is beyond the tokens is the first one again.
     """
     every = torch.cat([torch.arange(length) + p * longest for p, length in enumerate(lengths)])
-    return torch.nn.functional.pad(every, (0, -len(every) % PACKED)).to(device), len(every)
+    return torch.nn.functional.pad(every, (0, -len(every) % multiple))
 
 
 class CopyForward(ModulesForward):

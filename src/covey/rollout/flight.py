@@ -194,12 +194,13 @@ class Flight:
     def _step(self) -> list[Group]:
         """One more token for every row. Returns the groups that are finished by it."""
         rows, computed = self.rows[:, : self.num_rows], self.rows[:, : self.cache.num_computed]
-        self.cache.begin_step()
+        if self.cache.begin_step():
+            self.holes.give_back()  # of steps of other numbers of rows
         logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache))[: self.num_rows]
         self.cache.end_step()
         seat, written = rows[SEAT], rows[WRITTEN]
         seen = None if self.seen is None else self.seen[: self.num_rows]
-        drawn = draw(logits, self.uniforms[seat, written], self.params, seen=seen)
+        drawn = draw(logits, self.uniforms[seat, written], self.params, seen=seen, in_place=True)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
         if self.outside is not None:
             said = self.outside[seat, written]

@@ -36,16 +36,23 @@ class Draw:
 
 
 def draw(
-    logits: Tensor, uniforms: Tensor, params: SamplingParams, *, seen: Tensor | None = None, with_entropy: bool = False
+    logits: Tensor,
+    uniforms: Tensor,
+    params: SamplingParams,
+    *,
+    seen: Tensor | None = None,
+    with_entropy: bool = False,
+    in_place: bool = False,
 ) -> Draw:
     """Draw one token a row from `logits` [B, V] with `uniforms` [B] in [0, 1).
 
     `seen` [B, V] bool marks the tokens that a repetition penalty applies to; it is needed only with one.
     Greedy decoding takes the likeliest token (the first of equals); its log-probability is that at temperature 1.
+    `in_place`: `logits` may be overwritten.
     """
     scores = processed(logits, params, seen)  # [B, V]
     top = scores.amax(-1, keepdim=True)
-    scores = scores - top if scores is logits else scores.sub_(top)
+    scores = scores - top if scores is logits and not in_place else scores.sub_(top)
     weights = scores.exp() if with_entropy or params.is_greedy else scores.exp_()  # [B, V], the likeliest is 1
     blocks = _blocks(weights)  # [B, V / BLOCK, BLOCK]
     sums = blocks.sum(-1)

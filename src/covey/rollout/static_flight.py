@@ -107,7 +107,7 @@ class StaticFlight(Flight):
             row[WRITTEN] * live,
         )  # a plain 0 would come from the host
         seen = None if self.seen is None else self.seen[:rows]
-        drawn: Draw = draw(logits, self.uniforms[seat, written], self.params, seen=seen)
+        drawn: Draw = draw(logits, self.uniforms[seat, written], self.params, seen=seen, in_place=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs
         if self.outside is not None:
             outside = self.outside[seat, written]

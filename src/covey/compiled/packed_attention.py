@@ -1,4 +1,4 @@
-"""The kernels of shared_attention.cpp, called on torch's memory; `covey.compiled` makes the library."""
+"""The kernels of packed_attention.cpp, called on torch's memory; `covey.compiled` makes the library."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from covey.compiled import NUMBERS, library, processor_has, tell_fallback
-from covey.learner.layout import Layout
+from covey.compiled.layout import Layout
 
-SOURCE = Path(__file__).with_name("shared_attention.cpp")
+SOURCE = Path(__file__).with_name("packed_attention.cpp")
 MOST_NUMBERS = 2**20
 """Of all keys that a token may see, for one head: each thread holds up to six times as many in float32."""
 LONG = 512
@@ -31,7 +31,7 @@ class _Heads(ctypes.Structure):
 
 
 class _Packed(ctypes.Structure):
-    """Where prompts and completions stand; the same layout as in shared_attention.cpp."""
+    """Where prompts and completions stand; the same layout as in packed_attention.cpp."""
 
     _fields_ = (
         *(
@@ -152,14 +152,14 @@ def kernels_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> Kernel
 @functools.cache
 def _verified(dtype: torch.dtype) -> Kernels | None:
     """The kernels for one precision, where they can be compiled and give what plain attention gives, forward and backward."""
-    found = library(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Learning")
+    found = library(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Attending")
     if found is None:
         return None
     kernels = Kernels(found)
     gap = _gap(kernels, dtype)
     if gap < (1e-4 if dtype == torch.float32 else 5e-2):
         return kernels
-    tell_fallback("Learning", f"attention differs by {gap:.1g}")
+    tell_fallback("Attending", f"attention differs by {gap:.1g}")
     return None
 
 

@@ -104,7 +104,7 @@ struct Heads {
     int64_t by_head, by_token;
 };
 
-// Where prompts and completions stand. The layout is mirrored in shared_kernels.py.
+// Where prompts and completions stand. The layout is mirrored in packed_attention.py.
 struct Packed {
     int64_t segments;
     int64_t heads;    // of keys

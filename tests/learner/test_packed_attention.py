@@ -8,11 +8,12 @@ import torch
 from test_shared import ROWS, assert_same, checkpointing, gradients
 
 from covey import compiled
-from covey.learner import shared, shared_attention, shared_kernels
-from covey.learner.layout import Layout
+from covey.compiled import packed_attention
+from covey.compiled.layout import Layout
+from covey.compiled.packed_attention import SOURCE, Kernels, kernels_for
+from covey.learner import shared, shared_attention
 from covey.learner.policy import Policy
 from covey.learner.shared_attention import SharedAttention
-from covey.learner.shared_kernels import SOURCE, Kernels, kernels_for
 from covey.memory import is_out_of_memory
 from kit import forgotten, tiny_model
 
@@ -35,7 +36,7 @@ def one_thread():
 @pytest.fixture
 def fresh():
     """What is known of the kernels is found out again, and forgotten afterwards."""
-    with forgotten(shared_kernels._verified, compiled.library):
+    with forgotten(packed_attention._verified, compiled.library):
         yield
 
 
@@ -144,7 +145,7 @@ def test_without_kernels_the_log_says_why(name, value, reason, one_thread, fresh
     query = torch.zeros(2, 9, 16)
     with caplog.at_level(logging.INFO, "covey"):
         assert kernels_for(query, query, (Layout(0, 5, (4,)),)) is None
-    assert f"Learning with PyTorch's own operations, not with compiled kernels: {reason}" in caplog.text
+    assert f"Attending with PyTorch's own operations, not with compiled kernels: {reason}" in caplog.text
 
 
 @needs_kernels
@@ -204,5 +205,5 @@ def test_kernels_may_be_met_first_inside_a_forward_that_is_computed_again(one_th
     shared.install()
     model.config._attn_implementation = shared.ATTENTION
     _, found = gradients(policy, [ROWS])
-    assert shared_kernels._verified.cache_info().currsize == 1
+    assert packed_attention._verified.cache_info().currsize == 1
     assert all(gradient.isfinite().all() for gradient in found.values())
