@@ -215,7 +215,7 @@ adapter's small tensors stand between large ones."""
 _LIBRARIES = 36 * 2**20
 """Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside the copy of the weights."""
 
-_ROW_COUNTS = 4
+_ROW_COUNTS = 6
 """Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts).
 Where lengths vary there are up to eight between each power of two and its double, in smaller micro-batches."""
 
