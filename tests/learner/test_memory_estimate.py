@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey import products
-from covey.learner.memory import Shape, estimate, in_gib
+from covey.learner.memory import _ROW_COUNTS, Shape, estimate, in_gib
 from covey.learner.packing import rows_of
 from covey.learner.policy import Policy
 from kit import group, tiny_model
@@ -153,7 +153,7 @@ def test_every_size_of_product_costs_what_onednn_keeps_of_it():
     assert shape.product_sizes(adapter_rank=4) == 2 * 3 + 3 * 4, "frozen weights; 64 and 128 to 4, 4 to 64 and 32"
     halves = {"compute_bytes": 2, "is_on_heap": True}
     more = guess(shape, **halves, adapter_rank=4).libraries - guess(shape, **halves).libraries
-    assert more == 9 * 4 * products.KEPT
+    assert more == 9 * _ROW_COUNTS * products.KEPT
     assert guess(shape, compute_bytes=2).libraries == 0, "on an accelerator"
 
 
