@@ -22,6 +22,7 @@ import torch
 import rollout
 from covey import algorithms as alg
 from covey.learner import Learner, NoReference, Policy
+from covey.learner.memory import CPU_ENOUGH, CPU_TOKENS
 from covey.products import faster_products
 from covey.types import Completion, Group, Prompt
 from covey.world import World
@@ -33,6 +34,11 @@ def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any)
     return Learner(
         policy=policy, reference=NoReference(), optimizer=optimizer, scheduler=scheduler, world=World(), **options
     )
+
+
+def as_in_runs() -> dict[str, Any]:
+    """What `max_tokens_per_microbatch="auto"` means on a CPU with memory to spare."""
+    return {"max_tokens": CPU_TOKENS, "enough_tokens": CPU_ENOUGH}
 
 
 def main() -> None:
@@ -47,7 +53,7 @@ def main() -> None:
     model, _ = rollout.trained(given.size, 120 if given.size == "10m" else 60)
     policy = Policy(model, pad_id=0, compute_dtype=torch.bfloat16 if given.bf16 else None)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-7, fused=True)
-    learner = learner_of(policy, optimizer, max_completion_length=200, max_rows=32, max_tokens=4096)
+    learner = learner_of(policy, optimizer, max_completion_length=200, max_rows=32, **as_in_runs())
     groups = drawn(given.prompt, model.config.vocab_size)
     seconds = [timed(lambda: learner.step(groups, alg.dapo(), 1), now) for _ in range(given.repeats + 1)][1:]
     needed, step = operations(model, groups), statistics.median(seconds)

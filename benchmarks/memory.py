@@ -26,10 +26,10 @@ from resident import peak_since, resident
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.learner import Policy
-from covey.learner.memory import Memory, Shape, estimate, starting_tokens
+from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
 from covey.rollout.linear import has_bfloat16
 from covey.types import Completion, Group, Prompt
-from learner import learner_of
+from learner import as_in_runs, learner_of
 
 VOCABULARIES = (4_096, 32_000, 152_000)
 LENGTHS = (128, 512, 1024, 2048, 4096)
@@ -124,7 +124,7 @@ def learner_cell(vocabulary: int, length: int) -> dict[str, float]:
     )
     policy = Policy(Qwen2ForCausalLM(config), pad_id=0)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5)
-    learner = learner_of(policy, optimizer, max_completion_length=length)
+    learner = learner_of(policy, optimizer, max_completion_length=length, **as_in_runs())
     learner.step(groups_of(8, vocabulary), alg.dapo(), 1)  # the optimizer's state exists from here on
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     before = resident("VmRSS")
@@ -245,6 +245,7 @@ def predicted(shape: Shape, args: GRPOConfig, prompt_tokens: int, rank: int | No
         prompt_tokens=prompt_tokens,
         completion_tokens=args.max_completion_length,
         max_tokens=limit,
+        enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=True),
         logits_chunk=None,
         is_checkpointed=checkpoints,
         has_reference=args.beta > 0,

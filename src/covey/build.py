@@ -22,7 +22,7 @@ from covey.invariants import RatioWatch
 from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
-from covey.learner.memory import Shape, starting_tokens
+from covey.learner.memory import Shape, enough_tokens, starting_tokens
 from covey.learner.noting import TokenNotes
 from covey.learner.reference import Reference
 from covey.learner.sliced_update import update_in_slices
@@ -258,6 +258,7 @@ def build_rungs(args: GRPOConfig) -> Rungs:
 
 def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
     args, algorithm = given.args, given.algorithm
+    on_cpu = given.world.device.type == "cpu"
     policy = build_policy(given)
     critic = build_critic(algorithm, policy)
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
@@ -275,10 +276,11 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
         max_tokens=starting_tokens(
             args.max_tokens_per_microbatch,
             Shape.of_model(given.model),
-            on_cpu=given.world.device.type == "cpu",
+            on_cpu=on_cpu,
             compute_bytes=2 if compute_dtype(args) else 4,
             is_checkpointed=args.checkpoints_activations,
         ),
+        enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
         max_grad_norm=args.max_grad_norm,
         ladder=Ladder(build_rungs(args)),
         mask_truncated=args.mask_truncated_completions,

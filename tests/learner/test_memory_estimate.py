@@ -140,6 +140,15 @@ def test_options_that_save_memory_do():
     assert guess(shape, logits_chunk=16).logits < guess(shape).logits
 
 
+def test_a_micro_batch_holds_enough_groups_or_one_that_is_larger():
+    shape = Shape.of(tiny_model(**SMALL).config)
+    tokens = lambda **given: guess(shape, rows=8, **given).activations / shape.activation_bytes(4, False)
+    assert tokens() == 460, "two groups of four completions of 50 tokens, each behind a prompt of 30"
+    assert tokens(max_tokens=400, enough_tokens=100) == 230, "one group"
+    assert tokens(max_tokens=400, enough_tokens=300) == 300
+    assert tokens(max_tokens=200, enough_tokens=100) == 200
+
+
 def test_a_processors_heap_is_counted_where_it_keeps_holes():
     shape = Shape.of(tiny_model(**SMALL).config)
     assert guess(shape).heap == 0

@@ -83,6 +83,45 @@ def test_microbatches_hold_every_row_once_and_respect_both_limits():
     assert batches[0][0].num_tokens == 8, "longest first, so that what cannot fit fails at once"
 
 
+def sizes(batches):
+    """(group, rows of it) of each batch, in order."""
+    return [
+        [(i, sum(one.group == i for one in batch)) for i in dict.fromkeys(o.group for o in batch)] for batch in batches
+    ]
+
+
+def groups_of_rows(*shapes):
+    """For each (prompt tokens, completion tokens): a group of four."""
+    return [
+        row(list(range(1, 1 + prompt)), [2] * length, group=i)
+        for i, (prompt, length) in enumerate(shapes)
+        for _ in range(4)
+    ]
+
+
+def test_groups_are_joined_until_a_batch_has_enough():
+    rows = groups_of_rows((4, 3), (4, 3), (4, 3))  # 16 tokens each, their prompt counted once
+    whole = {"max_rows": 99, "max_tokens": 99, "shares_prompts": True}
+    assert sizes(microbatches(rows, **whole)) == [[(0, 4), (1, 4), (2, 4)]]
+    assert sizes(microbatches(rows, **whole, enough_tokens=32)) == [[(0, 4), (1, 4)], [(2, 4)]]
+
+
+def test_a_group_that_is_more_than_enough_is_kept_together_so_that_its_prompt_is_computed_once():
+    rows = groups_of_rows((20, 5), (20, 5))  # 40 tokens each
+    given = {"max_rows": 99, "enough_tokens": 30, "shares_prompts": True}
+    assert sizes(microbatches(rows, **given, max_tokens=50)) == [[(0, 4)], [(1, 4)]]
+    assert sizes(microbatches(rows, **given, max_tokens=None)) == [[(0, 4)], [(1, 4)]]
+    assert sizes(microbatches(rows, **given, max_tokens=39)) == [[(0, 3)], [(0, 1)], [(1, 3)], [(1, 1)]], (
+        "but not beyond what fits"
+    )
+    assert sizes(microbatches(rows, **given | {"enough_tokens": None}, max_tokens=30)) == [
+        [(0, 2)],
+        [(0, 2)],
+        [(1, 2)],
+        [(1, 2)],
+    ]
+
+
 def test_the_first_completion_token_is_predicted_by_the_prompts_last():
     padded = pad_rows(ROWS, pad_id=0, device=torch.device("cpu"))
     flat = padded.input_ids.flatten()

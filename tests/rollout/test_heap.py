@@ -66,28 +66,40 @@ class Node:
     itself = None
 
 
-def test_collections_during_a_run_look_at_what_is_new_alone():
-    def cycle():
-        node = Node()
-        node.itself = node
-        return weakref.ref(node)
+def cycle():
+    node = Node()
+    node.itself = node
+    return node
 
-    gc.collect()
-    old = cycle()
+
+def test_collections_during_a_run_look_at_what_is_new_alone():
+    garbage, old, new = weakref.ref(cycle()), cycle(), None
+    alive = weakref.ref(old)
     with collecting_new_garbage_only():
-        new = cycle()
+        assert garbage() is None, "what nobody needs any more does not wait for the run's end"
+        new, old = weakref.ref(cycle()), None
         gc.collect()
         assert new() is None, "what was made inside is garbage like any other"
-        assert old() is not None, "what was there before is not looked at"
+        assert alive() is not None, "what was there before is not looked at"
     gc.collect()
-    assert old() is None, "it is looked at again afterwards"
+    assert alive() is None, "it is looked at again afterwards"
+
+
+def test_a_run_within_a_run_leaves_it_to_the_outer_one():
+    with collecting_new_garbage_only():
+        frozen = gc.get_freeze_count()
+        with collecting_new_garbage_only():
+            assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() < frozen
 
 
 def test_what_somebody_else_froze_stays_frozen():
     gc.freeze()
+    frozen = gc.get_freeze_count()
     try:
         with collecting_new_garbage_only():
-            pass
-        assert gc.get_freeze_count()
+            assert gc.get_freeze_count() == frozen, "and nothing is added"
+        assert gc.get_freeze_count() == frozen
     finally:
         gc.unfreeze()

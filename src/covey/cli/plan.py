@@ -15,7 +15,7 @@ from covey.cli import output
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.errors import ModelError
-from covey.learner.memory import Memory, Shape, estimate, starting_tokens
+from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
 from covey.rollout.engine import BFLOAT16_FROM
 from covey.rollout.linear import has_bfloat16
 
@@ -90,6 +90,7 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
             compute_bytes=compute_bytes,
             is_checkpointed=is_checkpointed,
         ),
+        enough_tokens=enough_tokens(config.max_tokens_per_microbatch, on_cpu=on_cpu),
         logits_chunk=config.logits_chunk_tokens,
         is_checkpointed=is_checkpointed,
         has_reference=algorithm.needs.ref_logp or algorithm.needs.distribution,

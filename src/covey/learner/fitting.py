@@ -26,6 +26,8 @@ class Room:
     """Tokens of one forward pass, a shared prompt counted once, padding included."""
     shares_prompts: Callable[[], bool] = lambda: False
     """Whether the rows of a group share their prompt."""
+    enough_tokens: int | None = None
+    """Tokens up to which groups are joined; None: up to `max_tokens`."""
     last_resort: Callable[[], bool] = lambda: False
     """Makes a single completion need less; False when there is nothing left to do."""
     is_last_resort: bool = False
@@ -50,7 +52,11 @@ class Room:
         is_shared = self.shares_prompts()
         kept = self.left_out.without(rows)
         found = microbatches(
-            kept, max_rows=factor * self.max_rows, max_tokens=self.max_tokens, shares_prompts=is_shared
+            kept,
+            max_rows=factor * self.max_rows,
+            max_tokens=self.max_tokens,
+            enough_tokens=self.enough_tokens,
+            shares_prompts=is_shared,
         )
         for batch in found:
             self.largest = max(self.largest, (len(batch), tokens_in(batch, is_shared)))

@@ -53,6 +53,8 @@ class Learner:
     """Rows of one forward pass: memory only."""
     max_tokens: int | None = None
     """Tokens of one forward pass, a shared prompt counted once: memory only."""
+    enough_tokens: int | None = None
+    """Tokens up to which groups are joined in one forward pass."""
     max_grad_norm: float = 1.0
     """0 clips nothing."""
     mask_truncated: bool = False
@@ -78,7 +80,13 @@ class Learner:
     room: Room = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = Room(self.max_rows, self.max_tokens, self.policy.shares_prompts, self.last_resort)
+        self.room = Room(
+            self.max_rows,
+            self.max_tokens,
+            shares_prompts=self.policy.shares_prompts,
+            enough_tokens=self.enough_tokens,
+            last_resort=self.last_resort,
+        )
 
     # -- before the advantages ------------------------------------------------------------------------------------
 

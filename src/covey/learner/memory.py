@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from covey.learner.fused_head import chunk_for
+from covey.learner.packing import limit_of
 from covey.products import KEPT, is_onednn_faster, repeating
 
 
@@ -139,6 +140,7 @@ def estimate(
     prompt_tokens: int,
     completion_tokens: int,
     max_tokens: int | None,
+    enough_tokens: int | None = None,
     logits_chunk: int | None,
     is_checkpointed: bool,
     has_reference: bool,
@@ -152,7 +154,7 @@ def estimate(
     """Bytes of a run on one device.
 
     `rows` completions of `completion_tokens` are a micro-batch, the prompt of a group counted once, bounded by
-    `max_tokens`; `prompts` times `group` are drawn at a time, the prompt stored once a group. `samples_in_copy`: a
+    `max_tokens` and `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group. `samples_in_copy`: a
     CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations leave holes.
     """
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
@@ -160,7 +162,9 @@ def estimate(
     of_critic = shape.num_parameters if has_critic_model else 0
     groups = -(-rows // group)
     tokens = rows * completion_tokens + groups * prompt_tokens
-    tokens = tokens if max_tokens is None else min(tokens, max(max_tokens, prompt_tokens + completion_tokens))
+    one_group = prompt_tokens + min(group, rows) * completion_tokens
+    limit = limit_of(one_group, max_tokens, enough_tokens)
+    tokens = tokens if limit is None else min(tokens, max(limit, prompt_tokens + completion_tokens))
     tokens = repeating(tokens) if is_on_heap else tokens
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
@@ -219,9 +223,11 @@ _ROW_COUNTS = 6
 """Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts).
 Where lengths vary there are up to eight between each power of two and its double, in smaller micro-batches."""
 
-CPU_TOKENS = 2048
-"""Tokens of one forward pass beyond which a CPU gets no faster (2048, 3072 and 4096 took the same time at 10 and 60 million
-parameters, and 1024 up to a third more)."""
+CPU_TOKENS = 4096
+"""Tokens of one forward pass on a CPU at most: for one group, whose prompt would otherwise be computed more than once."""
+CPU_ENOUGH = 2048
+"""Tokens that groups are joined up to: beyond, a CPU gets no faster (2048, 3072 and 4096 took the same time at 10 and 60
+million parameters, and 1024 up to a third more)."""
 
 
 def starting_tokens(
@@ -238,6 +244,11 @@ def starting_tokens(
         return None
     free = psutil.virtual_memory().available
     return max(256, min(CPU_TOKENS, int(0.5 * free / shape.activation_bytes(compute_bytes, is_checkpointed))))
+
+
+def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:
+    """Tokens of one forward pass beyond which "auto" joins no more groups; None for no such bound."""
+    return CPU_ENOUGH if asked == "auto" and on_cpu else None
 
 
 def _state_bytes(optimizer: str, weight_bytes: int) -> float:

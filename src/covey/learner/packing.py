@@ -63,27 +63,44 @@ def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Ro
 
 
 def microbatches(
-    rows: Sequence[Row], *, max_rows: int, max_tokens: int | None = None, shares_prompts: bool = False
+    rows: Sequence[Row],
+    *,
+    max_rows: int,
+    max_tokens: int | None = None,
+    enough_tokens: int | None = None,
+    shares_prompts: bool = False,
 ) -> list[list[Row]]:
     """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` tokens as `tokens_in` counts (one row always fits).
 
-    Longest first, group by group: rows of one prompt share a batch, little is padded, and the largest batch comes
+    `enough_tokens`: a batch grows beyond these only by completions of the group that it began with. Longest first, group by group: rows of one prompt share a batch, little is padded, and the largest batch comes
     first, so that a step that cannot fit in memory fails at once.
     """
     longest: dict[int, int] = {}
+    members: dict[int, list[Row]] = {}
     for row in rows:
         longest[row.group] = max(longest.get(row.group, 0), row.num_tokens)
+        members.setdefault(row.group, []).append(row)
+    whole = {index: tokens_in(group, shares_prompts) for index, group in members.items()}
     batches: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens)):
         current = batches[-1] if batches else []
         is_full = len(current) >= max_rows
-        if current and max_tokens is not None:
-            is_full = is_full or tokens_in([*current, row], shares_prompts) > max_tokens
+        limit = limit_of(whole[current[0].group], max_tokens, enough_tokens) if current else None
+        if limit is not None:
+            is_full = is_full or tokens_in([*current, row], shares_prompts) > limit
         if current and not is_full:
             current.append(row)
         else:
             batches.append([row])
     return batches
+
+
+def limit_of(group_tokens: int, max_tokens: int | None, enough_tokens: int | None) -> int | None:
+    """Tokens of a batch that begins with a group of so many: enough, or that whole group, but never more than `max_tokens`."""
+    if enough_tokens is None:
+        return max_tokens
+    wanted = max(enough_tokens, group_tokens)
+    return wanted if max_tokens is None else min(wanted, max_tokens)
 
 
 def tokens_in(rows: Sequence[Row], shares_prompts: bool) -> int:

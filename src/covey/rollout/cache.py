@@ -243,7 +243,7 @@ class Decode:
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """A forward pass of whole prompts, padded on the right, into these slots."""
+    """A forward pass of whole prompts into these slots: padded on the right, or end to end."""
 
     cache: KeyValues
     slots: range
@@ -276,17 +276,18 @@ class Prefill:
 
         Tokens beyond those of the prompts get zeros.
         """
-        self.keep_end_to_end(layer, key, value)
-        out, count = query.new_zeros(query.shape), sum(self.lengths)
+        count, beyond = sum(self.lengths), len(query) - sum(self.lengths)
         query, key, value = query[:count], key[:count], value[:count]
         row = [x.transpose(0, 1) for x in (query, key, value)]  # each [H, M, D]
         found = self._by_kernels(*row, layouts=self._layouts, scale=scale)
         if found is not None:
-            out[:count] = found.transpose(0, 1)
+            self.keep_end_to_end(layer, key, value)
+            out = found.transpose(0, 1)
         else:
             query, key, value = map(self._padded, (query, key, value))
-            out[:count] = causal(query, key, value, scale, None).flatten(0, 1)[self._places]
-        return out
+            self._keep(layer, key, value)
+            out = causal(query, key, value, scale, None).flatten(0, 1)[self._places]
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, beyond)) if beyond else out
 
     def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Put `key` and `value` [M, Hkv, D] into the cache: all that the last layer of a prompt is computed for."""
@@ -330,7 +331,7 @@ class Prefill:
         self, query: Tensor, key: Tensor, value: Tensor, *, layouts: Sequence[Layout], scale: float
     ) -> Tensor | None:
         """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where they do not run."""
-        if self.cache.kernels is None or not layouts:
+        if self.cache.kernels is None or not layouts or not query.dtype == key.dtype == value.dtype:
             return None
         kernels = packed_attention.kernels_for(query, key, layouts)
         return None if kernels is None else kernels.forward(query, key, value, layouts, scale)[0]

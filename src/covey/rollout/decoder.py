@@ -30,7 +30,7 @@ Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
 
 PACKED = 64
-"""Tokens of prompts are computed in multiples of this many: a new number of rows costs oneDNN 3 ms of building kernels."""
+"""Where oneDNN multiplies, tokens of prompts are computed in multiples of this many: a new number of rows costs it 3 ms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class DecoderForward:
         self.is_reserved = True
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
-        """No padding is computed: the prompts' own tokens stand end to end."""
+        """The prompts' own tokens are computed end to end; only attention may see padding."""
         real = _real(batch.lengths, ids.shape[1], 1 if self.any_rows else PACKED).to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
 
