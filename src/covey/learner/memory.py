@@ -154,17 +154,14 @@ def estimate(
     """Bytes of a run on one device.
 
     `rows` completions of `completion_tokens` are a micro-batch, the prompt of a group counted once, bounded by
-    `max_tokens` and `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group. `samples_in_copy`: a
-    CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations leave holes.
+    `max_tokens` and `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored
+    once a group. `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a
+    CPU, whose activations leave holes.
     """
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     adapter = 0 if adapter_rank is None else trained
     of_critic = shape.num_parameters if has_critic_model else 0
-    groups = -(-rows // group)
-    tokens = rows * completion_tokens + groups * prompt_tokens
-    one_group = prompt_tokens + min(group, rows) * completion_tokens
-    limit = limit_of(one_group, max_tokens, enough_tokens)
-    tokens = tokens if limit is None else min(tokens, max(limit, prompt_tokens + completion_tokens))
+    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens)
     tokens = repeating(tokens) if is_on_heap else tokens
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
@@ -193,6 +190,15 @@ def estimate(
         libraries=(_LIBRARIES if samples_in_copy else 0) + (kept if is_on_heap else 0),
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
+
+
+def _most_tokens(
+    rows: int, group: int, prompt: int, completion: int, max_tokens: int | None, enough_tokens: int | None
+) -> int:
+    """Of the micro-batch that `rows` completions of `completion` tokens begin with, in groups of `group` behind prompts of `prompt`."""
+    every = rows * completion + -(-rows // group) * prompt
+    limit = limit_of(prompt + min(group, rows) * completion, max_tokens, enough_tokens)
+    return every if limit is None else min(every, max(limit, prompt + completion))
 
 
 def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
