@@ -40,8 +40,11 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         self.server.communicate()
 
-    def train(self, folder: Path, steps: int, kill_after: float | None = None) -> int:
-        """Run to the end, or for so many seconds after its first save; the exit code, negative when it was killed."""
+    def train(self, folder: Path, steps: int, kill_after: float | None = None, in_write: bool = False) -> int:
+        """Run to the end, or for so many seconds after its first save; the exit code, negative when it was killed.
+
+        `in_write`: and then on until a write is seen, for two seconds at most.
+        """
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         self.server.stdin.write(f"{folder} {steps}\n")
@@ -49,6 +52,9 @@ class Runs:
         child = int(self.server.stdout.readline())
         if kill_after is not None:
             time.sleep(kill_after)
+            until = time.monotonic() + (2 if in_write else 0)
+            while time.monotonic() < until and not writes(folder):
+                time.sleep(0.0005)
             with contextlib.suppress(ProcessLookupError):  # a fast run has ended by itself
                 os.kill(child, signal.SIGKILL)
         return int(self.server.stdout.readline())
@@ -58,6 +64,11 @@ class Runs:
 def runs() -> Iterator[Runs]:
     with Runs() as server:
         yield server
+
+
+def writes(folder: Path) -> bool:
+    """Whether a checkpoint in it is being written, or was when its process died."""
+    return any(".tmp-" in path.name for path in folder.iterdir())
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -71,10 +82,10 @@ def test_a_run_killed_at_random_moments_of_its_writes_always_resumes_and_ends_bi
 ) -> None:
     draw, killed, torn = random.Random(5), tmp_path / "killed", 0
     last = 0
-    for _ in range(2 * steps):
-        if runs.train(killed, steps, kill_after=draw.uniform(0.0, 0.25)) == 0:
+    for attempt in range(2 * steps):
+        if runs.train(killed, steps, kill_after=draw.uniform(0.0, 0.25), in_write=attempt % 2 == 1) == 0:
             break
-        torn += any(".tmp-" in path.name for path in killed.iterdir())
+        torn += writes(killed)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a kill must not even leave a damaged checkpoint behind
             newest = checkpoint.latest(killed)
