@@ -242,7 +242,7 @@ def starting_tokens(
     """Tokens of one forward pass at the start; running out of memory halves them.
 
     "auto" sets no bound on an accelerator, which says when memory is short. A CPU does not (the system kills), so there
-    it is as much as half of the free memory holds, and no more than `CPU_TOKENS`, beyond which nothing gets faster.
+    it is as much as half of the free memory holds, and no more than `CPU_TOKENS`.
     """
     if asked != "auto":
         return None if asked is None else int(asked)

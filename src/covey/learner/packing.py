@@ -72,14 +72,14 @@ def microbatches(
 ) -> list[list[Row]]:
     """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` tokens as `tokens_in` counts (one row always fits).
 
-    `enough_tokens`: a batch grows beyond these only by completions of the group that it began with. Longest first, group by group: rows of one prompt share a batch, little is padded, and the largest batch comes
-    first, so that a step that cannot fit in memory fails at once.
+    `enough_tokens`: a batch grows beyond these only by completions of the group that it began with. Longest first, group by
+    group: rows of one prompt share a batch, little is padded, and the largest batch comes first, so that a step that cannot
+    fit in memory fails at once.
     """
-    longest: dict[int, int] = {}
     members: dict[int, list[Row]] = {}
     for row in rows:
-        longest[row.group] = max(longest.get(row.group, 0), row.num_tokens)
         members.setdefault(row.group, []).append(row)
+    longest = {index: max(row.num_tokens for row in group) for index, group in members.items()}
     whole = {index: tokens_in(group, shares_prompts) for index, group in members.items()}
     batches: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens)):

@@ -257,6 +257,10 @@ class Prefill:
         """Tokens of each of these prompts."""
         return self.cache.prompt_lengths[self.slots.start : self.slots.stop]
 
+    def places(self, width: int) -> Tensor:
+        """[M] int64, where the prompts' own tokens are among prompts padded to `width`."""
+        return torch.cat([torch.arange(length) + p * width for p, length in enumerate(self.lengths)])
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
@@ -276,7 +280,8 @@ class Prefill:
 
         Tokens beyond those of the prompts get zeros.
         """
-        count, beyond = sum(self.lengths), len(query) - sum(self.lengths)
+        count = sum(self.lengths)
+        beyond = len(query) - count
         query, key, value = query[:count], key[:count], value[:count]
         row = [x.transpose(0, 1) for x in (query, key, value)]  # each [H, M, D]
         found = self._by_kernels(*row, layouts=self._layouts, scale=scale)
@@ -317,9 +322,8 @@ class Prefill:
 
     @functools.cached_property
     def _places(self) -> Tensor:
-        """[M] int64, where each token is among the padded prompts."""
-        every = [torch.arange(length) + p * self._width for p, length in enumerate(self.lengths)]
-        return torch.cat(every).to(self.cache.device)
+        """Where each token is among the padded prompts."""
+        return self.places(self._width).to(self.cache.device)
 
     def _padded(self, x: Tensor) -> Tensor:
         """[A, H, L, D] from [M, H, D]."""

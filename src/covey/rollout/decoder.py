@@ -7,7 +7,7 @@ the residual stream, norms, rotations and softmax stay in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,10 @@ class DecoderForward:
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
         """The prompts' own tokens are computed end to end; only attention may see padding."""
-        real = _real(batch.lengths, ids.shape[1], 1 if self.any_rows else PACKED).to(ids.device)
+        real = batch.places(ids.shape[1])
+        if not self.any_rows:
+            real = F.pad(real, (0, -len(real) % PACKED))  # by the first token again, which nobody looks at
+        real = real.to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
 
         def attend(layer: int, h: Tensor) -> Tensor | None:
@@ -221,15 +224,6 @@ class DecoderForward:
         cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
         sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
         self.rotation = torch.cat((cos, sin)).float()
-
-
-def _real(lengths: Sequence[int], longest: int, multiple: int) -> Tensor:
-    """[M] int64, where the tokens of prompts of these `lengths` are among rows of `longest`.
-
-    M is a multiple of `multiple`, so that shapes repeat; what is beyond the tokens is the first one again.
-    """
-    every = torch.cat([torch.arange(length) + p * longest for p, length in enumerate(lengths)])
-    return torch.nn.functional.pad(every, (0, -len(every) % multiple))
 
 
 class CopyForward(ModulesForward):
