@@ -4,7 +4,8 @@
 
 4 prompts x 8 completions of GSM8K-like lengths, every completion with an advantage. Operations are those that the mathematics needs
 (6 a parameter and token, prompts once a group, attention apart), so whatever is computed twice counts against the learner. The
-peak is the faster of a square product and one of the model's own shape. `--cpu-time` as in `rollout.py`.
+peak is the faster of a square product and one of the model's own shape. `--kernels` compares the layers' kernels with
+transformers' own modules instead. `--cpu-time` as in `rollout.py`.
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 import rollout
 from covey import algorithms as alg
-from covey.learner import Learner, NoReference, Policy
+from covey import fused_layers
+from covey.learner import Learner, NoReference, Policy, fused_head
 from covey.learner.memory import CPU_ENOUGH, CPU_TOKENS
+from covey.memory import keep_freed_blocks
 from covey.products import faster_products
 from covey.types import Completion, Group, Prompt
 from covey.world import World
 
 
 def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> Learner:
-    """A learner of one process without reference, at a constant rate."""
+    """A learner of one process without reference, at a constant rate, on a heap as runs have it."""
+    keep_freed_blocks()
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     return Learner(
         policy=policy, reference=NoReference(), optimizer=optimizer, scheduler=scheduler, world=World(), **options
@@ -48,6 +53,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=66)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument(
+        "--kernels", action="store_true", help="steps with and without those for layers and head, in turns"
+    )
     given = parser.parse_args()
     now = time.process_time if given.cpu_time else time.perf_counter
     model, _ = rollout.trained(given.size, 120 if given.size == "10m" else 60)
@@ -55,7 +63,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-7, fused=True)
     learner = learner_of(policy, optimizer, max_completion_length=200, max_rows=32, **as_in_runs())
     groups = drawn(given.prompt, model.config.vocab_size)
-    seconds = [timed(lambda: learner.step(groups, alg.dapo(), 1), now) for _ in range(given.repeats + 1)][1:]
+    work = lambda: learner.step(groups, alg.dapo(), 1)
+    if given.kernels:
+        print(by_kernels(work, given.repeats, now))
+        return
+    seconds = [timed(work, now) for _ in range(given.repeats + 1)][1:]
     needed, step = operations(model, groups), statistics.median(seconds)
     rate = needed / step
     peak = max(
@@ -67,6 +79,21 @@ def main() -> None:
         f"{rate / 1e9:.0f} GFLOP/s of {peak / 1e9:.0f} ({rate / peak:.0%})"
     )
     print(json.dumps({"seconds": seconds, "operations": needed, "peak": peak, "options": vars(given)}))
+
+
+def by_kernels(work: Callable[[], object], repeats: int, now: Callable[[], float]) -> str:
+    """What a step takes with transformers' layers, with layers in kernels, and with the head in kernels too."""
+    real = fused_layers.fused, fused_head.kernels_for
+    sides = {"transformers' layers": (False, False), "layers in kernels": (True, False), "and the head": (True, True)}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats + 1):
+        for name, (layers, head) in sides.items():
+            fused_layers.fused = real[0] if layers else lambda model: nullcontext()
+            fused_head.kernels_for = real[1] if head else lambda weight: None
+            seconds[name].append(timed(work, now))
+    middle = {name: statistics.median(found[1:]) for name, found in seconds.items()}
+    first = middle["transformers' layers"]
+    return ", ".join(f"{name}: {value:.2f} s ({value / first:.2f})" for name, value in middle.items())
 
 
 def drawn(prompt: int, vocabulary: int) -> list[Group]:

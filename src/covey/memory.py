@@ -85,6 +85,18 @@ def give_back_large_blocks() -> None:
         library.mallopt(_MMAP_THRESHOLD, 2**20)
 
 
+def keep_freed_blocks() -> None:
+    """Let the C library keep up to 256 MiB that were freed at the end of its heap, where it is glibc.
+
+    By itself it gives them back and fetches them again in every step, page by page: 40,000 pages and 5% of a step at 10
+    million parameters. Blocks of 32 MiB and more go back at once, as they always do.
+    """
+    library = _glibc()
+    if library is not None:
+        library.mallopt(_MMAP_THRESHOLD, 32 * 2**20)
+        library.mallopt(_TRIM_THRESHOLD, 256 * 2**20)
+
+
 class Holes:
     """What the C library's heap holds empty, given back to the system where none of it is anybody else's to use again.
 
@@ -144,5 +156,5 @@ def _glibc() -> ctypes.CDLL | None:
     return library if hasattr(library, "gnu_get_libc_version") else None
 
 
-_MMAP_THRESHOLD = -3
-"""M_MMAP_THRESHOLD of <malloc.h>."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of <malloc.h>."""

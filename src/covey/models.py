@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from covey.errors import ConfigError, ModelError, did_you_mean
-from covey.memory import give_back_large_blocks
-from covey.products import is_onednn_faster, recomputing
+from covey.fused_layers import Recomputing
+from covey.memory import give_back_large_blocks, keep_freed_blocks
 
 
 def load_model(
@@ -169,7 +169,10 @@ def prepare_for_training(model: Any, args: Any) -> Any:
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
     if args.checkpoints_activations:
         checkpoint_activations(model, args.gradient_checkpointing_kwargs)
-    elif getattr(inner, f"is_{word}_checkpointing", False):
+        return model.train()
+    if next(inner.parameters()).device.type == "cpu":
+        keep_freed_blocks()
+    if getattr(inner, f"is_{word}_checkpointing", False):
         getattr(inner, f"{word}_checkpointing_disable")()
     return model.train()
 
@@ -181,8 +184,8 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) 
     given = {"use_reentrant": False, **(kwargs or {})}
     if next(inner.parameters()).device.type == "cpu":
         give_back_large_blocks()
-        if is_onednn_faster() and not given["use_reentrant"]:
-            given.setdefault("context_fn", recomputing)
+        if not given["use_reentrant"]:
+            given.setdefault("context_fn", Recomputing(inner))
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
     if inner is not model:
         inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block

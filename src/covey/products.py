@@ -66,6 +66,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` [.., N] by the faster library, without a gradient."""
+    return linear(x, weight, bias) if pays(x, weight) else F.linear(x, weight, bias)
+
+
 def outer(gradient: Tensor, x: Tensor) -> Tensor:
     """`gradient.T @ x` [N, K], the gradient of a weight from `gradient` [M, N] and `x` [M, K], by oneDNN.
 
@@ -101,7 +106,7 @@ class FasterProducts(TorchFunctionMode):
     """Inside, linear layers on a CPU in float32 are computed by oneDNN where that is faster, forward and backward.
 
     Nothing else changes, and nothing at all on other machines, in other precisions, or under autocast. Activations that the
-    backward pass computes again must be computed inside too: see `recomputing`.
+    backward pass computes again must be computed inside too: see `fused_layers.Recomputing`.
     """
 
     def __torch_function__(
@@ -119,17 +124,3 @@ class FasterProducts(TorchFunctionMode):
 def faster_products(device: torch.device) -> AbstractContextManager[Any]:
     """`FasterProducts` for a model on this device where they are any faster, else a context that does nothing."""
     return FasterProducts() if device.type == "cpu" and is_onednn_faster() else nullcontext()
-
-
-def recomputing() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What `torch.utils.checkpoint` wants as `context_fn`: the mode for both times, since what is computed again must be
-    saved as it was, and the autograd engine leaves a mode behind that was entered outside.
-    """
-    return FasterProducts(), FasterProducts()
-
-
-def recomputes_alike(model: torch.nn.Module) -> bool:
-    """Whether the blocks of a model that keeps only their inputs are computed again inside `FasterProducts`."""
-    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-    known = next((function for function in functions if function is not None), None)
-    return getattr(known, "keywords", {}).get("context_fn") is recomputing

@@ -19,7 +19,7 @@ LEVELS = [
     {"ladder", "pulse", "interruption"},
     {"rendezvous"},
     {"world", "state", "options", "arithmetic", "memory", "student", "products", "compiled"},
-    {"checks"},
+    {"checks", "fused_layers"},
     {"config", "algorithms", "gym"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},
     {"monitor", "credit", "comparison", "cleaning", "invariants"},

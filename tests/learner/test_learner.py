@@ -69,8 +69,16 @@ def test_micro_batches_change_no_gradient(name, max_rows, max_tokens):
 
 def test_a_part_that_looks_at_the_whole_step_sees_it_whatever_the_split():
     algorithm = alg.dapo().replace(weights=(alg.TopEntropy(0.3),))
-    whole, _ = moved(learner(max_rows=99), algorithm)
-    parts, _ = moved(learner(max_rows=1), algorithm)
+
+    def decided():
+        """A model whose entropies differ by more than rounding."""
+        model = tiny_model("qwen2")
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(8)
+        return model
+
+    whole, _ = moved(learner(decided(), max_rows=99), algorithm)
+    parts, _ = moved(learner(decided(), max_rows=1), algorithm)
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
 
 

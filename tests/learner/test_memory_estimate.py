@@ -14,6 +14,11 @@ from kit import group, tiny_model
 SMALL = {"layers": 3, "hidden": 64}
 
 
+def elsewhere():
+    """The small model's shape where no kernels of a CPU compute its layers."""
+    return replace(Shape.of(tiny_model(**SMALL).config), is_fused=False)
+
+
 def guess(shape, **changed):
     given = {
         "weight_bytes": 4,
@@ -115,7 +120,7 @@ def test_a_large_head_costs_its_gradient_twice_where_it_is_tied_to_an_embedding_
 
 
 def test_a_layer_that_is_computed_again_and_the_logits_never_exist_together():
-    shape = replace(Shape.of(tiny_model(**SMALL).config), vocabulary=50_000)
+    shape = replace(elsewhere(), vocabulary=50_000)
     tokens = 2 * 50 + 30
     memory = guess(shape, logits_chunk=64, is_checkpointed=True)
     alone = guess(shape, logits_chunk=64).logits
@@ -131,7 +136,7 @@ def test_the_state_of_an_optimizer_is_known_by_its_name():
 
 
 def test_options_that_save_memory_do():
-    shape = Shape.of(tiny_model(**SMALL).config)
+    shape = elsewhere()
     assert guess(shape, is_checkpointed=True).activations < guess(shape).activations
     long = guess(shape, rows=4, max_tokens=80).activations
     assert long == 80 * shape.activation_bytes(4, False) < guess(shape, rows=4).activations
@@ -141,12 +146,19 @@ def test_options_that_save_memory_do():
 
 
 def test_a_micro_batch_holds_enough_groups_or_one_that_is_larger():
-    shape = Shape.of(tiny_model(**SMALL).config)
+    shape = elsewhere()
     tokens = lambda **given: guess(shape, rows=8, **given).activations / shape.activation_bytes(4, False)
     assert tokens() == 460, "two groups of four completions of 50 tokens, each behind a prompt of 30"
     assert tokens(max_tokens=400, enough_tokens=100) == 230, "one group"
     assert tokens(max_tokens=400, enough_tokens=300) == 300
     assert tokens(max_tokens=200, enough_tokens=100) == 200
+
+
+def test_kernels_are_counted_on_a_cpu_alone():
+    fused = replace(elsewhere(), is_fused=True)
+    assert guess(fused, is_on_heap=True).activations < guess(elsewhere(), is_on_heap=True).activations
+    assert guess(fused, is_on_heap=True).logits < guess(elsewhere(), is_on_heap=True).logits
+    assert guess(fused) == guess(elsewhere()), "an accelerator"
 
 
 def test_a_processors_heap_is_counted_where_it_keeps_holes():

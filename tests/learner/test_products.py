@@ -107,7 +107,6 @@ def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_agai
     def gradients(is_faster):
         monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
         monkeypatch.setattr(products, "SMALLEST", 1)
-        monkeypatch.setattr("covey.models.is_onednn_faster", lambda: is_faster)
         model = tiny_model(layers=2, seed=1).train()
         if again == "ours":
             checkpoint_activations(model)

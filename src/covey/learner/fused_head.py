@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from covey.compiled.head import kernels_for
 from covey.products import linear, outer, pays
 
 CHUNK_ELEMENTS = 2**23
@@ -57,29 +59,81 @@ class Workspace:
     """
 
     def __init__(self, rows: int, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self.other = weight.new_empty(rows, weight.shape[0], dtype=wide)
+        self.rows, self.weight, self.bias = rows, weight, bias
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+
+    @cached_property
+    def other(self) -> Tensor:
         """[m, V] for whatever is computed from the logits."""
-        self.logits: Tensor | None = None
-        self.narrow = None if weight.dtype == wide else weight.new_empty(rows, weight.shape[0])
+        return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=self.wide)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[m, V], float32 or wider."""
+        return torch.empty_like(self.other)
+
+    @cached_property
+    def narrow(self) -> Tensor | None:
+        """[m, V] in the weight's type, where that is narrower."""
+        return None if self.weight.dtype == self.wide else self.weight.new_empty(self.rows, self.weight.shape[0])
 
     def product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
+        found = self.raw(rows)
+        return found if self.narrow is None else self.logits[: rows.shape[0]].copy_(found)
+
+    def raw(self, rows: Tensor) -> Tensor:
+        """`rows @ weight.T + bias` [m, V] in the type of the weight."""
         if pays(rows, self.weight):
             return linear(rows, self.weight, self.bias)
-        if self.logits is None:
-            self.logits = torch.empty_like(self.other)
-        logits = self.logits[: rows.shape[0]]
-        target = logits if self.narrow is None else self.narrow[: rows.shape[0]]
+        target = (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]]
         torch.mm(rows, self.weight.t(), out=target)
         if self.bias is not None:
             target += self.bias
-        return logits if self.narrow is None else logits.copy_(target)
+        return target
 
-    def narrowed(self, gradient: Tensor) -> Tensor:
-        """`gradient` in the type of the weight."""
-        return gradient if self.narrow is None else self.narrow[: gradient.shape[0]].copy_(gradient)
+    def gradient(
+        self,
+        rows: Tensor,
+        shape: Shape,
+        known: tuple[Tensor, Tensor, Tensor],
+        slopes: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        """[m, V], that of the products, in the type of the weight. `known`: targets, normalizers, entropies, each [m].
+
+        `slopes` are the gradients of log-probability and entropy, each [m] or None.
+        """
+        kernels = kernels_for(self.weight) if shape.softcap is None else None
+        if kernels is None:
+            found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
+            return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
+        out = self.raw(rows)
+        kernels.backward(out, known[0], shape.multiply / shape.temperature, *known[1:], *slopes)
+        return out
+
+
+def _gradient(
+    logits: Tensor,
+    gradient: Tensor,
+    shape: Shape,
+    known: tuple[Tensor, Tensor, Tensor],
+    slopes: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """`Workspace.gradient` by PyTorch's operations, in the place of `gradient`; `logits` [m, V] are overwritten."""
+    targets, normalizer, entropy = known
+    of_logp, of_entropy = slopes
+    torch.sub(logits, normalizer[:, None], out=gradient).exp_()  # the probabilities
+    if of_entropy is not None:
+        slope = (logits - (normalizer - entropy)[:, None]).mul_(of_entropy[:, None])
+        slope = slope if of_logp is None else slope.add_(of_logp[:, None])
+        gradient.mul_(slope.masked_fill_(logits == -math.inf, 0.0)).neg_()
+    elif of_logp is not None:
+        gradient.mul_(-of_logp[:, None])
+    else:
+        gradient.zero_()
+    if of_logp is not None:
+        gradient.scatter_add_(-1, targets[:, None], of_logp[:, None].to(gradient.dtype))
+    return shape.backward_(gradient, logits)
 
 
 def chunk_for(vocabulary: int, chunk: int | None) -> int:
@@ -101,9 +155,15 @@ class LinearLogProbability(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
         space = Workspace(min(shape.chunk, hidden.shape[0]), weight, bias)
+        kernels = kernels_for(weight) if shape.softcap is None else None
+        measured = entropy if with_entropy else torch.empty_like(entropy)
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
+            if kernels is not None:
+                scale = shape.multiply / shape.temperature
+                kernels.score(space.raw(rows), targets[part], scale, logp[part], normalizer[part], measured[part])
+                continue
             logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
             top = logits.amax(-1, keepdim=True)
             total = torch.sub(logits, top, out=weights).exp_().sum(-1)
@@ -130,31 +190,24 @@ class LinearLogProbability(torch.autograd.Function):
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
-            logits, gradient = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
-            torch.sub(logits, normalizer[part, None], out=gradient).exp_()  # the probabilities
-            if entropy_gradient is not None and ctx.with_entropy:
-                expected = normalizer[part] - entropy[part]
-                slope = (logits - expected[:, None]).mul_(entropy_gradient[part, None])
-                slope = slope if logp_gradient is None else slope.add_(logp_gradient[part, None])
-                gradient.mul_(slope.masked_fill_(logits == -math.inf, 0.0)).neg_()
-            elif logp_gradient is not None:
-                gradient.mul_(-logp_gradient[part, None])
-            else:
-                gradient.zero_()
-            if logp_gradient is not None:
-                gradient.scatter_add_(-1, targets[part, None], logp_gradient[part, None].to(gradient.dtype))
-            gradient = shape.backward_(gradient, logits)
+            known = targets[part], normalizer[part], entropy[part]
+            slopes = _slopes(logp_gradient, entropy_gradient if ctx.with_entropy else None, part)
+            gradient = space.gradient(rows, shape, known, slopes)
             if bias_gradient is not None:
-                bias_gradient += gradient.sum(0)
-            gradient = space.narrowed(gradient)
+                bias_gradient += gradient.sum(0, dtype=wide)
             if hidden_gradient is not None:
                 _product(gradient, weight, hidden_gradient[part])
             if weight_gradient is not None:
                 _add_product(weight_gradient, gradient, rows)
-            del logits
+            del gradient  # before the next chunk's is made
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+
+
+def _slopes(of_logp: Tensor | None, of_entropy: Tensor | None, part: slice) -> tuple[Tensor | None, Tensor | None]:
+    cut = lambda x: None if x is None else x[part].contiguous()
+    return cut(of_logp), cut(of_entropy)
 
 
 def _product(gradient: Tensor, weight: Tensor, out: Tensor) -> None:

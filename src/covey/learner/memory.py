@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
+from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
 from covey.products import KEPT, is_onednn_faster, repeating
@@ -29,6 +30,8 @@ class Shape:
     """(in, out) of every linear layer but the output head: where adapters sit."""
     is_tied: bool = True
     """Whether head and embedding are one parameter."""
+    is_fused: bool = False
+    """Whether a CPU like this one's computes what stands between the products by kernels (`covey.fused_layers`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -56,6 +59,7 @@ class Shape:
             key_value_width=size * (getattr(text, "num_key_value_heads", None) or heads),
             linears=tuple((m.in_features, m.out_features) for m in linears),
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
+            is_fused=would_fuse(model),
         )
 
     def adapter_parameters(self, rank: int) -> int:
@@ -74,18 +78,20 @@ class Shape:
         return 2 * len(own) + 3 * len(adapters)
 
     def layer_bytes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
-        """What one token leaves behind in one layer for the backward.
+        """What one token leaves behind in one layer for the backward (counted by torch's saved-tensor hooks on Qwen2).
 
-        A gated layer in float32 keeps 8 hidden, 2 key-value and 4 intermediate values; with products in 16 bits the norms
-        still keep float32, which comes to 28 bytes a hidden value. Behind an adapter the norms are frozen and keep one
-        value less each, and every linear layer keeps `adapter_rank` more (counted by torch's saved-tensor hooks on Qwen2).
+        A gated layer in float32 keeps 8 hidden, 2 key-value and 4 intermediate values, fused 6, 2 and 2. With products in 16
+        bits the residual stream, and unfused the norms, stay in float32. Behind an adapter the norms are frozen and, unfused,
+        keep one value less each; every linear layer keeps `adapter_rank` more, and those of 16 bits a copy of its input.
         """
         width, keys, inner = self.hidden, self.key_value_width, self.intermediate
-        hidden = (32, 28) if adapter_rank is None else (24, 22)
         rank = (adapter_rank or 0) * len(self.linears) // self.num_layers
-        if compute_bytes == 4:
-            return hidden[0] * width + 4 * (2 * keys + 4 * inner + rank)
-        return hidden[1] * width + 4 * keys + 8 * inner + compute_bytes * rank
+        is_adapted, is_narrow = adapter_rank is not None, compute_bytes < 4
+        if self.is_fused:
+            by_width, by_inner = ((24, 6) if is_adapted else (16, 4)) if is_narrow else (24, 12 if is_adapted else 8)
+        else:
+            by_width, by_inner = (24 if is_adapted else 30, 8) if is_narrow else (24 if is_adapted else 32, 16)
+        return by_width * width + 2 * compute_bytes * keys + by_inner * inner + compute_bytes * rank
 
     def activation_bytes(self, compute_bytes: int, is_checkpointed: bool, adapter_rank: int | None = None) -> int:
         """What one token leaves behind. With checkpointing each layer keeps its input, and one layer at a time the rest."""
@@ -158,11 +164,11 @@ def estimate(
     once a group. `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a
     CPU, whose activations leave holes.
     """
+    shape = replace(shape, is_fused=shape.is_fused and is_on_heap)
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     adapter = 0 if adapter_rank is None else trained
     of_critic = shape.num_parameters if has_critic_model else 0
-    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens)
-    tokens = repeating(tokens) if is_on_heap else tokens
+    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, is_on_heap)
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     casts = 2 * sum(inside * outside for inside, outside in shape.linears) if compute_bytes < weight_bytes else 0
@@ -193,12 +199,16 @@ def estimate(
 
 
 def _most_tokens(
-    rows: int, group: int, prompt: int, completion: int, max_tokens: int | None, enough_tokens: int | None
+    rows: int, group: int, prompt: int, completion: int, max_tokens: int | None, enough_tokens: int | None, pads: bool
 ) -> int:
-    """Of the micro-batch that `rows` completions of `completion` tokens begin with, in groups of `group` behind prompts of `prompt`."""
+    """Of the micro-batch that `rows` completions of `completion` tokens begin with, in groups of `group` behind prompts of `prompt`.
+
+    With what `pads` it to a length that returns.
+    """
     every = rows * completion + -(-rows // group) * prompt
     limit = limit_of(prompt + min(group, rows) * completion, max_tokens, enough_tokens)
-    return every if limit is None else min(every, max(limit, prompt + completion))
+    tokens = every if limit is None else min(every, max(limit, prompt + completion))
+    return repeating(tokens) if pads else tokens
 
 
 def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
@@ -209,11 +219,12 @@ def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -
 def _head_bytes(shape: Shape, chunk: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
     """Bytes beside the activations while the head's backward runs, and at the end of the backward, before gradients are summed.
 
-    The head holds a chunk's logits, probabilities and their gradient; products in 16 bits also a copy of its weight and one
-    product of its size. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
+    The head holds a chunk's logits, probabilities and their gradient, or one of them where kernels read them; products in 16
+    bits also a copy of its weight and one product of its size. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
     """
     values = shape.vocabulary * shape.hidden
-    chunks, gradient = 3 * chunk * shape.vocabulary * 4, 4 * values if is_trained else 0
+    held = (2 if is_cast else 4) if shape.is_fused else 3 * 4
+    chunks, gradient = held * chunk * shape.vocabulary, 4 * values if is_trained else 0
     copies = (4 if is_trained else 2) * values if is_cast else 0
     return chunks + gradient + copies, gradient * (2 if shape.is_tied else 1)
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
+from covey.fused_layers import faster
 from covey.learner import shared, shared_flex
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
 from covey.learner.shared_flex import Heads
-from covey.products import faster_products, recomputes_alike
 from covey.types import Completion, Prompt
 from covey.world import autocast
 
@@ -99,8 +99,7 @@ class Policy:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Everything that is computed of the model is computed inside."""
-        is_safe = not self.is_checkpointing or recomputes_alike(self.model)
-        with faster_products(self.device) if is_safe else nullcontext(), autocast(self.device, self.compute_dtype):
+        with faster(self.model), autocast(self.device, self.compute_dtype):
             yield
 
     def parameters(self) -> list[nn.Parameter]:

@@ -54,21 +54,17 @@ class Live:
         return Live(tuple(effective(linear) for linear in linears))
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = [_product(x, weight, bias) for weight, bias in self.parts]
+        out = [products.product(x, weight, bias) for weight, bias in self.parts]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        return [_product(x, weight, bias) for weight, bias in self.parts]
+        return [products.product(x, weight, bias) for weight, bias in self.parts]
 
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(self(x), inplace=True)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         return factor.mul_(self(x))
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return products.linear(x, weight, bias) if products.pays(x, weight) else F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True, eq=False)
