@@ -1,6 +1,7 @@
 """The command line as one meets it: quick help, one sentence for a mistake, results on stdout and all else on stderr."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,25 @@ def covey(*words):
 def test_help_imports_neither_torch_nor_transformers(words):
     code = f"import sys; from covey.cli import main; main({words!r}); assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "first, given, spins",
+    [
+        ("", {}, "3000"),
+        ("", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("", {"OMP_WAIT_POLICY": "PASSIVE"}, "None"),
+        ("sys.modules['torch'] = sys; ", {}, "None"),
+    ],
+    ids=["nobody has said", "how long is said", "to sleep at once is said", "torch has read it already"],
+)
+def test_importing_covey_lets_threads_spin_for_microseconds_unless_the_user_has_said_how_long(first, given, spins):
+    code = f"import os, sys; {first}import covey; print(os.environ.get('GOMP_SPINCOUNT'))"
+    unsaid = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env={**unsaid, **given}, check=True, capture_output=True, text=True
+    )
+    assert told.stdout.strip() == spins
 
 
 def test_help_lists_every_verb(capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -38,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The result goes to stdout, all else to stderr.
     """
-    _set_threads()
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_debug = "--debug" in words
     sys.excepthook = sys.__excepthook__ if is_debug else _say_briefly
@@ -55,16 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout has gone, as in `covey env | head -1`
         output.drop_stdout()
         return 141
-
-
-def _set_threads() -> None:
-    """How long OpenMP's threads spin before they sleep, unless the user has said so.
-
-    Always (the default) is up to 60 times slower as soon as another process wants a core, never is 2.1 times slower on a
-    quiet one, where a step is thousands of small products; some microseconds cost neither.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def _run(words: list[str]) -> int:
