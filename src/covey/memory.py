@@ -83,6 +83,8 @@ def give_back_large_blocks() -> None:
     library = _glibc()
     if library is not None:
         library.mallopt(_MMAP_THRESHOLD, 2**20)
+        library.mallopt(_TRIM_THRESHOLD, 2**17)  # its default, should `keep_freed_blocks` have raised it
+        library.malloc_trim(0)
 
 
 def keep_freed_blocks() -> None:

@@ -11,7 +11,7 @@ from test_shared import ROWS, assert_same, checkpointing, gradients
 
 from covey import compiled, fused_layers
 from covey.compiled import layers
-from covey.fused_layers import FusedLayers, fused, would_fuse
+from covey.fused_layers import FusedLayers, faster, fused, would_fuse
 from covey.learner import Policy
 from covey.models import checkpoint_activations
 from kit import forgotten, tiny_model
@@ -144,6 +144,83 @@ def test_layers_that_compute_something_else_are_left_as_they_are(arch, unfused, 
     assert_same(gradients(policy, [[row] for row in ROWS]), expected)
     assert not seen
     assert not would_fuse(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu"])
+def test_a_gate_with_another_activation_is_its_own(activation, dtype, monkeypatch):
+    model = tiny_model("llama", **WIDE, hidden_act=activation, dtype=dtype)
+    seen = computed_by_kernels(monkeypatch)
+    with fused(model), torch.no_grad():
+        model(torch.arange(6)[None])
+    assert seen == {"norm", "rotate"}
+    assert not would_fuse(model)
+
+
+def test_a_gate_whose_output_is_zero_tells_nothing_and_is_left_alone(monkeypatch):
+    model = tiny_model(**WIDE)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    seen = computed_by_kernels(monkeypatch)
+    with fused(model), torch.no_grad():
+        model(torch.arange(6)[None])
+    assert "gate" not in seen
+
+
+def test_what_somebody_else_hooked_in_or_put_there_is_called(monkeypatch):
+    model = tiny_model(**WIDE)
+    first, second = (layer.mlp for layer in model.model.layers)
+    norm = model.model.layers[0].input_layernorm
+    called = []
+    with fused(model):
+        pass
+    first.act_fn.register_forward_hook(lambda *_: called.append("activation"))
+    original = second.down_proj.forward
+    second.down_proj.forward = lambda x: called.append("down") or original(x)
+    norm.forward = lambda x: called.append("norm") or type(norm).forward(norm, x)
+    with fused(model), torch.no_grad():
+        model(torch.arange(6)[None])
+    assert sorted(called) == ["activation", "down", "norm"]
+    assert "forward" in norm.__dict__
+
+
+def test_a_layer_without_weights_in_its_norm_is_no_error():
+    from transformers import OlmoConfig, OlmoForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = OlmoForCausalLM(OlmoConfig(vocab_size=64, pad_token_id=0, eos_token_id=0, **sizes))
+    assert not would_fuse(model)
+    with torch.no_grad():
+        expected = model(torch.arange(6)[None]).logits
+        with fused(model):
+            torch.testing.assert_close(model(torch.arange(6)[None]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_whose_activations_are_computed_again_may_be_gone_through_twice():
+    model = tiny_model(**WIDE).train()
+    checkpoint_activations(model)
+    measured = policy_of(model).measure(ROWS)
+    weights = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    once = torch.autograd.grad(measured.logp.sum(), weights, retain_graph=True)
+    for one, two in zip(once, torch.autograd.grad(measured.logp.sum(), weights), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_blocks_recomputed_by_means_that_are_not_known_are_left_unfused():
+    model = tiny_model(**WIDE).train()
+    model.model.gradient_checkpointing = True  # as models of an older kind say it, with a function of their own
+    assert isinstance(faster(model), nullcontext)
+
+
+@pytest.mark.parametrize("rows, tokens", [(1, 5), (3, 5), (3, 1)])
+def test_heads_and_angles_may_lie_in_memory_in_any_way(rows, tokens):
+    home = sys.modules[type(tiny_model(**WIDE)).__module__]
+    query, key = torch.randn(rows, 2, tokens, 32), torch.randn(rows, tokens, 1, 32).transpose(1, 2)
+    cosines, sines = torch.randn(2, 1, tokens, 64)[..., :32]
+    expected = home.apply_rotary_pos_emb(query, key, cosines, sines)
+    found = fused_layers._rotated(home.apply_rotary_pos_emb, query, key, cosines, sines)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_a_norm_or_a_gate_with_another_formula_is_not_taken_for_the_known_one(monkeypatch):

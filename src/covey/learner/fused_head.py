@@ -70,7 +70,7 @@ class Workspace:
     @cached_property
     def logits(self) -> Tensor:
         """[m, V], float32 or wider."""
-        return torch.empty_like(self.other)
+        return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=self.wide)
 
     @cached_property
     def narrow(self) -> Tensor | None:

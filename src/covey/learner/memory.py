@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import nn
 
+from covey.compiled import why_not
 from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
@@ -32,6 +33,8 @@ class Shape:
     """Whether head and embedding are one parameter."""
     is_fused: bool = False
     """Whether a CPU like this one's computes what stands between the products by kernels (`covey.fused_layers`)."""
+    reads_logits: bool = False
+    """Whether it reads logits by kernels too (`covey.compiled.head`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -60,6 +63,7 @@ class Shape:
             linears=tuple((m.in_features, m.out_features) for m in linears),
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
             is_fused=would_fuse(model),
+            reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
         )
 
     def adapter_parameters(self, rank: int) -> int:
@@ -164,7 +168,7 @@ def estimate(
     once a group. `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a
     CPU, whose activations leave holes.
     """
-    shape = replace(shape, is_fused=shape.is_fused and is_on_heap)
+    shape = shape if is_on_heap else replace(shape, is_fused=False, reads_logits=False)
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     adapter = 0 if adapter_rank is None else trained
     of_critic = shape.num_parameters if has_critic_model else 0
@@ -177,7 +181,7 @@ def estimate(
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
     keeps_holes = is_on_heap and not is_checkpointed
     kept = _product_bytes(shape, compute_bytes, adapter_rank)
-    at_head, at_end = _head_bytes(shape, chunk, casts > 0, adapter_rank is None)
+    at_head, at_end = _head_bytes(shape, chunk, compute_bytes, casts > 0, adapter_rank is None)
     if is_checkpointed:  # a layer that is computed again and the head's logits never exist together
         waiting = at_end // 2 if shape.is_tied else 0
         at_head = max(at_head - tokens * shape.layer_bytes(compute_bytes, adapter_rank), waiting)
@@ -216,14 +220,14 @@ def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -
     return shape.product_sizes(adapter_rank) * _ROW_COUNTS * KEPT if compute_bytes == 2 or is_onednn_faster() else 0
 
 
-def _head_bytes(shape: Shape, chunk: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
+def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
     """Bytes beside the activations while the head's backward runs, and at the end of the backward, before gradients are summed.
 
     The head holds a chunk's logits, probabilities and their gradient, or one of them where kernels read them; products in 16
     bits also a copy of its weight and one product of its size. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
     """
     values = shape.vocabulary * shape.hidden
-    held = (2 if is_cast else 4) if shape.is_fused else 3 * 4
+    held = compute_bytes if shape.reads_logits else 3 * 4
     chunks, gradient = held * chunk * shape.vocabulary, 4 * values if is_trained else 0
     copies = (4 if is_trained else 2) * values if is_cast else 0
     return chunks + gradient + copies, gradient * (2 if shape.is_tied else 1)
