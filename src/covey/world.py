@@ -208,6 +208,9 @@ def _leave(pulse: Pulse) -> None:
     pulse.stop()
     if pulse.is_abandoned:
         leave_now()
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        # while Python is still whole: threads of gloo that outlive it abort the process, after a run that ended well
+        dist.destroy_process_group()
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
