@@ -37,18 +37,16 @@ class FusedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._depth = 0
-        self._layers = list(_layers(model))
-        self._forwards: list[tuple[nn.Module, Forward]] | None = None
+        self._forwards: list[tuple[nn.Module, Forward]] = []
         self._rotations: list[tuple[Any, Forward]] = []
         self._before: list[Forward] = []
+        self._recognise(list(_layers(model)))
 
     def __enter__(self) -> None:
-        if self._forwards is None:
-            self._recognise()
         self._depth += 1
         if self._depth > 1:
             return
-        for module, forward in self._forwards or ():
+        for module, forward in self._forwards:
             if "forward" not in module.__dict__:  # somebody else's, put there since
                 module.__dict__["forward"] = forward
         # perhaps those of another model, inside whose context this one is
@@ -60,7 +58,7 @@ class FusedLayers:
         self._depth -= 1
         if self._depth:
             return
-        for module, forward in self._forwards or ():
+        for module, forward in self._forwards:
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
         for (home, _), before in zip(self._rotations, self._before, strict=True):
@@ -71,18 +69,17 @@ class FusedLayers:
         return type(None), ()
 
     @torch.no_grad()
-    def _recognise(self) -> None:
+    def _recognise(self, layers: list[Any]) -> None:
         """Which modules compute what the kernels do."""
-        self._forwards = []
         with torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-            for layer in self._layers:
+            for layer in layers:
                 attention = layer.self_attn
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm, *_norms_of_heads(attention)):
                     if _is_norm(norm):
                         self._forwards.append((norm, partial(_normed, norm, norm.forward)))
                 if _is_gated(layer.mlp):
                     self._forwards.append((layer.mlp, partial(_gated, layer.mlp, layer.mlp.forward)))
-            for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in self._layers):
+            for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
                 original = getattr(home, ROTATION, None)
                 if isinstance(original, partial) and original.func is _rotated:
                     original = original.args[0]

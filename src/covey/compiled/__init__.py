@@ -16,14 +16,17 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from covey.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+K = TypeVar("K")
 
 HEADER = Path(__file__).with_name("vectors.h")
 FLAGS = (
@@ -59,6 +62,36 @@ def library(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL |
             reason = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
     tell_fallback(doing, reason, logging.INFO)
     return None
+
+
+def proven(
+    source: Path,
+    defines: tuple[str, ...],
+    doing: str,
+    make: Callable[[ctypes.CDLL], K],
+    gap: Callable[[K], float],
+    most: float,
+    what: str,
+) -> K | None:
+    """What `make` makes of the library of `source`, if there is one and its `gap` to PyTorch's numbers is below `most`.
+
+    None otherwise, and the log says why PyTorch's own operations are `doing` it; `what` differs.
+    """
+    found = library(source, defines, doing)
+    if found is None:
+        return None
+    made = make(found)
+    far = gap(made)
+    if far < most:
+        return made
+    tell_fallback(doing, f"{what} by {far:.1g}")
+    return None
+
+
+def largest_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of any pair, as a share of the largest number that was `expected`."""
+    gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
+    return float(torch.stack(gaps).max())
 
 
 def tell_fallback(doing: str, reason: object, level: int = logging.WARNING) -> None:

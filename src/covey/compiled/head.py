@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, library, tell_fallback
+from covey.compiled import NUMBERS, largest_gap, proven
 
 SOURCE = Path(__file__).with_name("head.cpp")
 
@@ -59,15 +59,9 @@ def kernels_for(weight: Tensor) -> Kernels | None:
 @functools.cache
 def _verified(dtype: torch.dtype) -> Kernels | None:
     """The kernels, where they can be compiled and give what PyTorch's operations give."""
-    found = library(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Reading logits")
-    if found is None:
-        return None
-    kernels = Kernels(found)
-    gap = _gap(kernels, dtype)
-    if gap < (1e-5 if dtype == torch.float32 else 2e-2):
-        return kernels
-    tell_fallback("Reading logits", f"they differ by {gap:.1g}")
-    return None
+    most = 1e-5 if dtype == torch.float32 else 2e-2
+    gap = lambda kernels: _gap(kernels, dtype)
+    return proven(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Reading logits", Kernels, gap, most, "they differ")
 
 
 @torch.no_grad()
@@ -87,5 +81,4 @@ def _gap(kernels: Kernels, dtype: torch.dtype) -> float:
     kernels.score(logits, targets, 0.8, logp, normalizer, spread)
     kernels.backward(logits, targets, 0.8, normalizer, spread, slopes[0], slopes[1])
     found = [logp, normalizer, spread, logits]
-    gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
-    return float(torch.stack(gaps).max())
+    return largest_gap(found, expected)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, library, tell_fallback
+from covey.compiled import NUMBERS, largest_gap, proven
 
 SOURCE = Path(__file__).with_name("layers.cpp")
 LANES = 16
@@ -109,15 +109,10 @@ def kernels_for(stream: torch.dtype, products: torch.dtype) -> Kernels | None:
 
 @functools.cache
 def _verified(stream: torch.dtype, products: torch.dtype) -> Kernels | None:
-    found = library(SOURCE, (f"STREAM={NUMBERS[stream]}", f"NUMBER={NUMBERS[products]}"), "Computing layers")
-    if found is None:
-        return None
-    kernels = Kernels(found)
-    gap = _gap(kernels, stream, products)
-    if gap < (_EXACT if products == torch.float32 else _ROUNDED):
-        return kernels
-    tell_fallback("Computing layers", f"they differ by {gap:.1g}")
-    return None
+    defines = f"STREAM={NUMBERS[stream]}", f"NUMBER={NUMBERS[products]}"
+    most = _EXACT if products == torch.float32 else _ROUNDED
+    gap = lambda kernels: _gap(kernels, stream, products)
+    return proven(SOURCE, defines, "Computing layers", Kernels, gap, most, "they differ")
 
 
 @torch.no_grad()
@@ -156,5 +151,4 @@ def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
         kernels.rotate(heads(gate), cosines, sines)[0, 0],
         kernels.rotate(heads(gradient), cosines, sines, back=True)[0, 0],
     ]
-    gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
-    return float(torch.stack(gaps).max())
+    return largest_gap(found, expected)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, library, processor_has, tell_fallback
+from covey.compiled import NUMBERS, largest_gap, processor_has, proven
 from covey.compiled.layout import Layout
 
 SOURCE = Path(__file__).with_name("packed_attention.cpp")
@@ -152,15 +152,9 @@ def kernels_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> Kernel
 @functools.cache
 def _verified(dtype: torch.dtype) -> Kernels | None:
     """The kernels for one precision, where they can be compiled and give what plain attention gives, forward and backward."""
-    found = library(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Attending")
-    if found is None:
-        return None
-    kernels = Kernels(found)
-    gap = _gap(kernels, dtype)
-    if gap < (1e-4 if dtype == torch.float32 else 5e-2):
-        return kernels
-    tell_fallback("Attending", f"attention differs by {gap:.1g}")
-    return None
+    most = 1e-4 if dtype == torch.float32 else 5e-2
+    gap = lambda kernels: _gap(kernels, dtype)
+    return proven(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Attending", Kernels, gap, most, "attention differs")
 
 
 @torch.no_grad()
@@ -184,5 +178,4 @@ def _gap(kernels: Kernels, dtype: torch.dtype) -> float:
     query, key, value, gradient = (x.to(dtype) for x in (query, key, value, gradient))
     out, normalizer = kernels.forward(query, key, value, [layout], 0.25)
     found = [out, *kernels.backward(gradient, (query, key, value, out, normalizer), [layout], 0.25)]
-    gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
-    return float(torch.stack(gaps).max())
+    return largest_gap(found, expected)

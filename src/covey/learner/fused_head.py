@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled.head import kernels_for
+from covey.compiled.head import Kernels, kernels_for
 from covey.products import linear, outer, pays
 
 CHUNK_ELEMENTS = 2**23
@@ -36,20 +36,27 @@ class Shape:
     chunk: int
     """Tokens at a time."""
 
+    @property
+    def scale(self) -> float:
+        """What the products are multiplied by where no cap comes between."""
+        return self.multiply / self.temperature
+
+    def kernels(self, weight: Tensor) -> Kernels | None:
+        """Those that read the logits of a head with this weight; None where PyTorch's operations do."""
+        return kernels_for(weight) if self.softcap is None else None
+
     def logits_(self, logits: Tensor) -> Tensor:
         """Of the tempered distribution, in place of the products [m, V]."""
         if self.softcap is None:
-            scale = self.multiply / self.temperature
-            return logits if scale == 1.0 else logits.mul_(scale)
+            return logits if self.scale == 1.0 else logits.mul_(self.scale)
         return logits.mul_(self.multiply / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """The gradient of the products from that of the logits, in place of both."""
         if self.softcap is None:
-            scale = self.multiply / self.temperature
-            return gradient if scale == 1.0 else gradient.mul_(scale)
+            return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
         slope = logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
-        return gradient.mul_(slope).mul_(self.multiply / self.temperature)
+        return gradient.mul_(slope).mul_(self.scale)
 
 
 class Workspace:
@@ -103,12 +110,12 @@ class Workspace:
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        kernels = kernels_for(self.weight) if shape.softcap is None else None
+        kernels = shape.kernels(self.weight)
         if kernels is None:
             found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
             return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
         out = self.raw(rows)
-        kernels.backward(out, known[0], shape.multiply / shape.temperature, *known[1:], *slopes)
+        kernels.backward(out, known[0], shape.scale, *known[1:], *slopes)
         return out
 
 
@@ -155,14 +162,13 @@ class LinearLogProbability(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
         space = Workspace(min(shape.chunk, hidden.shape[0]), weight, bias)
-        kernels = kernels_for(weight) if shape.softcap is None else None
+        kernels = shape.kernels(weight)
         measured = entropy if with_entropy else torch.empty_like(entropy)
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
             if kernels is not None:
-                scale = shape.multiply / shape.temperature
-                kernels.score(space.raw(rows), targets[part], scale, logp[part], normalizer[part], measured[part])
+                kernels.score(space.raw(rows), targets[part], shape.scale, logp[part], normalizer[part], measured[part])
                 continue
             logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
             top = logits.amax(-1, keepdim=True)

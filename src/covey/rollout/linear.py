@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey import products
-from covey.compiled import library, processor_has, tell_fallback
+from covey.compiled import largest_gap, processor_has, proven
 from covey.rollout.sampler import Unsupported
 
 SOURCE = Path(__file__).with_name("linear.cpp")
@@ -164,20 +164,21 @@ def _kernel() -> Any:
     """The product of linear.cpp; None where there is none, where oneDNN has tiles (AMX) to multiply with, or if it is wrong."""
     if processor_has("amx_tile") or not processor_has("avx512_bf16"):
         return None
-    found = library(SOURCE, (), "Multiplying")
-    if found is None:
-        return None
+    return proven(SOURCE, (), "Multiplying", _bound, _gap, 1e-2, "products differ")
+
+
+def _bound(found: ctypes.CDLL) -> Any:
     kernel = found.covey_linear
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernel.argtypes, kernel.restype = [pointer, *[size] * 3, *[pointer] * 4, *[size] * 2], None
+    return kernel
+
+
+def _gap(kernel: Any) -> float:
+    """The largest difference to a product in float32, with its SiLU, as a share of the largest number."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (9, 112))
-    expected = F.silu(x.float() @ weight.float().t())
-    gap = float((Paired(paired(weight), None, kernel).silu(x) - expected).abs().max() / expected.abs().max())
-    if gap < 1e-2:
-        return kernel
-    tell_fallback("Multiplying", f"products differ by {gap:.1g}")
-    return None
+    return largest_gap([Paired(paired(weight), None, kernel).silu(x)], [F.silu(x.float() @ weight.float().t())])
 
 
 def has_bfloat16(device: torch.device) -> bool:
