@@ -352,22 +352,20 @@ class _GatedDown(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        narrow = weight.to(gate.dtype)
-        ctx.save_for_backward(gate, up, narrow)
-        ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
-        return products.product(kernels.gate(gate, up), narrow, None if bias is None else bias.to(gate.dtype))
+        ctx.save_for_backward(gate, up, weight)
+        ctx.kernels, ctx.bias = kernels, None if bias is None else bias.dtype
+        return products.forward(kernels.gate(gate, up), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        inner = products.product(flat, weight.t(), None)
+        inner = products.of_input(flat, gate.view(-1, gate.shape[-1]), weight)
         of_gate, of_up = ctx.kernels.gate_backward(inner, gate, up, repeats=True)
         wants_weight, wants_bias = ctx.needs_input_grad[2:4]
-        outer = products.outer if products.pays(flat.t(), inner.t()) else lambda a, b: a.t() @ b
-        of_weight = outer(flat, inner).to(ctx.dtype) if wants_weight else None
-        return of_gate, of_up, of_weight, flat.sum(0).to(ctx.bias) if wants_bias and ctx.bias else None, None
+        of_weight = products.of_weight(flat, inner, weight) if wants_weight else None
+        return of_gate, of_up, of_weight, flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None, None
 
 
 class _Rotation(torch.autograd.Function):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey import products
-from covey.compiled import largest_gap, processor_has, proven
+from covey.compiled.linear import PANEL, Kernels, Then, kernels
 from covey.rollout.sampler import Unsupported
-
-SOURCE = Path(__file__).with_name("linear.cpp")
 
 
 class Linear(Protocol):
@@ -103,7 +98,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Paired:
-    """A bfloat16 copy for the kernel of linear.cpp, bfloat16 in and out.
+    """A bfloat16 copy for the kernel of `covey.compiled.linear`, bfloat16 in and out.
 
     It costs the same for every number of rows, where oneDNN builds, and keeps, 0.6 MiB of code for each that it meets.
     """
@@ -112,73 +107,39 @@ class Paired:
     """[N / 16, K / 2, 16, 2]"""
     bias: Tensor | None
     """[N] float32"""
-    kernel: Any
+    kernels: Kernels
 
     @staticmethod
     def of(*linears: Any) -> Paired | Packed:
         """These layers side by side, as `Packed`, which it is where a size is not a whole number of pairs or of panels."""
         weight, bias = _side_by_side(linears)
-        kernel = _kernel()
-        if kernel is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
+        found = kernels()
+        if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
             return Packed.from_bfloat16(weight, bias)
-        return Paired(paired(weight), None if bias is None else bias.float(), kernel)
+        return Paired(paired(weight), None if bias is None else bias.float(), found)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._into(None, x, None, _NOTHING_MORE)
+        return self._product(x)
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         return self(x).split(widths, -1)
 
     def silu(self, x: Tensor) -> Tensor:
-        return self._into(None, x, None, _SILU)
+        return self._product(x, Then.SILU)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         factor = factor.contiguous()
-        return self._into(factor, x, factor, _TIMES)
+        return self.kernels.multiply(factor, x.contiguous(), self.weight, self.bias, factor, Then.TIMES)
 
-    def _into(self, out: Tensor | None, x: Tensor, factor: Tensor | None, then: int) -> Tensor:
-        inside, outside = 2 * self.weight.shape[1], PANEL * self.weight.shape[0]
-        x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], outside) if out is None else out
-        self.kernel(
-            x.data_ptr(), x.numel() // inside, inside, outside, self.weight.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(), None if factor is None else factor.data_ptr(),
-            out.data_ptr(), then, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
-
-
-PANEL = 16
-"""Outputs that are computed together."""
-_NOTHING_MORE, _SILU, _TIMES = range(3)
+    def _product(self, x: Tensor, then: Then = Then.NOTHING_MORE) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], PANEL * self.weight.shape[0])
+        return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, then=then)
 
 
 def paired(weight: Tensor) -> Tensor:
     """`weight` [N, K] bfloat16 as [N / 16, K / 2, 16, 2]."""
     pairs = weight.contiguous().view(torch.int32).unflatten(0, (-1, PANEL))
     return pairs.transpose(1, 2).contiguous().view(torch.bfloat16).unflatten(-1, (PANEL, 2))
-
-
-@functools.cache
-def _kernel() -> Any:
-    """The product of linear.cpp; None where there is none, where oneDNN has tiles (AMX) to multiply with, or if it is wrong."""
-    if processor_has("amx_tile") or not processor_has("avx512_bf16"):
-        return None
-    return proven(SOURCE, (), "Multiplying", _bound, _gap, 1e-2, "products differ")
-
-
-def _bound(found: ctypes.CDLL) -> Any:
-    kernel = found.covey_linear
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer, *[size] * 3, *[pointer] * 4, *[size] * 2], None
-    return kernel
-
-
-def _gap(kernel: Any) -> float:
-    """The largest difference to a product in float32, with its SiLU, as a share of the largest number."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (9, 112))
-    return largest_gap([Paired(paired(weight), None, kernel).silu(x)], [F.silu(x.float() @ weight.float().t())])
 
 
 def has_bfloat16(device: torch.device) -> bool:
