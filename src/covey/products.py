@@ -11,7 +11,7 @@ an eighth faster than oneDNN, with nothing kept for each number of rows, and a w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -90,17 +90,26 @@ def outer(gradient: Tensor, x: Tensor) -> Tensor:
 
 def in_pairs(x: Tensor, weight: Tensor) -> Kernels | None:
     """The kernels that multiply `x` [.., K] bfloat16 with `weight` [N, K]; None where they do not."""
-    fits = (
+    is_fit = (
         x.dtype == torch.bfloat16
         and weight.dtype in NUMBERS
         and x.device.type == weight.device.type == "cpu"
         and all(type(one) in (Tensor, nn.Parameter) for one in (x, weight))  # none that is spread over processes
         and weight.is_contiguous()
-        and not weight.shape[0] % PANEL
-        and not weight.shape[1] % BLOCK
+        and fits(*weight.shape[::-1])
         and x.numel() * weight.shape[0] >= SMALLEST
     )
-    return kernels() if fits else None
+    return kernels() if is_fit else None
+
+
+def fits(inside: int, outside: int) -> bool:
+    """Whether a layer of this many inputs and outputs can be multiplied in pairs."""
+    return not outside % PANEL and not inside % BLOCK
+
+
+def take_any_rows(dtype: torch.dtype, sizes: Iterable[tuple[int, int]]) -> bool:
+    """Whether layers of these inputs and outputs on this CPU cost the same for every count of rows, and leave nothing behind."""
+    return dtype == torch.bfloat16 and all(fits(*size) for size in sizes) and kernels() is not None
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ SMALL = {"layers": 3, "hidden": 64}
 
 def elsewhere():
     """The small model's shape where no kernels of a CPU compute its layers."""
-    return replace(Shape.of(tiny_model(**SMALL).config), is_fused=False, reads_logits=False)
+    return replace(Shape.of(tiny_model(**SMALL).config), is_fused=False, reads_logits=False, is_paired=False)
 
 
 def guess(shape, **changed):
@@ -169,13 +169,28 @@ def test_a_processors_heap_is_counted_where_it_keeps_holes():
 
 
 def test_every_size_of_product_costs_what_onednn_keeps_of_it():
-    shape = replace(Shape.of(tiny_model(**SMALL).config), linears=((64, 64), (64, 32), (64, 64), (128, 64)))
-    assert shape.product_sizes() == 3 * 3, "forward, gradient of the input, gradient of the weight"
-    assert shape.product_sizes(adapter_rank=4) == 2 * 3 + 3 * 4, "frozen weights; 64 and 128 to 4, 4 to 64 and 32"
+    shape = replace(elsewhere(), linears=((64, 64), (64, 32), (64, 64), (128, 64)))
+    assert shape.product_sizes(2) == 3 * 3, "forward, gradient of the input, gradient of the weight"
+    assert shape.product_sizes(2, adapter_rank=4) == 2 * 3 + 3 * 4, "frozen weights; 64 and 128 to 4, 4 to 64 and 32"
     halves = {"compute_bytes": 2, "is_on_heap": True}
     more = guess(shape, **halves, adapter_rank=4).libraries - guess(shape, **halves).libraries
     assert more == 9 * _ROW_COUNTS * products.KEPT
     assert guess(shape, compute_bytes=2).libraries == 0, "on an accelerator"
+
+
+def test_products_in_pairs_keep_neither_code_nor_cast_weights_nor_padding():
+    shape = replace(elsewhere(), linears=((64, 64), (64, 32), (64, 8)))
+    paired = replace(shape, is_paired=True)
+    assert paired.product_sizes(4) == shape.product_sizes(4) == 3 * 3, "float32 stays oneDNN's"
+    assert paired.product_sizes(2) == 3, "8 outputs are no panel"
+    assert paired.product_sizes(2, adapter_rank=4) == 2 + 3 * 4, "nor are 4, and 4 inputs are no block"
+    halves = {"compute_bytes": 2, "is_on_heap": True}
+    assert guess(shape, **halves).sampler - guess(paired, **halves).sampler == 2 * (64 * 64 + 64 * 32)
+    whole = replace(paired, linears=((64, 64), (64, 32)))
+    assert guess(whole, **halves).libraries == 0
+    tokens = lambda shape: guess(shape, rows=3, **halves).activations / shape.activation_bytes(2, False)
+    assert (tokens(shape), tokens(whole)) == (192, 180), "padded to a length that returns, or not"
+    assert guess(whole, compute_bytes=2) == guess(replace(whole, is_paired=False), compute_bytes=2), "an accelerator"
 
 
 def test_the_words_end_with_the_peak():

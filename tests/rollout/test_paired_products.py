@@ -8,11 +8,13 @@ from test_samplers import TEXTS, ids_of
 from torch.nn import functional as F
 
 from covey import compiled
+from covey.compiled import linear as pairs
+from covey.compiled.linear import Then
 from covey.rollout import NativeSampler, SamplingParams, linear
 from covey.rollout.linear import Live, Packed, Paired
 from kit import forgotten, tiny_model, tiny_tokenizer
 
-needs_kernel = pytest.mark.skipif(linear._kernel() is None, reason="no kernel for this processor or compiler")
+needs_kernel = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
 needs_bfloat16 = pytest.mark.skipif(
     not linear.has_bfloat16(torch.device("cpu")), reason="this processor has no bfloat16 arithmetic"
 )
@@ -25,7 +27,7 @@ ROWS = [1, 2, 5, 6, 7, 64, 191, 192, 193, 400]
 @pytest.fixture
 def fresh():
     """Whether there is a kernel is found out again, and forgotten afterwards."""
-    with forgotten(linear._kernel, compiled.library):
+    with forgotten(pairs.kernels, compiled.library):
         yield
 
 
@@ -117,7 +119,7 @@ def test_a_sampler_computes_no_row_in_vain_and_draws_what_onednn_draws_nearly(mo
     mine = NativeSampler(model, tokenizer, dtype="bfloat16")
     assert mine.forward.any_rows
     drawn = ids_of(list(mine.sample(TEXTS, 3, params)))
-    monkeypatch.setattr(linear, "_kernel", lambda: None)
+    monkeypatch.setattr(linear, "kernels", lambda: None)
     theirs = NativeSampler(model, tokenizer, dtype="bfloat16")
     assert not theirs.forward.any_rows
     same = [
@@ -136,13 +138,18 @@ def test_without_the_kernel_onednn_multiplies(fresh, monkeypatch):
 
 @needs_kernel
 def test_where_the_processor_multiplies_tiles_onednn_does(fresh, monkeypatch):
-    monkeypatch.setattr(linear, "processor_has", lambda what: True)
+    monkeypatch.setattr(pairs, "processor_has", lambda what: True)
     assert isinstance(Paired.of(layer_of(32, 32)), Packed)
 
 
 @needs_kernel
 def test_a_kernel_that_computes_something_else_is_found_out(fresh, monkeypatch, caplog):
-    monkeypatch.setattr(linear, "_SILU", linear._NOTHING_MORE)
+    real = pairs.Kernels.multiply
+
+    def without_silu(self, *args, then=Then.NOTHING_MORE):
+        return real(self, *args, then=Then.NOTHING_MORE if then == Then.SILU else then)
+
+    monkeypatch.setattr(pairs.Kernels, "multiply", without_silu)
     with caplog.at_level(logging.WARNING, "covey"):
         assert isinstance(Paired.of(layer_of(32, 32)), Packed)
     assert "not with compiled kernels: products differ by" in caplog.text

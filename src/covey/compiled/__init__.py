@@ -81,7 +81,9 @@ def proven(
     if found is None:
         return None
     made = make(found)
-    far = gap(made)
+    # wherever it is first asked for: models are also built without storage, and computed under autocast
+    with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        far = gap(made)
     if far < most:
         return made
     tell_fallback(doing, f"{what} by {far:.1g}")

@@ -87,10 +87,10 @@ class Kernels:
         self._turn(x.data_ptr(), *x.shape, length, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def outer(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """`gradient.T @ x` [N, K] float32 of `gradient` [M, N] and `x` [M, K] bfloat16."""
-        out = x.new_empty(gradient.shape[1], x.shape[1], dtype=torch.float32)
-        then = Then.SUMS
+    def outer(self, gradient: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        """`gradient.T @ x` [N, K] float32 of `gradient` [M, N] and `x` [M, K] bfloat16, added to `total` if there is one."""
+        out = x.new_empty(gradient.shape[1], x.shape[1], dtype=torch.float32) if total is None else total
+        then = Then.SUMS if total is None else Then.MORE_SUMS
         for some, others in zip(gradient.split(SLICE), x.split(SLICE), strict=True):
             length = -(-len(some) // BLOCK) * BLOCK
             length += BLOCK if not length % CROWDED else 0

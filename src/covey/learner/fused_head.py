@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.compiled.head import Kernels, kernels_for
-from covey.products import linear, outer, pays
+from covey.products import in_pairs, linear, outer, pays
 
 CHUNK_ELEMENTS = 2**23
 """Logits that exist at a time where the chunk is chosen here: 32 MiB in float32."""
@@ -41,9 +41,9 @@ class Shape:
         """What the products are multiplied by where no cap comes between."""
         return self.multiply / self.temperature
 
-    def kernels(self, weight: Tensor) -> Kernels | None:
-        """Those that read the logits of a head with this weight; None where PyTorch's operations do."""
-        return kernels_for(weight) if self.softcap is None else None
+    def kernels(self, hidden: Tensor) -> Kernels | None:
+        """Those that read logits in the type of `hidden`; None where PyTorch's operations do."""
+        return kernels_for(hidden) if self.softcap is None else None
 
     def logits_(self, logits: Tensor) -> Tensor:
         """Of the tempered distribution, in place of the products [m, V]."""
@@ -65,9 +65,10 @@ class Workspace:
     Made anew for each chunk they would leave holes between the results that stay, and the heap would grow with the length.
     """
 
-    def __init__(self, rows: int, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, rows: int, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.rows, self.weight, self.bias = rows, weight, bias
-        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
+        self.pairs = in_pairs(hidden, weight)
 
     @cached_property
     def other(self) -> Tensor:
@@ -81,8 +82,24 @@ class Workspace:
 
     @cached_property
     def narrow(self) -> Tensor | None:
-        """[m, V] in the weight's type, where that is narrower."""
-        return None if self.weight.dtype == self.wide else self.weight.new_empty(self.rows, self.weight.shape[0])
+        """[m, V] in the type of the products, where that is narrower."""
+        return (
+            None
+            if self.dtype == self.wide
+            else self.weight.new_empty(self.rows, self.weight.shape[0], dtype=self.dtype)
+        )
+
+    @cached_property
+    def paired(self) -> Tensor:
+        """The weight of the product."""
+        assert self.pairs is not None
+        return self.pairs.pair_columns(self.weight)
+
+    @cached_property
+    def turned(self) -> Tensor:
+        """The weight of the product for the gradient of the hidden states."""
+        assert self.pairs is not None
+        return self.pairs.pair_rows(self.weight, self.weight.shape[0])
 
     def product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
@@ -90,14 +107,37 @@ class Workspace:
         return found if self.narrow is None else self.logits[: rows.shape[0]].copy_(found)
 
     def raw(self, rows: Tensor) -> Tensor:
-        """`rows @ weight.T + bias` [m, V] in the type of the weight."""
+        """`rows @ weight.T + bias` [m, V] in the type of `rows`."""
         if pays(rows, self.weight):
             return linear(rows, self.weight, self.bias)
         target = (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]]
+        if self.pairs is not None:
+            return self.pairs.multiply(target, rows, self.paired, None if self.bias is None else self.bias.float())
         torch.mm(rows, self.weight.t(), out=target)
         if self.bias is not None:
             target += self.bias
         return target
+
+    def of_hidden(self, gradient: Tensor, out: Tensor) -> None:
+        """`out = gradient @ weight`."""
+        if self.pairs is not None:
+            self.pairs.multiply(out, gradient, self.turned)
+        elif pays(gradient, self.weight.t()):
+            out.copy_(linear(gradient, self.weight.t(), None))
+        else:
+            torch.mm(gradient, self.weight, out=out)
+
+    def add_of_weight(self, total: Tensor, gradient: Tensor, rows: Tensor) -> None:
+        """`total += gradient.T @ rows`, with the sum over chunks in the type of `total`."""
+        if self.pairs is not None:
+            self.pairs.outer(gradient, rows, total)
+        elif len(rows) >= MANY and pays(rows.t(), gradient.t()):
+            for part in range(0, total.shape[0], WORDS):
+                total[part : part + WORDS] += outer(gradient[:, part : part + WORDS].contiguous(), rows)
+        elif total.dtype == gradient.dtype:
+            total.addmm_(gradient.t(), rows)
+        else:
+            total += gradient.t() @ rows
 
     def gradient(
         self,
@@ -106,11 +146,11 @@ class Workspace:
         known: tuple[Tensor, Tensor, Tensor],
         slopes: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        """[m, V], that of the products, in the type of the weight. `known`: targets, normalizers, entropies, each [m].
+        """[m, V], that of the products, in their type. `known`: targets, normalizers, entropies, each [m].
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        kernels = shape.kernels(self.weight)
+        kernels = shape.kernels(rows)
         if kernels is None:
             found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
             return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
@@ -152,17 +192,18 @@ class LinearLogProbability(torch.autograd.Function):
     """`(hidden [M, D], weight [V, D], bias [V] or None, targets [M], shape, with_entropy)` -> `logp [M], entropy [M]`.
 
     With z the tempered logits and p their softmax: log p_y = z_y - log Z and H = log Z - E_p[z], so
-    d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Products run in the type of `hidden` and `weight`.
+    d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Products run in the type of `hidden`, which is that of `weight`
+    but where the kernels of `covey.compiled.linear` multiply: they read a weight in float32 as well.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: Shape, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
-        space = Workspace(min(shape.chunk, hidden.shape[0]), weight, bias)
-        kernels = shape.kernels(weight)
+        space = Workspace(min(shape.chunk, hidden.shape[0]), hidden, weight, bias)
+        kernels = shape.kernels(hidden)
         measured = entropy if with_entropy else torch.empty_like(entropy)
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
@@ -192,7 +233,7 @@ class LinearLogProbability(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=wide) if wants_bias else None
-        space = Workspace(min(shape.chunk, hidden.shape[0]), weight, bias)
+        space = Workspace(min(shape.chunk, hidden.shape[0]), hidden, weight, bias)
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
@@ -202,9 +243,9 @@ class LinearLogProbability(torch.autograd.Function):
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=wide)
             if hidden_gradient is not None:
-                _product(gradient, weight, hidden_gradient[part])
+                space.of_hidden(gradient, hidden_gradient[part])
             if weight_gradient is not None:
-                _add_product(weight_gradient, gradient, rows)
+                space.add_of_weight(weight_gradient, gradient, rows)
             del gradient  # before the next chunk's is made
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
@@ -214,22 +255,3 @@ class LinearLogProbability(torch.autograd.Function):
 def _slopes(of_logp: Tensor | None, of_entropy: Tensor | None, part: slice) -> tuple[Tensor | None, Tensor | None]:
     cut = lambda x: None if x is None else x[part].contiguous()
     return cut(of_logp), cut(of_entropy)
-
-
-def _product(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
-    """`out = gradient @ weight`."""
-    if pays(gradient, weight.t()):
-        out.copy_(linear(gradient, weight.t(), None))
-    else:
-        torch.mm(gradient, weight, out=out)
-
-
-def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    """`total += gradient.T @ rows`, with the sum over chunks in the type of `total`."""
-    if len(rows) >= MANY and pays(rows.t(), gradient.t()):
-        for part in range(0, total.shape[0], WORDS):
-            total[part : part + WORDS] += outer(gradient[:, part : part + WORDS].contiguous(), rows)
-    elif total.dtype == gradient.dtype:
-        total.addmm_(gradient.t(), rows)
-    else:
-        total += gradient.t() @ rows

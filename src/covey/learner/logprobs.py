@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
-from covey.products import repeating
+from covey.products import in_pairs, repeating
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,21 @@ def _fused(
     dtype = linear.weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    bias = None if linear.bias is None else linear.bias.to(dtype)
     shape = Shape(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
     count = hidden.shape[0]
-    if hidden.device.type == "cpu" and dtype.itemsize <= 4:  # products of oneDNN's: the last chunk's rows are to return
-        rest = count % shape.chunk
-        extra = min(repeating(rest), shape.chunk) - rest
-        hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
+    hidden = hidden.to(dtype)
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
+    if in_pairs(hidden, weight) is None:
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        if (
+            hidden.device.type == "cpu" and dtype.itemsize <= 4
+        ):  # oneDNN's products: the last chunk's rows are to return
+            rest = count % shape.chunk
+            extra = min(repeating(rest), shape.chunk) - rest
+            hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, entropies = LinearLogProbability.apply(
-            hidden.to(dtype), linear.weight.to(dtype), bias, targets, shape, entropy
-        )
+        logp, entropies = LinearLogProbability.apply(hidden, weight, bias, targets, shape, entropy)
     return logp[:count], entropies[:count]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 
 from covey.compiled import why_not
+from covey.compiled.linear import kernels
 from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
-from covey.products import KEPT, is_onednn_faster, repeating
+from covey.products import KEPT, fits, is_onednn_faster, repeating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Shape:
     """Whether a CPU like this one's computes what stands between the products by kernels (`covey.fused_layers`)."""
     reads_logits: bool = False
     """Whether it reads logits by kernels too (`covey.compiled.head`)."""
+    is_paired: bool = False
+    """Whether it multiplies bfloat16 in pairs by kernels (`covey.compiled.linear`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -64,22 +68,28 @@ class Shape:
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
             is_fused=would_fuse(model),
             reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
+            is_paired=kernels() is not None,
         )
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
         return sum(rank * (inside + outside) for inside, outside in self.linears)
 
-    def product_sizes(self, adapter_rank: int | None = None) -> int:
-        """Sizes of product that a forward and backward pass meets in the linear layers, for one count of rows.
+    def left_to_onednn(self, sizes: Iterable[tuple[int, int]], compute_bytes: int) -> set[tuple[int, int]]:
+        """Which of these (in, out) are not multiplied in pairs: it keeps code for each count of rows, torch a cast weight."""
+        return {size for size in sizes if not (self.is_paired and compute_bytes == 2 and fits(*size))}
+
+    def product_sizes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
+        """Sizes of oneDNN's products that a forward and backward pass meets in the linear layers, for one count of rows.
 
         Each pair of widths forward, for the gradient of its input, and, where it is trained, for that of its weight.
         """
         own = set(self.linears)
+        frozen = self.left_to_onednn(own, compute_bytes)
         if adapter_rank is None:
-            return 3 * len(own)
-        adapters = {(inside, adapter_rank) for inside, _ in own} | {(adapter_rank, outside) for _, outside in own}
-        return 2 * len(own) + 3 * len(adapters)
+            return 3 * len(frozen)
+        adapters = {size for inside, outside in own for size in ((inside, adapter_rank), (adapter_rank, outside))}
+        return 2 * len(frozen) + 3 * len(self.left_to_onednn(adapters, compute_bytes))
 
     def layer_bytes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
         """What one token leaves behind in one layer for the backward (counted by torch's saved-tensor hooks on Qwen2).
@@ -168,20 +178,23 @@ def estimate(
     once a group. `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a
     CPU, whose activations leave holes.
     """
-    shape = shape if is_on_heap else replace(shape, is_fused=False, reads_logits=False)
+    shape = shape if is_on_heap else replace(shape, is_fused=False, reads_logits=False, is_paired=False)
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     adapter = 0 if adapter_rank is None else trained
     of_critic = shape.num_parameters if has_critic_model else 0
-    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, is_on_heap)
+    kept = _product_bytes(shape, compute_bytes, adapter_rank) if is_on_heap else 0
+    pads = is_on_heap and (kept > 0 or compute_bytes > 2)
+    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, pads)
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
-    casts = 2 * sum(inside * outside for inside, outside in shape.linears) if compute_bytes < weight_bytes else 0
+    is_cast = compute_bytes < weight_bytes
+    cast = shape.left_to_onednn(shape.linears, compute_bytes) if is_cast else set()
+    casts = 2 * sum(inside * outside for inside, outside in shape.linears if (inside, outside) in cast)
     cached = prompts * (prompt_tokens + group * completion_tokens)
     holes = _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
     keeps_holes = is_on_heap and not is_checkpointed
-    kept = _product_bytes(shape, compute_bytes, adapter_rank)
-    at_head, at_end = _head_bytes(shape, chunk, compute_bytes, casts > 0, adapter_rank is None)
+    at_head, at_end = _head_bytes(shape, chunk, compute_bytes, is_cast, adapter_rank is None)
     if is_checkpointed:  # a layer that is computed again and the head's logits never exist together
         waiting = at_end // 2 if shape.is_tied else 0
         at_head = max(at_head - tokens * shape.layer_bytes(compute_bytes, adapter_rank), waiting)
@@ -197,7 +210,7 @@ def estimate(
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
         heap=int(holes * activations) if keeps_holes else 0,
         sampler=casts + (2 * shape.num_parameters if samples_in_copy else 0),
-        libraries=(_LIBRARIES if samples_in_copy else 0) + (kept if is_on_heap else 0),
+        libraries=(_LIBRARIES if samples_in_copy else 0) + kept,
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
 
@@ -217,7 +230,9 @@ def _most_tokens(
 
 def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
     """What oneDNN keeps of a CPU's products, where they are its: those in 16 bits, and in float32 where it is the faster one."""
-    return shape.product_sizes(adapter_rank) * _ROW_COUNTS * KEPT if compute_bytes == 2 or is_onednn_faster() else 0
+    if compute_bytes != 2 and not is_onednn_faster():
+        return 0
+    return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * KEPT
 
 
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
 from covey.learner.shared_flex import Heads
+from covey.products import take_any_rows
 from covey.types import Completion, Prompt
 from covey.world import autocast
 
@@ -78,6 +79,7 @@ class Policy:
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
     _kernel: str = field(default="own", init=False)
+    _any_length: bool | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +115,8 @@ class Policy:
         """
         has_siblings = len({row.group for row in rows}) < len(rows)
         if has_siblings and self._shares() and (against is None or against.policy._shares()):
-            return self._measure(share_rows(rows, self.device, self._kernel), entropy, against)
+            packed = share_rows(rows, self.device, self._kernel, any_length=self._takes_any_length())
+            return self._measure(packed, entropy, against)
         return self._measure(pad_rows(rows, self.pad_id, self.device), entropy, against)
 
     @torch.no_grad()
@@ -165,6 +168,14 @@ class Policy:
         if self._splits():
             return _decoder(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
         return self.model(input_ids=rows.input_ids, **extra).logits, None
+
+    def _takes_any_length(self) -> bool:
+        """Whether nothing is kept on a CPU for each length that it meets, so that rows need not be of few."""
+        if self._any_length is None:
+            head, dtype = self.output_layer(), self.compute_dtype or next(self.model.parameters()).dtype
+            layers = (m for m in self.model.modules() if isinstance(m, nn.Linear) and m is not head)
+            self._any_length = take_any_rows(dtype, [(layer.in_features, layer.out_features) for layer in layers])
+        return self._any_length
 
     def shares_prompts(self) -> bool:
         """Whether the completions of a group share the computation of their prompt."""
