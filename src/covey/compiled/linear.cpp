@@ -14,8 +14,6 @@ constexpr int DEEP = 6, BROAD = 4;  // rows and panels of a tile: 24 sums, 4 fac
 constexpr int64_t TALL = 192;       // rows, at most, that meet a column of panels before the next column is read
 constexpr int64_t LINE = 64;        // bytes that memory gives at a time
 
-enum Then { NOTHING_MORE, SILU, TIMES, SUMS, MORE_SUMS };  // the last two into float32, and added to what is there
-
 struct Call {
     const bf16* x;  // [rows, inside]
     int64_t rows, inside, outside;

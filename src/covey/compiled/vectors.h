@@ -28,6 +28,9 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
+// What follows a product of linear.cpp before it is written: the last two in float32, and added to what is there.
+enum Then { NOTHING_MORE, SILU, TIMES, SUMS, MORE_SUMS };
+
 struct bf16 {
     uint16_t bits;
 };

@@ -19,6 +19,7 @@ from covey.compiled.layout import Layout
 from covey.memory import mapped_zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
 from covey.rollout.compiled import Kernels, Step
+from covey.rollout.whole_step import Slabs
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
@@ -73,9 +74,10 @@ class KeyValues:
         self.wide_suffix: dict[int, Tensor] = {}
         self.owners: list[int] = []  # the prompt slot of each row
         self._places: Places | None = None
-        # Starts, owners and prompt lengths, for the kernels. `arrange`, which follows whatever comes or goes, makes them void,
-        # and `_resize` does, which alone may come between two steps.
+        # Starts, owners and prompt lengths, and where the slabs are, for the kernels. `arrange`, which follows whatever comes
+        # or goes, makes them void, and `_resize` does, which alone may come between two steps.
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
+        self._slabs: Slabs | None = None
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         shape = (2, rows, layer.heads, columns, layer.width)
@@ -130,7 +132,7 @@ class KeyValues:
         self.suffix_bias = bias
         self.starts = [start - first for start in self.starts]
         self.clock = used
-        self._tables = None
+        self._tables = self._slabs = None
 
     def drop_rows(self, holes: list[int], movers: list[int], left: int) -> None:
         """Keep `left` rows: the rows `movers` from the end go to the places `holes`."""
@@ -156,7 +158,7 @@ class KeyValues:
 
     def arrange(self, owners: list[int]) -> None:
         """Say which prompt slot each row belongs to, after any change."""
-        self.owners, self._places, self._tables = owners, None, None
+        self.owners, self._places, self._tables, self._slabs = owners, None, None, None
         self.wide_prefix = {}
 
     @property
@@ -165,6 +167,13 @@ class KeyValues:
         if self._places is None:
             self._places = Places.of(self.owners, len(self.prompt_lengths), self.device, self.num_computed)
         return self._places
+
+    @property
+    def slabs(self) -> Slabs:
+        """Where the keys and values of all layers are, as the kernels want it."""
+        if self._slabs is None:
+            self._slabs = Slabs(self.suffix, self.prefix)
+        return self._slabs
 
     def step(self, heads: int, repeats: int, width: int, scale: float) -> Step:
         """This decode step, as the kernels want it; rotation and norms are not in it."""

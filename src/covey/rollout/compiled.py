@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from covey.compiled import NUMBERS, library
+
+if TYPE_CHECKING:
+    from covey.rollout.whole_step import Slabs, Weights
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 WIDTHS = range(16, 257, 16)
@@ -36,7 +40,9 @@ class _Heads(ctypes.Structure):
         return cls(x.data_ptr(), x.stride(0), x.stride(1))
 
 
-class _Slab(ctypes.Structure):
+class Slab(ctypes.Structure):
+    """One layer's cache; the same layout as in decode.cpp."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("by_kind", ctypes.c_int64),
@@ -45,7 +51,7 @@ class _Slab(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, x: Tensor) -> _Slab:
+    def of(cls, x: Tensor) -> Slab:
         """`x` [2, R, H, columns, D], contiguous in its last two."""
         return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
 
@@ -55,13 +61,12 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._attend = library.covey_attend
-        self._attend.argtypes = [ctypes.c_void_p] * 9
-        self._attend.restype = None
-        self._add_norm = library.covey_add_norm
         pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._attend, self._add_norm, self._decode = library.covey_attend, library.covey_add_norm, library.covey_decode
+        self._attend.argtypes = [pointer] * 9
         self._add_norm.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_double, size]
-        self._add_norm.restype = None
+        self._decode.argtypes = [pointer] * 6
+        self._attend.restype = self._add_norm.restype = self._decode.restype = None
 
     def attend(
         self,
@@ -89,10 +94,20 @@ class Kernels:
             by(_Heads.of(value)),
             None if query_norm is None else query_norm.data_ptr(),
             None if key_norm is None else key_norm.data_ptr(),
-            by(_Slab.of(own)),
-            by(_Slab.of(prompts)),
+            by(Slab.of(own)),
+            by(Slab.of(prompts)),
             out.data_ptr(),
         )
+        return out
+
+    def decode(self, step: Step, weights: Weights, slabs: Slabs, x: Tensor) -> Tensor:
+        """[R, V] logits of the embedded tokens `x` [R, hidden] float32, which are overwritten: one step through all layers.
+
+        Keys and values go into `slabs`. Rotations are those that `step` describes.
+        """
+        out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
+        by = ctypes.byref
+        self._decode(by(step), by(weights.decoder), slabs.own, slabs.prompts, x.data_ptr(), out.data_ptr())
         return out
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:

@@ -1,9 +1,12 @@
 // What a decode step does between its matrix products, on a CPU: one pass over each number, no copies in between.
+// And the whole step, where linear.cpp multiplies: small models compute for less time than it takes to call all of it.
 //
 // Sums of 16 keys at once, and products of bfloat16 where the processor has AVX-512.
 // Threads are those of the OpenMP runtime that torch has loaded.
 //
 // NUMBER is float or bf16, and VECTORS the width of a head in vectors: compiled.py gives both.
+
+#include <memory>
 
 #include "vectors.h"
 
@@ -226,6 +229,30 @@ struct Slab {
     void* data;
     int64_t by_kind, by_row, by_head;
 };
+
+// covey_linear of linear.cpp.
+typedef void Multiply(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
+                      const void* factor, void* out, int64_t then, int64_t threads);
+
+// A weight in pairs.
+struct Linear {
+    const void* weight;
+    const float* bias;  // or null
+    int64_t inside, outside;
+};
+
+struct Layer {
+    const float *before, *after, *query_norm, *key_norm;  // weights of norms; of the heads' or null
+    Linear qkv, out, gate, up, down;
+};
+
+struct Decoder {
+    const Layer* layers;
+    int64_t count;
+    const float* norm;
+    Linear head;
+    Multiply* multiply;
+};
 }
 
 namespace {
@@ -339,6 +366,33 @@ void add_norm(float* x, const T* update, const float* weight, T* out, int64_t ro
     }
 }
 
+template <class T, int VD>
+void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* logits) {
+    const Linear &qkv = decoder.layers->qkv, &gate = decoder.layers->gate, &out = decoder.layers->out;
+    const int64_t rows = step.rows, hidden = qkv.inside, heads = step.heads * step.width;
+    const std::unique_ptr<T[]> normed(new T[rows * hidden]), projected(new T[rows * qkv.outside]),
+        attended(new T[rows * out.inside]), update(new T[rows * hidden]), inner(new T[rows * gate.outside]);
+    const auto product = [&](const T* from, const Linear& by, T* to, Then then = NOTHING_MORE) {
+        decoder.multiply(from, rows, by.inside, by.outside, by.weight, by.bias, to, to, then, step.threads);
+    };
+    const auto heads_at = [&](int64_t first) { return Heads{projected.get() + first, qkv.outside, step.width}; };
+    const Heads query = heads_at(0), key = heads_at(heads * step.repeats), value = heads_at(heads * (step.repeats + 1));
+    const T* more = nullptr;
+    for (int64_t i = 0; i < decoder.count; i++, more = update.get()) {
+        const Layer& layer = decoder.layers[i];
+        add_norm(x, more, layer.before, normed.get(), rows, hidden, step.epsilon, step.threads);
+        product(normed.get(), layer.qkv, projected.get());
+        attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended.get());
+        product(attended.get(), layer.out, update.get());
+        add_norm(x, (const T*)update.get(), layer.after, normed.get(), rows, hidden, step.epsilon, step.threads);
+        product(normed.get(), layer.gate, inner.get(), SILU);
+        product(normed.get(), layer.up, inner.get(), TIMES);
+        product(inner.get(), layer.down, update.get());
+    }
+    add_norm(x, more, decoder.norm, normed.get(), rows, hidden, step.epsilon, step.threads);
+    product(normed.get(), decoder.head, logits);
+}
+
 }  // namespace
 
 extern "C" {
@@ -354,5 +408,11 @@ void covey_attend(const Step* step, const Heads* query, const Heads* key, const 
 void covey_add_norm(float* x, const void* update, const float* weight, void* out, int64_t rows, int64_t size,
                     double epsilon, int64_t threads) {
     add_norm<NUMBER>(x, (const NUMBER*)update, weight, (NUMBER*)out, rows, size, epsilon, threads);
+}
+
+// A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
+// `prompts` are those of all layers.
+void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* logits) {
+    decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)logits);
 }
 }

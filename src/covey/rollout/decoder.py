@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from covey.memory import Holes
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import Kernels
+from covey.rollout.compiled import Kernels, Step
 from covey.rollout.forward import ModulesForward
 from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
 from covey.rollout.sampler import Unsupported
+from covey.rollout.whole_step import Weights
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Decoders of one shape: norm, rotary attention, norm, gated SiLU; what the loop below computes."""
@@ -44,6 +45,14 @@ class _Layer:
     gate: Linear
     up: Linear
     down: Linear
+
+    @property
+    def norms(self) -> tuple[Tensor | None, ...]:
+        return self.before, self.after, self.query_norm, self.key_norm
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out, self.gate, self.up, self.down
 
 
 class DecoderForward:
@@ -92,8 +101,8 @@ class DecoderForward:
             self.blocks = [self._pack(layer) for layer in decoder.layers]
             self.norm = decoder.norm.weight.detach().float()
             self.head = self.linear.of(self.model.lm_head)
-        used = [linear for block in self.blocks for linear in (block.qkv, block.out, block.gate, block.up, block.down)]
-        self.any_rows = all(isinstance(linear, Paired) for linear in (*used, self.head))
+        self.weights = Weights.of(self.blocks, self.norm, self.head)
+        self.any_rows = self.weights is not None
         holes.give_back()
 
     def _pack(self, layer: Any) -> _Layer:
@@ -136,6 +145,10 @@ class DecoderForward:
 
     def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
         cache = batch.cache
+        if cache.kernels and self.weights:
+            return cache.kernels.decode(
+                self._step(cache, positions), self.weights, cache.slabs, self.embedding[ids].float()
+            )
         attend = self._by_kernels(cache, positions) if cache.kernels else self._by_operations(cache, positions)
         return self.head(self._run(ids, attend, cache.kernels))
 
@@ -152,12 +165,7 @@ class DecoderForward:
         """Norms of the heads, rotation, keeping and attending in one pass."""
         kernels = cache.kernels
         assert kernels is not None
-        if not self.is_reserved:
-            self._rotate_up_to(int(positions.max()) + 1)
-        step = cache.step(self.key_heads, self.query_heads // self.key_heads, self.width, self.scale)
-        step.held = positions.contiguous()
-        step.places, step.epsilon = step.held.data_ptr(), self.eps
-        step.cosines, step.sines = self.rotation[0].data_ptr(), self.rotation[1].data_ptr()
+        step = self._step(cache, positions)
 
         def attend(layer: int, h: Tensor) -> Tensor:
             block = self.blocks[layer]
@@ -166,6 +174,16 @@ class DecoderForward:
             return kernels.attend(step, query, key, value, own, prompts, block.query_norm, block.key_norm)
 
         return attend
+
+    def _step(self, cache: KeyValues, positions: Tensor) -> Step:
+        """This step with its rotations, for the kernels."""
+        if not self.is_reserved:
+            self._rotate_up_to(int(positions.max()) + 1)
+        step = cache.step(self.key_heads, self.query_heads // self.key_heads, self.width, self.scale)
+        step.held = positions.contiguous()
+        step.places, step.epsilon = step.held.data_ptr(), self.eps
+        step.cosines, step.sines = self.rotation[0].data_ptr(), self.rotation[1].data_ptr()
+        return step
 
     def _run(self, ids: Tensor, attend: Attend, kernels: Kernels | None) -> Tensor:
         """[M, hidden] normed, for the head, for M tokens. Nothing useful where `attend` gave up in the last layer."""

@@ -118,6 +118,16 @@ class Paired:
             return Packed.from_bfloat16(weight, bias)
         return Paired(paired(weight), None if bias is None else bias.float(), found)
 
+    @property
+    def inside(self) -> int:
+        """Inputs, K."""
+        return 2 * self.weight.shape[1]
+
+    @property
+    def outside(self) -> int:
+        """Outputs, N."""
+        return PANEL * self.weight.shape[0]
+
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
 
@@ -132,7 +142,7 @@ class Paired:
         return self.kernels.multiply(factor, x.contiguous(), self.weight, self.bias, factor, Then.TIMES)
 
     def _product(self, x: Tensor, then: Then = Then.NOTHING_MORE) -> Tensor:
-        out = x.new_empty(*x.shape[:-1], PANEL * self.weight.shape[0])
+        out = x.new_empty(*x.shape[:-1], self.outside)
         return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, then=then)
 
 
