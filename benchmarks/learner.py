@@ -23,7 +23,7 @@ import torch
 
 import rollout
 from covey import algorithms as alg
-from covey import fused_layers
+from covey import fused_layers, products
 from covey.learner import Learner, NoReference, Policy, fused_head
 from covey.learner.memory import CPU_ENOUGH, CPU_TOKENS
 from covey.memory import keep_freed_blocks
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument(
-        "--kernels", action="store_true", help="steps with and without those for layers and head, in turns"
+        "--kernels", action="store_true", help="steps with and without those for layers, head and products, in turns"
     )
     given = parser.parse_args()
     now = time.process_time if given.cpu_time else time.perf_counter
@@ -82,17 +82,18 @@ def main() -> None:
 
 
 def by_kernels(work: Callable[[], object], repeats: int, now: Callable[[], float]) -> str:
-    """What a step takes with transformers' layers, with layers in kernels, and with the head in kernels too."""
-    real = fused_layers.fused, fused_head.kernels_for
-    sides = {"transformers' layers": (False, False), "layers in kernels": (True, False), "and the head": (True, True)}
+    """What a step takes with transformers' layers, with layers in kernels, with the head in kernels too, and with products."""
+    real = fused_layers.fused, fused_head.kernels_for, products.kernels
+    sides = ["transformers' layers", "layers in kernels", "and the head", "and the products"]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
-        for name, (layers, head) in sides.items():
-            fused_layers.fused = real[0] if layers else lambda model: nullcontext()
-            fused_head.kernels_for = real[1] if head else lambda weight: None
+        for count, name in enumerate(sides):
+            fused_layers.fused = real[0] if count > 0 else lambda model: nullcontext()
+            fused_head.kernels_for = real[1] if count > 1 else lambda weight: None
+            products.kernels = real[2] if count > 2 else lambda: None
             seconds[name].append(timed(work, now))
     middle = {name: statistics.median(found[1:]) for name, found in seconds.items()}
-    first = middle["transformers' layers"]
+    first = middle[sides[0]]
     return ", ".join(f"{name}: {value:.2f} s ({value / first:.2f})" for name, value in middle.items())
 
 
