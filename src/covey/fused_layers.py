@@ -92,8 +92,12 @@ def faster(model: Any) -> AbstractContextManager[Any]:
 
     Not where its blocks are computed again by somebody's own means, outside of this context: both times must be alike.
     """
-    is_safe = all(isinstance(found, Recomputing) for found in _contexts_of_recomputing(model))
-    return _Faster(model) if is_safe else nullcontext()
+    return _Faster(model) if recomputes_inside(model) else nullcontext()
+
+
+def recomputes_inside(model: Any) -> bool:
+    """Whether whatever this model computes again is computed inside of `faster`."""
+    return all(isinstance(found, Recomputing) for found in _contexts_of_recomputing(model))
 
 
 class _Faster:
@@ -352,19 +356,21 @@ class _GatedDown(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.kernels, ctx.bias = kernels, None if bias is None else bias.dtype
-        return products.forward(kernels.gate(gate, up), weight, bias)
+        inner = kernels.gate(gate, up)
+        known = weight if products.in_pairs(inner, weight) else weight.to(gate.dtype)
+        ctx.save_for_backward(gate, up, known)
+        ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
+        return products.forward(inner, known, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        inner = products.of_input(flat, gate.view(-1, gate.shape[-1]), weight)
+        inner = products.of_input(flat, weight)
         of_gate, of_up = ctx.kernels.gate_backward(inner, gate, up, repeats=True)
         wants_weight, wants_bias = ctx.needs_input_grad[2:4]
-        of_weight = products.of_weight(flat, inner, weight) if wants_weight else None
+        of_weight = products.of_weight(flat, inner, weight).to(ctx.dtype) if wants_weight else None
         return of_gate, of_up, of_weight, flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None, None
 
 

@@ -11,7 +11,7 @@ an eighth faster than oneDNN, with nothing kept for each number of rows, and a w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,21 @@ def outer(gradient: Tensor, x: Tensor) -> Tensor:
     return linear(x.t(), gradient.t(), None).t()
 
 
-def in_pairs(x: Tensor, weight: Tensor) -> Kernels | None:
-    """The kernels that multiply `x` [.., K] bfloat16 with `weight` [N, K]; None where they do not."""
+def in_pairs(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Kernels | None:
+    """The kernels that multiply `x` [.., K], once it is of type `dtype`, with `weight` [N, K]; None where they do not."""
+    return _pairs_of(x, weight, dtype or x.dtype) if weight.ndim == 2 and x.shape[-1] == weight.shape[1] else None
+
+
+def _pairs_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Kernels | None:
+    """`in_pairs` for `x` [.., K], or a gradient [.., N] of its product."""
     is_fit = (
-        x.dtype == torch.bfloat16
+        dtype == torch.bfloat16
         and weight.dtype in NUMBERS
         and x.device.type == weight.device.type == "cpu"
         and all(type(one) in (Tensor, nn.Parameter) for one in (x, weight))  # none that is spread over processes
         and weight.is_contiguous()
-        and fits(*weight.shape[::-1])
-        and x.numel() * weight.shape[0] >= SMALLEST
+        and fits(weight.shape[1], weight.shape[0])
+        and x.numel() // x.shape[-1] * weight.numel() >= SMALLEST
     )
     return kernels() if is_fit else None
 
@@ -107,9 +112,20 @@ def fits(inside: int, outside: int) -> bool:
     return not outside % PANEL and not inside % BLOCK
 
 
-def take_any_rows(dtype: torch.dtype, sizes: Iterable[tuple[int, int]]) -> bool:
-    """Whether layers of these inputs and outputs on this CPU cost the same for every count of rows, and leave nothing behind."""
-    return dtype == torch.bfloat16 and all(fits(*size) for size in sizes) and kernels() is not None
+def takes_any_rows(model: Any, dtype: torch.dtype, least: int) -> bool:
+    """Whether all products with this model's weights are in pairs from `least` rows on, beside embeddings and head, when
+    they are computed in `dtype`: nothing is kept then for each count of rows."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    others |= {id(parameter) for parameter in (head.parameters() if head is not None else ())}
+    own = {id(layer.weight): layer.weight for layer in layers if id(layer.weight) not in others}
+    if dtype != torch.bfloat16 or not own or kernels() is None:
+        return False
+    if any(parameter.ndim > 1 and id(parameter) not in own.keys() | others for parameter in model.parameters()):
+        return False  # multiplied by something else
+    rows = lambda weight: torch.empty(least, weight.shape[1], dtype=dtype)
+    return all(in_pairs(rows(weight), weight) for weight in own.values())
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,20 +134,25 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if found is None:
         return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    return found.multiply(out, x.contiguous(), found.pair_columns(weight), None if bias is None else bias.float())
+    return found.multiply(out, x.contiguous(), found.pair_columns(weight), wide(bias, weight.shape[0]))
 
 
-def of_input(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of `x` from `gradient` [.., N] of `forward`, both of its type."""
-    found = in_pairs(x, weight)
+def wide(bias: Tensor | None, size: int) -> Tensor | None:
+    """`bias` as the kernels read it: [size] float32."""
+    return None if bias is None else bias.float().expand(size).contiguous()
+
+
+def of_input(gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of what goes in [.., K] from `gradient` [.., N] of `forward`, both of one type."""
+    found = _pairs_of(gradient, weight, gradient.dtype)
     if found is None:
-        return product(gradient, weight.to(x.dtype).t(), None)
-    paired = found.pair_rows(weight, weight.shape[0])
-    return found.multiply(torch.empty_like(x, memory_format=torch.contiguous_format), gradient.contiguous(), paired)
+        return product(gradient, weight.to(gradient.dtype).t(), None)
+    out = gradient.new_empty(*gradient.shape[:-1], weight.shape[1])
+    return found.multiply(out, gradient.contiguous(), found.pair_rows(weight, weight.shape[0]))
 
 
 def of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of `weight` in its type, summed in float32, from `gradient` [M, N] of `forward` of `x` [M, K]."""
+    """The gradient of `weight` in its type from `gradient` [M, N] of `forward` of `x` [M, K]; in pairs, it is summed in float32."""
     found = in_pairs(x, weight)
     if found is not None:
         return found.outer(gradient.contiguous(), x.contiguous()).to(weight.dtype)
@@ -144,7 +165,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.bias = None if bias is None else bias.dtype
         return forward(x, weight, bias)
 
@@ -152,11 +173,11 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        flat = gradient.reshape(-1, gradient.shape[-1])
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
-            of_input(gradient, x, weight) if wants_x else None,
-            of_weight(flat, rows, weight) if wants_weight else None,
+            of_input(gradient, weight) if wants_x else None,
+            of_weight(flat, x.reshape(-1, x.shape[-1]), weight) if wants_weight else None,
             flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None,
         )
 
@@ -176,12 +197,14 @@ class FasterProducts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if function is F.linear and not kwargs:
-            x, weight = args[:2]
+            x, weight, bias = (*args, None)[:3]
             is_cast = torch.is_autocast_enabled("cpu")
-            if is_cast and torch.get_autocast_dtype("cpu") == torch.bfloat16 and x.dtype in NUMBERS:
-                x = x.to(torch.bfloat16)
-            if in_pairs(x, weight) if is_cast or weight.dtype == torch.bfloat16 else pays(x, weight):
-                return _Linear.apply(x, weight, args[2] if len(args) > 2 else None)
+            dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
+            is_alike = is_cast or x.dtype == weight.dtype  # else torch refuses
+            if is_alike and x.dtype in NUMBERS and in_pairs(x, weight, dtype):
+                return _Linear.apply(x.to(dtype), weight, bias)
+            if not is_cast and pays(x, weight):
+                return _Linear.apply(x, weight, bias)
         return function(*args, **(kwargs or {}))
 
 

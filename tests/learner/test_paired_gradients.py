@@ -1,19 +1,21 @@
 """The learner's bfloat16 products in pairs: the layer's values and gradients, also where autocast, adapters or recomputing stand between."""
 
+import logging
+
 import pytest
 import torch
 from test_shared import row
 from torch import nn
 from torch.nn import functional as F
 
-from covey import products
+from covey import compiled, products
 from covey.compiled import linear as pairs
 from covey.learner import shared
-from covey.learner.logprobs import Head, score_tokens
+from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.policy import Policy
 from covey.models import checkpoint_activations
 from covey.products import FasterProducts
-from kit import tiny_model, tiny_tokenizer
+from kit import forgotten, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
 
@@ -120,6 +122,53 @@ def test_whatever_cannot_be_in_pairs_is_left_to_torch(case):
         assert type(found.grad_fn).__name__ != "_LinearBackward"
         assert found.equal(expected)
     assert found.dtype == expected.dtype
+
+
+def test_autocast_to_another_type_is_heard_whatever_the_types_are():
+    x, weight = torch.randn(8, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    with torch.autocast("cpu", torch.float16), FasterProducts():
+        assert F.linear(x, weight).dtype == torch.float16
+
+
+def test_shapes_that_do_not_belong_together_are_refused_as_torch_does():
+    weight = torch.randn(48, 64).bfloat16()
+    for inside in (32, 128):
+        with FasterProducts(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            F.linear(torch.randn(8, inside).bfloat16(), weight)
+    with FasterProducts():
+        assert F.linear(torch.randn(8, 64).bfloat16(), weight[0]).shape == (8,)
+
+
+def test_a_layer_that_is_not_trained_keeps_no_input():
+    layer, kept = layer_of(64, 48).requires_grad_(False), []
+    noting = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x)
+    with noting, torch.autocast("cpu", torch.bfloat16), FasterProducts():
+        layer(torch.randn(8, 64, requires_grad=True))
+    assert kept == [(48, 64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["own head", "distance"])
+def test_logits_that_are_computed_again_are_multiplied_as_the_first_time(kind, dtype, monkeypatch):
+    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
+    torch.manual_seed(0)
+    linear, x, targets = layer_of(64, 48), torch.randn(20, 64, requires_grad=True), torch.randint(48, (20,))
+    project = lambda x: F.linear(x, linear.weight, linear.bias)  # not a layer as torch has it
+    with products.faster_products(x.device), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        if kind == "distance":
+            other = Other(x.detach(), Head(linear), lambda one, two: (one.exp() * (one - two)).sum(-1))
+            found = distances(x * 1.5, Head(linear), other, chunk=8)
+        else:
+            found, _ = score_tokens(x, targets, Head(project), chunk=8)
+    assert torch.autograd.grad(found.sum(), [x, linear.weight])[1].abs().max() > 0
+
+
+def test_a_compiler_that_does_not_know_pairs_is_told_of_and_done_without(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "g++ -U__AVX512BF16__")
+    with forgotten(pairs.kernels, compiled.library), caplog.at_level(logging.INFO, "covey"):
+        assert pairs.kernels() is None
+        assert not products.takes_any_rows(tiny_model(hidden=64), torch.bfloat16, 128)
+    assert "Multiplying with PyTorch's own operations" in caplog.text
 
 
 def test_weights_that_are_a_subclass_of_tensors_are_left_alone():

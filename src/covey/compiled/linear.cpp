@@ -199,6 +199,7 @@ void covey_turned(const void* x, int64_t rows, int64_t columns, int64_t length, 
 void covey_linear(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
                   const void* factor, void* out, int64_t then, int64_t threads) {
     const Call call = {(const bf16*)x, rows, inside, outside, (const bf16*)weight, bias, (const bf16*)factor, out, then};
+    if (!rows) return;
     const int64_t panels = outside / LANES, columns = (panels + BROAD - 1) / BROAD, bands = (rows + DEEP - 1) / DEEP;
     const int64_t blocks = (rows + TALL - 1) / TALL, height = (bands + blocks - 1) / blocks * DEEP;
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2) if (threads > 1)
@@ -217,4 +218,6 @@ void covey_linear(const void* x, int64_t rows, int64_t inside, int64_t outside, 
 }
 }
 
+#else
+#error "the compiler does not know AVX-512 BF16"
 #endif

@@ -25,7 +25,7 @@ CROWDED = 512
 
 
 class Then(IntEnum):
-    """What is done with a product before it is written."""
+    """What is done with a product before it is written, as in vectors.h."""
 
     NOTHING_MORE, SILU, TIMES, SUMS, MORE_SUMS = range(5)
 
@@ -101,10 +101,15 @@ class Kernels:
         return out
 
 
+def is_for_this_processor() -> bool:
+    """Whether it multiplies pairs, and has no tiles, with which oneDNN is faster. Nothing is compiled to find out."""
+    return processor_has("avx512_bf16") and not processor_has("amx_tile")
+
+
 @functools.cache
 def kernels() -> Kernels | None:
     """The products of linear.cpp; None where there are none, where oneDNN has tiles (AMX) to multiply with, or if they are wrong."""
-    if processor_has("amx_tile") or not processor_has("avx512_bf16"):
+    if not is_for_this_processor():
         return None
     return proven(SOURCE, (), "Multiplying", Kernels, _gap, 1e-2, "products differ")
 

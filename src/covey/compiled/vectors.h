@@ -28,7 +28,7 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
-// What follows a product of linear.cpp before it is written: the last two in float32, and added to what is there.
+// What is done with a product of linear.cpp before it is written; SUMS writes float32, MORE_SUMS adds to what is there. Mirrored in linear.py.
 enum Then { NOTHING_MORE, SILU, TIMES, SUMS, MORE_SUMS };
 
 struct bf16 {

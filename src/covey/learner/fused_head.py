@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from covey.compiled.head import Kernels, kernels_for
-from covey.products import in_pairs, linear, outer, pays
+from covey.products import in_pairs, linear, outer, pays, wide
 
 CHUNK_ELEMENTS = 2**23
 """Logits that exist at a time where the chunk is chosen here: 32 MiB in float32."""
@@ -70,24 +71,23 @@ class Workspace:
         self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
         self.pairs = in_pairs(hidden, weight)
 
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=dtype)
+
     @cached_property
     def other(self) -> Tensor:
         """[m, V] for whatever is computed from the logits."""
-        return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=self.wide)
+        return self._empty(self.wide)
 
     @cached_property
     def logits(self) -> Tensor:
         """[m, V], float32 or wider."""
-        return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=self.wide)
+        return self._empty(self.wide)
 
     @cached_property
     def narrow(self) -> Tensor | None:
         """[m, V] in the type of the products, where that is narrower."""
-        return (
-            None
-            if self.dtype == self.wide
-            else self.weight.new_empty(self.rows, self.weight.shape[0], dtype=self.dtype)
-        )
+        return None if self.dtype == self.wide else self._empty(self.dtype)
 
     @cached_property
     def paired(self) -> Tensor:
@@ -112,7 +112,7 @@ class Workspace:
             return linear(rows, self.weight, self.bias)
         target = (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]]
         if self.pairs is not None:
-            return self.pairs.multiply(target, rows, self.paired, None if self.bias is None else self.bias.float())
+            return self.pairs.multiply(target, rows, self.paired, wide(self.bias, self.weight.shape[0]))
         torch.mm(rows, self.weight.t(), out=target)
         if self.bias is not None:
             target += self.bias
@@ -225,6 +225,7 @@ class LinearLogProbability(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Any:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         shape: Shape = ctx.shape

@@ -6,8 +6,9 @@ chunk's logits again. Peak memory does not depend on the vocabulary times the se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
-from covey.products import in_pairs, repeating
+from covey.products import faster_products, in_pairs, repeating
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,19 @@ def score_tokens(
     def one(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
         return score_logits(head.logits(rows), row_targets, temperature, entropy)
 
-    pieces = [
-        checkpoint(one, rows, row_targets, use_reentrant=False) if torch.is_grad_enabled() else one(rows, row_targets)
-        for rows, row_targets in zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    ]
+    pieces = _by_chunks(one, hidden.split(chunk), targets.split(chunk))
     logp, entropies = zip(*pieces, strict=True)
     return torch.cat(logp), torch.cat(entropies)
+
+
+def _by_chunks(one: Callable[[Tensor, Tensor], R], *chunks: Sequence[Tensor]) -> list[R]:
+    """`one` of each pair of chunks, of which only what goes in is kept: the rest is computed again in the backward."""
+    if not torch.is_grad_enabled():
+        return [one(*pair) for pair in zip(*chunks, strict=True)]
+    device = chunks[0][0].device
+    both = lambda: (faster_products(device), faster_products(device))  # the second time is outside of the policy's
+    again = lambda pair: checkpoint(one, *pair, use_reentrant=False, context_fn=both)
+    return [again(pair) for pair in zip(*chunks, strict=True)]
 
 
 def is_plain(project: Callable[[Tensor], Tensor]) -> bool:
@@ -100,14 +110,13 @@ def _fused(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     shape = Shape(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
     count = hidden.shape[0]
-    hidden = hidden.to(dtype)
+    hidden = hidden.to(dtype).contiguous()
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
     if in_pairs(hidden, weight) is None:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        if (
-            hidden.device.type == "cpu" and dtype.itemsize <= 4
-        ):  # oneDNN's products: the last chunk's rows are to return
+        is_onednns = hidden.device.type == "cpu" and dtype.itemsize <= 4
+        if is_onednns:  # the last chunk's rows are to return
             rest = count % shape.chunk
             extra = min(repeating(rest), shape.chunk) - rest
             hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
@@ -143,8 +152,5 @@ def distances(
             theirs = torch.log_softmax(other.head.logits(other_rows) / temperature, -1)
         return other.distance(own, theirs)
 
-    pieces = [
-        checkpoint(one, rows, theirs, use_reentrant=False) if torch.is_grad_enabled() else one(rows, theirs)
-        for rows, theirs in zip(hidden.split(chunk), other.hidden.split(chunk), strict=True)
-    ]
+    pieces = _by_chunks(one, hidden.split(chunk), other.hidden.split(chunk))
     return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from covey.compiled import why_not
-from covey.compiled.linear import kernels
+from covey.compiled.linear import is_for_this_processor
 from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
@@ -68,7 +68,7 @@ class Shape:
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
             is_fused=would_fuse(model),
             reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
-            is_paired=kernels() is not None,
+            is_paired=why_not() is None and is_for_this_processor(),
         )
 
     def adapter_parameters(self, rank: int) -> int:
@@ -85,11 +85,11 @@ class Shape:
         Each pair of widths forward, for the gradient of its input, and, where it is trained, for that of its weight.
         """
         own = set(self.linears)
-        frozen = self.left_to_onednn(own, compute_bytes)
+        left = self.left_to_onednn(own, compute_bytes)
         if adapter_rank is None:
-            return 3 * len(frozen)
+            return 3 * len(left)
         adapters = {size for inside, outside in own for size in ((inside, adapter_rank), (adapter_rank, outside))}
-        return 2 * len(frozen) + 3 * len(self.left_to_onednn(adapters, compute_bytes))
+        return 2 * len(left) + 3 * len(self.left_to_onednn(adapters, compute_bytes))
 
     def layer_bytes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
         """What one token leaves behind in one layer for the backward (counted by torch's saved-tensor hooks on Qwen2).
@@ -188,8 +188,7 @@ def estimate(
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     is_cast = compute_bytes < weight_bytes
-    cast = shape.left_to_onednn(shape.linears, compute_bytes) if is_cast else set()
-    casts = 2 * sum(inside * outside for inside, outside in shape.linears if (inside, outside) in cast)
+    casts = _cast_bytes(shape, compute_bytes) if is_cast else 0
     cached = prompts * (prompt_tokens + group * completion_tokens)
     holes = _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
@@ -228,6 +227,12 @@ def _most_tokens(
     return repeating(tokens) if pads else tokens
 
 
+def _cast_bytes(shape: Shape, compute_bytes: int) -> int:
+    """What autocast keeps of the weights in 16 bits while a forward pass lasts."""
+    left = shape.left_to_onednn(shape.linears, compute_bytes)
+    return 2 * sum(inside * outside for inside, outside in shape.linears if (inside, outside) in left)
+
+
 def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
     """What oneDNN keeps of a CPU's products, where they are its: those in 16 bits, and in float32 where it is the faster one."""
     if compute_bytes != 2 and not is_onednn_faster():
@@ -238,13 +243,15 @@ def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
     """Bytes beside the activations while the head's backward runs, and at the end of the backward, before gradients are summed.
 
-    The head holds a chunk's logits, probabilities and their gradient, or one of them where kernels read them; products in 16
-    bits also a copy of its weight and one product of its size. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
+    The head holds a chunk's logits, probabilities and their gradient, or one of them where kernels read them. Products in 16
+    bits also hold a copy of its weight and one product of its size; in pairs two copies, and the turned gradient. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
     """
     values = shape.vocabulary * shape.hidden
     held = compute_bytes if shape.reads_logits else 3 * 4
     chunks, gradient = held * chunk * shape.vocabulary, 4 * values if is_trained else 0
     copies = (4 if is_trained else 2) * values if is_cast else 0
+    if not shape.left_to_onednn([(shape.hidden, shape.vocabulary)], compute_bytes):
+        copies = 4 * values + (2 * chunk * shape.vocabulary if is_trained else 0)
     return chunks + gradient + copies, gradient * (2 if shape.is_tied else 1)
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
-from covey.fused_layers import faster
+from covey.fused_layers import faster, recomputes_inside
 from covey.learner import shared, shared_flex
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
 from covey.learner.shared_flex import Heads
-from covey.products import take_any_rows
+from covey.products import takes_any_rows
 from covey.types import Completion, Prompt
 from covey.world import autocast
 
@@ -115,7 +115,8 @@ class Policy:
         """
         has_siblings = len({row.group for row in rows}) < len(rows)
         if has_siblings and self._shares() and (against is None or against.policy._shares()):
-            packed = share_rows(rows, self.device, self._kernel, any_length=self._takes_any_length())
+            any_length = self._takes_any_length() and (against is None or against.policy._takes_any_length())
+            packed = share_rows(rows, self.device, self._kernel, any_length=any_length)
             return self._measure(packed, entropy, against)
         return self._measure(pad_rows(rows, self.pad_id, self.device), entropy, against)
 
@@ -172,9 +173,9 @@ class Policy:
     def _takes_any_length(self) -> bool:
         """Whether nothing is kept on a CPU for each length that it meets, so that rows need not be of few."""
         if self._any_length is None:
-            head, dtype = self.output_layer(), self.compute_dtype or next(self.model.parameters()).dtype
-            layers = (m for m in self.model.modules() if isinstance(m, nn.Linear) and m is not head)
-            self._any_length = take_any_rows(dtype, [(layer.in_features, layer.out_features) for layer in layers])
+            dtype = self.compute_dtype or next(self.model.parameters()).dtype
+            is_cpu = self.device.type == "cpu" and recomputes_inside(self.model)
+            self._any_length = is_cpu and takes_any_rows(self.model, dtype, shared.FEWER_LENGTHS)
         return self._any_length
 
     def shares_prompts(self) -> bool:

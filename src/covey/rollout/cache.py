@@ -98,7 +98,7 @@ class KeyValues:
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
         """Room for prompts of these lengths; their slots."""
-        old = len(self.prompt_lengths)
+        old, self._slabs = len(self.prompt_lengths), None
         self.prompt_lengths += lengths
         columns, rows = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
         for i, layer in enumerate(self.layers):
@@ -147,7 +147,7 @@ class KeyValues:
 
     def drop_prompts(self, kept: list[int]) -> None:
         """Keep these prompts, in this order."""
-        self.prompt_lengths = [self.prompt_lengths[p] for p in kept]
+        self.prompt_lengths, self._slabs = [self.prompt_lengths[p] for p in kept], None
         columns = rounded(max(self.prompt_lengths, default=0))
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
         for i, slab in enumerate(self.prefix):  # one after the other, so that two are never held whole

@@ -65,7 +65,7 @@ class Kernels:
         self._attend, self._add_norm, self._decode = library.covey_attend, library.covey_add_norm, library.covey_decode
         self._attend.argtypes = [pointer] * 9
         self._add_norm.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_double, size]
-        self._decode.argtypes = [pointer] * 6
+        self._decode.argtypes = [pointer] * 7
         self._attend.restype = self._add_norm.restype = self._decode.restype = None
 
     def attend(
@@ -106,8 +106,9 @@ class Kernels:
         Keys and values go into `slabs`. Rotations are those that `step` describes.
         """
         out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
-        by = ctypes.byref
-        self._decode(by(step), by(weights.decoder), slabs.own, slabs.prompts, x.data_ptr(), out.data_ptr())
+        scratch = torch.empty(len(x), weights.scratch, dtype=self.dtype)  # torch's, which says when there is no memory
+        by, places = ctypes.byref, (tensor.data_ptr() for tensor in (x, scratch, out))
+        self._decode(by(step), by(weights.decoder), slabs.own, slabs.prompts, *places)
         return out
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:

@@ -6,8 +6,6 @@
 //
 // NUMBER is float or bf16, and VECTORS the width of a head in vectors: compiled.py gives both.
 
-#include <memory>
-
 #include "vectors.h"
 
 namespace {
@@ -367,30 +365,30 @@ void add_norm(float* x, const T* update, const float* weight, T* out, int64_t ro
 }
 
 template <class T, int VD>
-void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* logits) {
+void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* scratch, T* logits) {
     const Linear &qkv = decoder.layers->qkv, &gate = decoder.layers->gate, &out = decoder.layers->out;
     const int64_t rows = step.rows, hidden = qkv.inside, heads = step.heads * step.width;
-    const std::unique_ptr<T[]> normed(new T[rows * hidden]), projected(new T[rows * qkv.outside]),
-        attended(new T[rows * out.inside]), update(new T[rows * hidden]), inner(new T[rows * gate.outside]);
+    T *normed = scratch, *update = normed + rows * hidden, *projected = update + rows * hidden;
+    T *attended = projected + rows * qkv.outside, *inner = attended + rows * out.inside;
     const auto product = [&](const T* from, const Linear& by, T* to, Then then = NOTHING_MORE) {
         decoder.multiply(from, rows, by.inside, by.outside, by.weight, by.bias, to, to, then, step.threads);
     };
-    const auto heads_at = [&](int64_t first) { return Heads{projected.get() + first, qkv.outside, step.width}; };
+    const auto heads_at = [&](int64_t first) { return Heads{projected + first, qkv.outside, step.width}; };
     const Heads query = heads_at(0), key = heads_at(heads * step.repeats), value = heads_at(heads * (step.repeats + 1));
     const T* more = nullptr;
-    for (int64_t i = 0; i < decoder.count; i++, more = update.get()) {
+    for (int64_t i = 0; i < decoder.count; i++, more = update) {
         const Layer& layer = decoder.layers[i];
-        add_norm(x, more, layer.before, normed.get(), rows, hidden, step.epsilon, step.threads);
-        product(normed.get(), layer.qkv, projected.get());
-        attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended.get());
-        product(attended.get(), layer.out, update.get());
-        add_norm(x, (const T*)update.get(), layer.after, normed.get(), rows, hidden, step.epsilon, step.threads);
-        product(normed.get(), layer.gate, inner.get(), SILU);
-        product(normed.get(), layer.up, inner.get(), TIMES);
-        product(inner.get(), layer.down, update.get());
+        add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon, step.threads);
+        product(normed, layer.qkv, projected);
+        attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
+        product(attended, layer.out, update);
+        add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon, step.threads);
+        product(normed, layer.gate, inner, SILU);
+        product(normed, layer.up, inner, TIMES);
+        product(inner, layer.down, update);
     }
-    add_norm(x, more, decoder.norm, normed.get(), rows, hidden, step.epsilon, step.threads);
-    product(normed.get(), decoder.head, logits);
+    add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon, step.threads);
+    product(normed, decoder.head, logits);
 }
 
 }  // namespace
@@ -411,8 +409,10 @@ void covey_add_norm(float* x, const void* update, const float* weight, void* out
 }
 
 // A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
-// `prompts` are those of all layers.
-void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* logits) {
-    decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)logits);
+// `prompts` are those of all layers; `scratch` is [rows, 2 hidden + outputs of qkv + inputs of out + outputs of gate]. In bfloat16.
+void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* scratch,
+                  void* logits) {
+    if constexpr (sizeof(NUMBER) == sizeof(bf16))
+        decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)scratch, (NUMBER*)logits);
 }
 }

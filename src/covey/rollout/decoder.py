@@ -96,6 +96,7 @@ class DecoderForward:
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
         holes = Holes()
+        self.weights: Weights | None = None  # the old copy goes before the new one is whole
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
             self.blocks = [self._pack(layer) for layer in decoder.layers]

@@ -6,7 +6,7 @@ A step of ten million parameters computes for half a millisecond; calling its si
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -62,7 +62,10 @@ class Weights:
 
     def __init__(self, blocks: Sequence[Block], norm: Tensor, head: Paired) -> None:
         self.held = blocks, norm, head
+        qkv, out, gate, *_ = blocks[0].products
         self.vocabulary = head.outside
+        self.scratch = 2 * qkv.inside + qkv.outside + out.inside + gate.outside
+        """Numbers that a row needs on its way."""
         layers = (_Layer(*map(_address, block.norms), *map(_Linear.of, block.products)) for block in blocks)
         self._layers = (_Layer * len(blocks))(*layers)
         multiply = head.kernels.multiply_address
@@ -72,11 +75,12 @@ class Weights:
 
     @staticmethod
     def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> Weights | None:
-        """None where another library multiplies."""
-        used: Iterable[Any] = (linear for block in blocks for linear in block.products)
-        if not isinstance(head, Paired) or not all(isinstance(linear, Paired) for linear in used):
+        """None where another library multiplies, or layers differ in their sizes."""
+        used = [linear for block in blocks for linear in block.products]
+        if not all(isinstance(linear, Paired) for linear in (*used, head)):
             return None
-        return Weights(blocks, norm, head)
+        sizes = {tuple((linear.inside, linear.outside) for linear in block.products) for block in blocks}
+        return Weights(blocks, norm, head) if len(sizes) == 1 else None
 
 
 class Slabs:
