@@ -188,7 +188,7 @@ def estimate(
     own_bytes = 4 if adapter else weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     is_cast = compute_bytes < weight_bytes
-    casts = _cast_bytes(shape, compute_bytes) if is_cast else 0
+    updated = trained * own_bytes + of_critic * weight_bytes
     cached = prompts * (prompt_tokens + group * completion_tokens)
     holes = _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
@@ -201,14 +201,13 @@ def estimate(
         weights=shape.num_parameters * weight_bytes + adapter * 4,
         reference=shape.num_parameters * weight_bytes if has_reference and adapter_rank is None else 0,
         critic=of_critic * weight_bytes,
-        gradients=trained * own_bytes + of_critic * weight_bytes,
-        optimizer=int(
-            (trained * own_bytes + of_critic * weight_bytes) * _state_bytes(optimizer, own_bytes) / own_bytes
-        ),
+        gradients=updated,
+        optimizer=int(updated * _state_bytes(optimizer, own_bytes) / own_bytes),
         activations=activations,
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
         heap=int(holes * activations) if keeps_holes else 0,
-        sampler=casts + (2 * shape.num_parameters if samples_in_copy else 0),
+        sampler=(_cast_bytes(shape, compute_bytes) if is_cast else 0)
+        + (2 * shape.num_parameters if samples_in_copy else 0),
         libraries=(_LIBRARIES if samples_in_copy else 0) + kept,
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
