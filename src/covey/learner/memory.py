@@ -180,12 +180,11 @@ def estimate(
     """
     shape = shape if is_on_heap else replace(shape, is_fused=False, reads_logits=False, is_paired=False)
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
-    adapter = 0 if adapter_rank is None else trained
     of_critic = shape.num_parameters if has_critic_model else 0
     kept = _product_bytes(shape, compute_bytes, adapter_rank) if is_on_heap else 0
     pads = is_on_heap and (kept > 0 or compute_bytes > 2)
     tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, pads)
-    own_bytes = 4 if adapter else weight_bytes
+    own_bytes = weight_bytes if adapter_rank is None else 4
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     is_cast = compute_bytes < weight_bytes
     updated = trained * own_bytes + of_critic * weight_bytes
@@ -198,7 +197,7 @@ def estimate(
         waiting = at_end // 2 if shape.is_tied else 0
         at_head = max(at_head - tokens * shape.layer_bytes(compute_bytes, adapter_rank), waiting)
     return Memory(
-        weights=shape.num_parameters * weight_bytes + adapter * 4,
+        weights=shape.num_parameters * weight_bytes + (0 if adapter_rank is None else trained * 4),
         reference=shape.num_parameters * weight_bytes if has_reference and adapter_rank is None else 0,
         critic=of_critic * weight_bytes,
         gradients=updated,
