@@ -63,6 +63,15 @@ def test_any_number_of_rows_is_multiplied_as_the_layer_does(inside, outside, bia
 
 
 @needs_kernel
+@pytest.mark.parametrize(("outside", "inside"), [(16, 2), (48, 30), (32, 32), (112, 62), (64, 94)])
+def test_weights_of_any_even_width_come_into_pairs_from_either_type(outside, inside):
+    weight = torch.randn(outside, inside)
+    expected = weight.bfloat16().unflatten(0, (-1, 16)).unflatten(-1, (-1, 2)).transpose(1, 2)
+    for x in (weight, weight.bfloat16()):
+        assert pairs.kernels().pair_columns(x).equal(expected)
+
+
+@needs_kernel
 def test_layers_stand_side_by_side_and_are_told_apart():
     layers = [layer_of(48, size, seed=size) for size in (32, 8, 8)]
     x = torch.randn(3, 5, 48).bfloat16()

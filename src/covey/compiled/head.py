@@ -64,7 +64,6 @@ def _verified(dtype: torch.dtype) -> Kernels | None:
     return proven(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Reading logits", Kernels, gap, most, "they differ")
 
 
-@torch.no_grad()
 def _gap(kernels: Kernels, dtype: torch.dtype) -> float:
     """The largest difference to the formulas in float32, of values and of gradients, as a share of the largest number."""
     generator = torch.Generator().manual_seed(0)

@@ -115,7 +115,6 @@ def _verified(stream: torch.dtype, products: torch.dtype) -> Kernels | None:
     return proven(SOURCE, defines, "Computing layers", Kernels, gap, most, "they differ")
 
 
-@torch.no_grad()
 def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
     """The largest difference to the formulas in float32, of values and gradients, as a share of the largest number.
 

@@ -129,9 +129,15 @@ inline void turn(__m512i* x) {
 inline __m512i words(const bf16* x) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)); }
 inline __m512i words(const float* x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(x))); }
 
-// 16 pairs of neighbours in bfloat16.
-inline __m512i neighbours(const bf16* x) { return _mm512_loadu_si512(x); }
-inline __m512i neighbours(const float* x) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(x + LANES), (__m512)load(x)); }
+// The first `count` of 16 pairs of neighbours in bfloat16, behind them zeros.
+inline __m512i neighbours(const bf16* x, int64_t count) {
+    return count < LANES ? _mm512_maskz_loadu_epi32((1u << count) - 1, x) : _mm512_loadu_si512(x);
+}
+inline __m512i neighbours(const float* x, int64_t count) {
+    const uint32_t there = count < LANES ? (1u << 2 * count) - 1 : ~0u;
+    const __m512 low = _mm512_maskz_loadu_ps(there, x), high = _mm512_maskz_loadu_ps(there >> LANES, x + LANES);
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
 
 // The numbers of rows `row` and the next in 16 columns; of a row that there is not, zeros.
 template <class T>
@@ -157,11 +163,11 @@ void pair_columns(const T* x, int64_t rows, int64_t columns, bf16* out, int64_t 
     for (int64_t row = 0; row < rows; row += LANES)
         for (int64_t column = 0; column < columns; column += BOTH) {
             __m512i square[LANES];
+            const int64_t left = (columns - column) / 2, count = left < LANES ? left : LANES;
             UNROLLED
-            for (int i = 0; i < LANES; i++) square[i] = neighbours(x + (row + i) * columns + column);
+            for (int i = 0; i < LANES; i++) square[i] = neighbours(x + (row + i) * columns + column, count);
             turn(square);
-            UNROLLED
-            for (int i = 0; i < LANES; i++) _mm512_storeu_si512(out + row * columns + (column + 2 * i) * LANES, square[i]);
+            for (int64_t i = 0; i < count; i++) _mm512_storeu_si512(out + row * columns + (column + 2 * i) * LANES, square[i]);
         }
 }
 
@@ -175,7 +181,7 @@ void covey_pair_rows(const void* x, int64_t is_float, int64_t rows, int64_t colu
     pair_rows((const bf16*)x, rows, columns, length, (bf16*)out, threads);
 }
 
-// [rows / 16, columns / 2, 16, 2]: pairs of columns, a multiple of 32 of them; `rows` is a multiple of 16.
+// [rows / 16, columns / 2, 16, 2]: pairs of columns. `columns` is even, `rows` a multiple of 16.
 void covey_pair_columns(const void* x, int64_t is_float, int64_t rows, int64_t columns, void* out, int64_t threads) {
     if (is_float) return pair_columns((const float*)x, rows, columns, (bf16*)out, threads);
     pair_columns((const bf16*)x, rows, columns, (bf16*)out, threads);

@@ -66,7 +66,7 @@ class Kernels:
         return out
 
     def pair_columns(self, x: Tensor) -> Tensor:
-        """`x` [N, K], float32 or bfloat16, as the weight of a product with K inputs and N outputs."""
+        """`x` [N, K], float32 or bfloat16, as the weight of a product with K inputs, an even number, and N outputs."""
         rows, columns = x.shape
         out = x.new_empty(rows // PANEL, columns // 2, PANEL, 2, dtype=torch.bfloat16)
         self._pair_columns(
@@ -114,7 +114,6 @@ def kernels() -> Kernels | None:
     return proven(SOURCE, (), "Multiplying", Kernels, _gap, 1e-2, "products differ")
 
 
-@torch.no_grad()
 def _gap(found: Kernels) -> float:
     """The largest difference to products in float32, with SiLU, and of gradients, as a share of the largest number."""
     generator = torch.Generator().manual_seed(0)

@@ -157,7 +157,6 @@ def _verified(dtype: torch.dtype) -> Kernels | None:
     return proven(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Attending", Kernels, gap, most, "attention differs")
 
 
-@torch.no_grad()
 def _gap(kernels: Kernels, dtype: torch.dtype) -> float:
     """The largest difference to plain attention in float32, of outputs and gradients, on a prompt with two completions."""
     layout = Layout(0, 20, (3, 30))

@@ -74,10 +74,10 @@ class KeyValues:
         self.wide_suffix: dict[int, Tensor] = {}
         self.owners: list[int] = []  # the prompt slot of each row
         self._places: Places | None = None
-        # Starts, owners and prompt lengths, and where the slabs are, for the kernels. `arrange`, which follows whatever comes
-        # or goes, makes them void, and `_resize` does, which alone may come between two steps.
+        # Starts, owners and prompt lengths, for the kernels. `arrange`, which follows whatever comes or goes, makes them void,
+        # and `_resize` does, which alone may come between two steps.
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
-        self._slabs: Slabs | None = None
+        self._slabs: Slabs | None = None  # void where `prefix` or `suffix` become other tensors
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         shape = (2, rows, layer.heads, columns, layer.width)
@@ -158,7 +158,7 @@ class KeyValues:
 
     def arrange(self, owners: list[int]) -> None:
         """Say which prompt slot each row belongs to, after any change."""
-        self.owners, self._places, self._tables, self._slabs = owners, None, None, None
+        self.owners, self._places, self._tables = owners, None, None
         self.wide_prefix = {}
 
     @property

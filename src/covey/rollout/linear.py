@@ -116,7 +116,7 @@ class Paired:
         found = kernels()
         if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
             return Packed.from_bfloat16(weight, bias)
-        return Paired(paired(weight), None if bias is None else bias.float(), found)
+        return Paired(found.pair_columns(weight), None if bias is None else bias.float(), found)
 
     @property
     def inside(self) -> int:
@@ -144,12 +144,6 @@ class Paired:
     def _product(self, x: Tensor, then: Then = Then.NOTHING_MORE) -> Tensor:
         out = x.new_empty(*x.shape[:-1], self.outside)
         return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, then=then)
-
-
-def paired(weight: Tensor) -> Tensor:
-    """`weight` [N, K] bfloat16 as [N / 16, K / 2, 16, 2]."""
-    pairs = weight.contiguous().view(torch.int32).unflatten(0, (-1, PANEL))
-    return pairs.transpose(1, 2).contiguous().view(torch.bfloat16).unflatten(-1, (PANEL, 2))
 
 
 def has_bfloat16(device: torch.device) -> bool:
