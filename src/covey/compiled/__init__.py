@@ -28,7 +28,7 @@ from covey.errors import ConfigError
 logger = logging.getLogger(__name__)
 K = TypeVar("K")
 
-HEADER = Path(__file__).with_name("vectors.h")
+HEADERS = Path(__file__).parent
 FLAGS = (
     "-O3",
     "-march=native",
@@ -149,7 +149,7 @@ def built(source: Path, defines: Sequence[str], more: Sequence[str] = ()) -> Pat
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder, "kernels.so")
             # not linked with -fopenmp: the names are found in the runtime that torch has loaded, so threads are shared
-            compile_ = [*compiler, *flags, f"-I{HEADER.parent}", "-c", str(source), "-o", f"{folder}/kernels.o"]
+            compile_ = [*compiler, *flags, f"-I{HEADERS}", "-c", str(source), "-o", f"{folder}/kernels.o"]
             _compile(compile_)
             _compile([*compiler, "-shared", f"{folder}/kernels.o", "-o", str(made)])
             made.replace(target)
@@ -178,7 +178,7 @@ def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str]) ->
     cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]  # of the first core
     known = [
         source.read_text(),
-        HEADER.read_text(),
+        *(header.read_text() for header in sorted(HEADERS.glob("*.h"))),
         *flags,
         *compiler,
         str(Path(compiler[0]).resolve()),

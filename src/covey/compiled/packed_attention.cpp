@@ -6,93 +6,25 @@
 // block of queries meets all it sees as one row of keys. Sums are in float32 whatever the numbers' precision.
 // Threads are those of the OpenMP runtime that torch has loaded.
 
-#include "vectors.h"
+#include "blocks.h"
 
 namespace {
 
 constexpr int BLOCK = 24;  // queries at a time
 
-#ifdef WIDE
-constexpr int DEEP = 6, BROAD = 4;  // rows and vectors of a tile: 24 sums, 4 factors, 1 broadcast in 32 registers
+#ifdef PAIRS
+template <class T>
+constexpr bool in_pairs = sizeof(T) == sizeof(bf16);
+template <class T>
+using Word = std::conditional_t<in_pairs<T>, Pair, float>;
 #else
-constexpr int DEEP = 6, BROAD = 1;  // each vector is two registers of 16
+template <class T>
+constexpr bool in_pairs = false;
+template <class T>
+using Word = float;
 #endif
 
-// Rows of A or C, and how far apart; a factor of A is at row * by_row + k * by_k.
-struct Rows {
-    const float* data;
-    int64_t by_row, by_k;
-};
-
-// Vectors of B: the j-th of row k is at k * by_k + j * by_vector.
-struct Vectors {
-    const float* data;
-    int64_t by_k, by_vector;
-};
-
-struct Target {
-    float* data;
-    int64_t by_row;
-    bool adds;
-};
-
-template <int M, int N>
-inline void tile(Rows a, Vectors b, Target c, int64_t depth) {
-    Floats sums[M][N];
-    UNROLLED
-    for (int m = 0; m < M; m++)
-        UNROLLED
-        for (int n = 0; n < N; n++) sums[m][n] = c.adds ? load(c.data + m * c.by_row + n * LANES) : Floats{};
-    for (int64_t k = 0; k < depth; k++) {
-        Floats factors[N];
-        UNROLLED
-        for (int n = 0; n < N; n++) factors[n] = load(b.data + k * b.by_k + n * b.by_vector);
-        UNROLLED
-        for (int m = 0; m < M; m++) {
-            const Floats one = all(a.data[m * a.by_row + k * a.by_k]);
-            UNROLLED
-            for (int n = 0; n < N; n++) sums[m][n] += one * factors[n];
-        }
-    }
-    UNROLLED
-    for (int m = 0; m < M; m++)
-        UNROLLED
-        for (int n = 0; n < N; n++) store(c.data + m * c.by_row + n * LANES, sums[m][n]);
-}
-
-template <int M, int N>
-void band(Rows a, Vectors b, Target c, int64_t vectors, int64_t depth) {
-    for (; vectors >= N; vectors -= N) {
-        tile<M, N>(a, b, c, depth);
-        b.data += N * b.by_vector;
-        c.data += N * LANES;
-    }
-    if constexpr (N > 1)
-        if (vectors) band<M, N / 2>(a, b, c, vectors, depth);
-}
-
-template <int M>
-void last_band(Rows a, Vectors b, Target c, int64_t rows, int64_t vectors, int64_t depth) {
-    if (rows == M) return band<M, BROAD>(a, b, c, vectors, depth);
-    if constexpr (M > 1) last_band<M - 1>(a, b, c, rows, vectors, depth);
-}
-
-// C [rows, 16 * vectors] (+)= A [rows, depth] times B [depth, 16 * vectors].
-void multiply(Rows a, Vectors b, Target c, int64_t rows, int64_t vectors, int64_t depth) {
-    for (; rows >= DEEP; rows -= DEEP) {
-        band<DEEP, BROAD>(a, b, c, vectors, depth);
-        a.data += DEEP * a.by_row;
-        c.data += DEEP * c.by_row;
-    }
-    if (rows) last_band<DEEP - 1>(a, b, c, rows, vectors, depth);
-}
-
 inline int64_t in_vectors(int64_t count) { return (count + LANES - 1) / LANES; }
-
-// Rows of D numbers with a vector of columns next to each other: 16 columns, D rows, then the next 16.
-inline float* column_of(float* across, int64_t column, int64_t D) {
-    return across + column / LANES * LANES * D + column % LANES;
-}
 
 }  // namespace
 
@@ -132,26 +64,30 @@ inline T* at(const Heads& x, int64_t head, int64_t token) {
 }
 
 template <class T>
-inline void copy_in(const T* from, float* to, int64_t D, float scale = 1.0f) {
-    for (int64_t d = 0; d < D; d += LANES) store(to + d, load(from + d) * scale);
-}
-
-template <class T>
 inline void copy_out(const float* from, T* to, int64_t D, float scale = 1.0f) {
     for (int64_t d = 0; d < D; d += LANES) store(to + d, load(from + d) * scale);
 }
 
 // What one thread works in: zeros at first, since columns beyond the last key are multiplied too.
+//
+// Rows of D numbers stand here in up to three ways: along, one after another, where a word is neighbours in a row; down, where
+// a word is neighbours of two rows; across, 16 rows next to each other. A word of one number is the same along as down.
+template <class T>
 struct Room {
+    using W = Word<T>;
+    using Number = std::conditional_t<in_pairs<T>, T, float>;  // that words are made of
+    static constexpr int64_t PER = sizeof(W) / sizeof(Number);
+
     int64_t D, columns;
-    float *keys_across, *keys, *values_across, *values;  // columns x D; across: 16 columns next to each other
-    float *key_sums, *value_sums;                        // gradients, columns x D
-    float *query, *other, *out;                          // BLOCK x D
-    float *weights, *slopes;                             // BLOCK x columns
+    W *keys_across, *values_down, *query;                                           // columns x D, a block of queries
+    W *keys_down, *values_across, *gradient, *query_down, *gradient_down;           // for the backward
+    float *out, *weights, *slopes;                                                  // BLOCK x D, BLOCK x columns
+    float *key_sums, *value_sums;                                                   // gradients, columns x D
 
     static int64_t size(const Packed& packed, bool backward) {
-        const int64_t columns = in_vectors(packed.most) * LANES, D = packed.width;
-        return (backward ? 6 : 2) * columns * D + 3 * BLOCK * D + (backward ? 2 : 1) * BLOCK * columns;
+        const int64_t columns = in_vectors(packed.most) * LANES, side = columns * packed.width, block = BLOCK * packed.width;
+        if (!backward) return (2 * side + block) / PER + block + BLOCK * columns;
+        return (4 * side + 2 * block * PER) / PER + block + 2 * BLOCK * columns + 2 * side;
     }
 
     Room(const Packed& packed, bool backward) : D(packed.width), columns(in_vectors(packed.most) * LANES) {
@@ -161,45 +97,83 @@ struct Room {
             next += count;
             return mine;
         };
-        const int64_t side = columns * D, block = BLOCK * D, scores = BLOCK * columns;
-        keys_across = take(side), values = take(side), query = take(block), other = take(block), out = take(block);
-        weights = take(scores);
+        const int64_t side = columns * D, block = BLOCK * D;
+        auto words = [&take](int64_t numbers) { return (W*)take(numbers / PER); };
+        keys_across = words(side), values_down = words(side), query = words(block);
+        out = take(block), weights = take(BLOCK * columns);
         if (!backward) return;
-        keys = take(side), values_across = take(side), key_sums = take(side), value_sums = take(side);
-        slopes = take(scores);
+        keys_down = words(side), values_across = words(side), gradient = words(block);
+        query_down = PER > 1 ? words(block) : query, gradient_down = PER > 1 ? words(block) : gradient;
+        slopes = take(BLOCK * columns), key_sums = take(side), value_sums = take(side);
     }
 
-    void put_across(float* across, int64_t column, const float* x) const {
-        float* to = column_of(across, column, D);
-        for (int64_t d = 0; d < D; d++) to[d * LANES] = x[d];
+    void put_along(W* along, int64_t index, const T* x) const {
+        for (int64_t d = 0; d < D; d += LANES) store((Number*)along + index * D + d, load(x + d));
+    }
+
+    static Words words_at(const W* p) {
+        Words x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+
+    // Below the row, where it is the first of its words, come zeros.
+    void put_down(W* down, int64_t index, const T* x) const {
+        if constexpr (PER == 1)
+            put_along(down, index, x);
+        else
+            for (int64_t d = 0; d < D; d += LANES) {
+                W* to = down + index / PER * D + d;
+                Words both = words_of(x + d);
+                if (index % 2) both = both << 16 | (words_at(to) & 0xffff);
+                std::memcpy((void*)to, &both, sizeof both);
+            }
+    }
+
+    void put_across(W* across, int64_t column, const T* x) const {
+        alignas(64) W row[LANES];
+        W* to = across + column / LANES * LANES * (D / PER) + column % LANES;
+        for (int64_t d = 0; d < D; d += LANES, to += LANES * LANES / PER) {
+            store((Number*)row, load(x + d));
+            UNROLLED
+            for (int i = 0; i < LANES / PER; i++) to[i * LANES] = row[i];
+        }
+    }
+
+    // Products of `rows` rows along with the first `count` rows across.
+    void products(const W* along, const W* across, float* scores, int64_t rows, int64_t count) const {
+        const int64_t words = D / PER;
+        multiply<W>({along, words, 1}, {across, LANES, LANES * words}, {scores, columns, false}, rows, in_vectors(count), words);
+    }
+
+    // `out`: for each of `rows`, the sum of `count` rows by its weights, which stand where its scores did.
+    void weighted(const float* weights, const W* down, int64_t rows, int64_t count) const {
+        multiply<W>({(const W*)weights, columns, 1}, {down, D, LANES}, {out, D, false}, rows, D / LANES, (count + PER - 1) / PER);
+    }
+
+    // Adds to each of `count` sums the block's `rows` by their weights, which stand down.
+    void add(float* sums, const float* weights, const W* down, int64_t rows, int64_t count) const {
+        multiply<W>({(const W*)weights, 1, PER * columns}, {down, D, LANES}, {sums, D, true}, count, D / LANES, (rows + PER - 1) / PER);
     }
 };
 
 template <class T>
-void take_keys(Room& room, const Heads& key, const Heads& value, int64_t head, int64_t token, int64_t count, int64_t column, bool backward) {
+void take_keys(Room<T>& room, const Heads& key, const Heads& value, int64_t head, int64_t token, int64_t count, int64_t column, bool backward) {
     for (int64_t i = 0; i < count; i++, column++) {
-        const int64_t D = room.D;
-        float* mine = backward ? room.keys + column * D : room.out;
-        copy_in(at<T>(key, head, token + i), mine, D);
-        room.put_across(room.keys_across, column, mine);
-        copy_in(at<T>(value, head, token + i), room.values + column * D, D);
-        if (backward) room.put_across(room.values_across, column, room.values + column * D);
+        const T *one = at<T>(key, head, token + i), *other = at<T>(value, head, token + i);
+        room.put_across(room.keys_across, column, one);
+        room.put_down(room.values_down, column, other);
+        if (!backward) continue;
+        room.put_down(room.keys_down, column, one);
+        room.put_across(room.values_across, column, other);
     }
-}
-
-// Products of `rows` queries from the block with all keys up to `columns`.
-void products(const Room& room, const float* block, const float* across, float* out, int64_t rows, int64_t columns) {
-    multiply({block, room.D, 1}, {across, LANES, LANES * room.D}, {out, room.columns, false}, rows, in_vectors(columns), room.D);
-}
-
-// Sums of `rows` weighted rows of D numbers.
-void weighted(const Room& room, const float* weights, const float* x, float* out, int64_t rows, int64_t columns) {
-    multiply({weights, room.columns, 1}, {x, room.D, LANES}, {out, room.D, false}, rows, room.D / LANES, columns);
 }
 
 // Scores beyond what a query sees, up to a whole vector beyond what the block sees.
 inline void hide(float* row, int64_t visible, int64_t columns, float nothing) {
-    for (int64_t k = visible; k < in_vectors(columns) * LANES; k++) row[k] = nothing;
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t k = visible / LANES * LANES; k < columns; k += LANES)
+        store(row + k, lanes < (int32_t)(visible - k) ? load(row + k) : all(nothing));
 }
 
 struct Piece {
@@ -207,13 +181,14 @@ struct Piece {
 };
 
 template <class T>
-void forward_piece(const Packed& packed, Room& room, const Heads& query, const Heads& out, float* normalizer, int64_t head, Piece piece) {
+void forward_piece(const Packed& packed, Room<T>& room, const Heads& query, const Heads& out, float* normalizer, int64_t head, Piece piece) {
     const int64_t D = room.D;
+    const float scale = (float)packed.scale;
     for (int64_t from = 0; from < piece.count; from += BLOCK) {
         const int64_t rows = piece.count - from < BLOCK ? piece.count - from : BLOCK;
         const int64_t columns = piece.prefix + from + rows, first = piece.token + from;
-        for (int64_t m = 0; m < rows; m++) copy_in(at<T>(query, head, first + m), room.query + m * D, D, (float)packed.scale);
-        products(room, room.query, room.keys_across, room.weights, rows, columns);
+        for (int64_t m = 0; m < rows; m++) room.put_along(room.query, m, at<T>(query, head, first + m));
+        room.products(room.query, room.keys_across, room.weights, rows, columns);
         float shares[BLOCK];
         for (int64_t m = 0; m < rows; m++) {
             float* row = room.weights + m * room.columns;
@@ -223,15 +198,15 @@ void forward_piece(const Packed& packed, Room& room, const Heads& query, const H
             for (int64_t k = 0; k < visible; k += LANES) top = larger(top, load(row + k));
             const float highest = largest(top);
             for (int64_t k = 0; k < columns; k += LANES) {
-                const Floats weight = exponential(load(row + k) - highest);
-                store(row + k, weight);
+                const Floats weight = exponential((load(row + k) - highest) * scale);
+                store((typename Room<T>::Number*)row + k, weight);
                 total += weight;
             }
             const float whole = sum(total);
             shares[m] = 1.0f / whole;
-            normalizer[head * packed.tokens + first + m] = highest + std::log(whole);
+            normalizer[head * packed.tokens + first + m] = highest * scale + std::log(whole);
         }
-        weighted(room, room.weights, room.values, room.out, rows, columns);
+        room.weighted(room.weights, room.values_down, rows, columns);
         for (int64_t m = 0; m < rows; m++) copy_out(room.out + m * D, at<T>(out, head, first + m), D, shares[m]);
     }
 }
@@ -242,37 +217,60 @@ struct Given {
     Heads query_gradient, key_gradient, value_gradient;
 };
 
+// The weights of one row, and the gradients of its scores, in place of its scores and of the gradients of its weights.
+inline void slope(float* weights, float* slopes, int64_t visible, int64_t columns, float scale, float normalizer, float inner) {
+    for (int64_t k = 0; k < visible; k += LANES)  // never above zero but for rounding
+        store(weights + k, exponential(-larger(normalizer - load(weights + k) * scale, all(0.0f))));
+    hide(weights, visible, columns, 0);
+    for (int64_t k = 0; k < columns; k += LANES) store(slopes + k, load(weights + k) * (load(slopes + k) - inner) * scale);
+}
+
+// Of rows m and m + 1, if there is one: weights down in place of those of m, slopes down in place of the weights of m + 1,
+// and slopes along in place of themselves.
 template <class T>
-void backward_piece(const Packed& packed, Room& room, const Given& given, int64_t head, Piece piece) {
+void into_words(const Room<T>& room, int64_t m, bool is_last, int64_t columns) {
+    const int64_t after = is_last ? 0 : room.columns;
+    float *weights = room.weights + m * room.columns, *slopes = room.slopes + m * room.columns;
+    for (int64_t k = 0; k < columns; k += LANES) {
+        const Floats rows[] = {load(weights + k), load(weights + after + k), load(slopes + k), load(slopes + after + k)};
+        alignas(64) bf16 narrow[4][LANES];
+        UNROLLED
+        for (int i = 0; i < 4; i++) store(narrow[i], is_last && i % 2 ? Floats{} : rows[i]);
+        const Words down[] = {words_of(narrow[0]) | words_of(narrow[1]) << 16, words_of(narrow[2]) | words_of(narrow[3]) << 16};
+        std::memcpy((void*)(weights + k), down, sizeof down[0]);
+        std::memcpy((void*)(weights + room.columns + k), down + 1, sizeof down[1]);
+        std::memcpy((bf16*)slopes + k, narrow[2], sizeof narrow[2]);
+        std::memcpy((bf16*)(slopes + room.columns) + k, narrow[3], sizeof narrow[3]);
+    }
+}
+
+template <class T>
+void backward_piece(const Packed& packed, Room<T>& room, const Given& given, int64_t head, Piece piece) {
     const int64_t D = room.D;
     for (int64_t from = 0; from < piece.count; from += BLOCK) {
         const int64_t rows = piece.count - from < BLOCK ? piece.count - from : BLOCK;
         const int64_t columns = piece.prefix + from + rows, first = piece.token + from;
         float inner[BLOCK];
         for (int64_t m = 0; m < rows; m++) {
-            copy_in(at<T>(given.query, head, first + m), room.query + m * D, D, (float)packed.scale);
-            copy_in(at<T>(given.gradient, head, first + m), room.other + m * D, D);
+            const T *query = at<T>(given.query, head, first + m), *gradient = at<T>(given.gradient, head, first + m);
             const T* out = at<T>(given.out, head, first + m);
+            room.put_along(room.query, m, query), room.put_along(room.gradient, m, gradient);
+            if (room.PER > 1) room.put_down(room.query_down, m, query), room.put_down(room.gradient_down, m, gradient);
             Floats total = {};
-            for (int64_t d = 0; d < D; d += LANES) total += load(room.other + m * D + d) * load(out + d);
+            for (int64_t d = 0; d < D; d += LANES) total += load(gradient + d) * load(out + d);
             inner[m] = sum(total);
         }
-        products(room, room.query, room.keys_across, room.weights, rows, columns);
-        products(room, room.other, room.values_across, room.slopes, rows, columns);
-        for (int64_t m = 0; m < rows; m++) {
-            float *row = room.weights + m * room.columns, *slope = room.slopes + m * room.columns;
-            const int64_t visible = columns - rows + m + 1;
-            const float normalizer = given.normalizer[head * packed.tokens + first + m];
-            for (int64_t k = 0; k < visible; k += LANES) store(row + k, exponential(load(row + k) - normalizer));
-            hide(row, visible, columns, 0);
-            for (int64_t k = 0; k < columns; k += LANES) store(slope + k, load(row + k) * (load(slope + k) - inner[m]));
-        }
-        const Rows weights = {room.weights, 1, room.columns}, slopes = {room.slopes, 1, room.columns};
-        multiply(weights, {room.other, D, LANES}, {room.value_sums, D, true}, columns, D / LANES, rows);
-        multiply(slopes, {room.query, D, LANES}, {room.key_sums, D, true}, columns, D / LANES, rows);
-        weighted(room, room.slopes, room.keys, room.out, rows, columns);
+        room.products(room.query, room.keys_across, room.weights, rows, columns);
+        room.products(room.gradient, room.values_across, room.slopes, rows, columns);
         for (int64_t m = 0; m < rows; m++)
-            copy_out(room.out + m * D, at<T>(given.query_gradient, head, first + m), D, (float)packed.scale);
+            slope(room.weights + m * room.columns, room.slopes + m * room.columns, columns - rows + m + 1, columns,
+                  (float)packed.scale, given.normalizer[head * packed.tokens + first + m], inner[m]);
+        if constexpr (in_pairs<T>)
+            for (int64_t m = 0; m < rows; m += 2) into_words(room, m, m + 1 == rows, columns);
+        room.add(room.value_sums, room.weights, room.gradient_down, rows, columns);
+        room.add(room.key_sums, in_pairs<T> ? room.weights + room.columns : room.slopes, room.query_down, rows, columns);
+        room.weighted(room.slopes, room.keys_down, rows, columns);
+        for (int64_t m = 0; m < rows; m++) copy_out(room.out + m * D, at<T>(given.query_gradient, head, first + m), D);
     }
 }
 
@@ -294,7 +292,7 @@ void forward(const Packed& packed, const Heads& query, const Heads& key, const H
     const int64_t tasks = packed.segments * packed.heads;
 #pragma omp parallel num_threads(packed.threads)
     {
-        Room room(packed, false);
+        Room<T> room(packed, false);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t head = task % packed.heads;
@@ -308,7 +306,7 @@ void forward(const Packed& packed, const Heads& query, const Heads& key, const H
 }
 
 template <class T>
-void give_sums(const Room& room, const Given& given, int64_t head, int64_t token, int64_t count, int64_t column) {
+void give_sums(const Room<T>& room, const Given& given, int64_t head, int64_t token, int64_t count, int64_t column) {
     for (int64_t i = 0; i < count; i++) {
         copy_out(room.key_sums + (column + i) * room.D, at<T>(given.key_gradient, head, token + i), room.D);
         copy_out(room.value_sums + (column + i) * room.D, at<T>(given.value_gradient, head, token + i), room.D);
@@ -320,7 +318,7 @@ void backward(const Packed& packed, const Given& given) {
     const int64_t tasks = packed.segments * packed.heads;
 #pragma omp parallel num_threads(packed.threads)
     {
-        Room room(packed, true);
+        Room<T> room(packed, true);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t segment = task / packed.heads, head = task % packed.heads, D = room.D;
@@ -342,7 +340,7 @@ void backward(const Packed& packed, const Given& given) {
 extern "C" {
 
 // Numbers in float32 that one thread works in.
-int64_t covey_shared_room(const Packed* packed, int64_t backward) { return Room::size(*packed, backward); }
+int64_t covey_shared_room(const Packed* packed, int64_t backward) { return Room<NUMBER>::size(*packed, backward); }
 
 // What the queries see into `out`, log-sum-exp of their scores into `normalizer` [query heads, tokens].
 void covey_shared_forward(const Packed* packed, const Heads* query, const Heads* key, const Heads* value, const Heads* out, float* normalizer) {

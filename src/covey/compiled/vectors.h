@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
@@ -43,20 +44,28 @@ inline Floats load(const float* p) {
     return x;
 }
 
-inline Floats load(const bf16* p) {
+// 16 numbers, one a word.
+inline Words words_of(const bf16* p) {
     Halves x;
     std::memcpy(&x, p, sizeof x);
-    return (Floats)(__builtin_convertvector(x, Words) << 16);
+    return __builtin_convertvector(x, Words);
 }
+
+inline Floats load(const bf16* p) { return (Floats)(words_of(p) << 16); }
 
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
-// To the nearest, ties to even.
+// To the nearest, ties to even; where there is an instruction for it, numbers below 2^-126 become zero.
 inline void store(bf16* p, Floats x) {
+#ifdef PAIRS
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(p, &half, sizeof half);
+#else
     Words bits = (Words)x;
     bits += 0x7fff + ((bits >> 16) & 1);
     Halves half = __builtin_convertvector(bits >> 16, Halves);
     std::memcpy(p, &half, sizeof half);
+#endif
 }
 
 inline float one(const float* p) { return *p; }
