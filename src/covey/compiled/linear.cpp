@@ -201,17 +201,18 @@ void covey_turned(const void* x, int64_t rows, int64_t columns, int64_t length, 
         }
 }
 
-// out = x times the weight, plus the bias; then SiLU of it, or it times `factor`.
-void covey_linear(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
-                  const void* factor, void* out, int64_t then, int64_t threads) {
+// As `covey_linear`, by all threads of a parallel region that each call it: no thread waits for another at the end, and outputs
+// of one size are computed by the same thread every time.
+void covey_linear_share(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
+                        const void* factor, void* out, int64_t then) {
     const Call call = {(const bf16*)x, rows, inside, outside, (const bf16*)weight, bias, (const bf16*)factor, out, then};
-    if (!rows) return;
     const int64_t panels = outside / LANES, columns = (panels + BROAD - 1) / BROAD, bands = (rows + DEEP - 1) / DEEP;
-    const int64_t blocks = (rows + TALL - 1) / TALL, height = (bands + blocks - 1) / blocks * DEEP;
-#pragma omp parallel for num_threads(threads) schedule(static) collapse(2) if (threads > 1)
+    const int64_t blocks = (rows + TALL - 1) / TALL;
+#pragma omp for schedule(static) collapse(2) nowait
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t i = 0; i < columns; i++) {
-            const int64_t from = block * height, to = from + height < rows ? from + height : rows;
+            const int64_t from = bands * block / blocks * DEEP, end = bands * (block + 1) / blocks * DEEP;
+            const int64_t to = end < rows ? end : rows;
             const int64_t after = panels - BROAD * (i + 1);
             const int64_t bytes = after > 0 ? (after < BROAD ? after : BROAD) * LANES * inside * sizeof(bf16) : 0;
             switch (panels - BROAD * i) {
@@ -221,6 +222,13 @@ void covey_linear(const void* x, int64_t rows, int64_t inside, int64_t outside, 
                 default: column<BROAD>(call, from, to, BROAD * i, bytes);
             }
         }
+}
+
+// out = x times the weight, plus the bias; then SiLU of it, or it times `factor`.
+void covey_linear(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
+                  const void* factor, void* out, int64_t then, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    covey_linear_share(x, rows, inside, outside, weight, bias, factor, out, then);
 }
 }
 

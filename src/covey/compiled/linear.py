@@ -43,8 +43,8 @@ class Kernels:
         self._pair_columns.argtypes = [pointer, *[size] * 3, pointer, size]
         for function in (self._multiply, self._turn, self._pair_rows, self._pair_columns):
             function.restype = None
-        self.multiply_address = ctypes.cast(self._multiply, pointer).value
-        """For kernels that call it themselves."""
+        self.share_address = ctypes.cast(found.covey_linear_share, pointer).value
+        """For kernels whose threads each call it."""
 
     def multiply(
         self,

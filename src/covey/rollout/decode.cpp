@@ -228,9 +228,9 @@ struct Slab {
     int64_t by_kind, by_row, by_head;
 };
 
-// covey_linear of linear.cpp.
-typedef void Multiply(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
-                      const void* factor, void* out, int64_t then, int64_t threads);
+// covey_linear_share of linear.cpp.
+typedef void Share(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
+                   const void* factor, void* out, int64_t then);
 
 // A weight in pairs.
 struct Linear {
@@ -249,7 +249,7 @@ struct Decoder {
     int64_t count;
     const float* norm;
     Linear head;
-    Multiply* multiply;
+    Share* share;
 };
 }
 
@@ -324,20 +324,19 @@ void attend_row(const Step& step, int64_t row, int64_t head, const Heads& query,
     }
 }
 
+// By all threads of a parallel region, which wait for each other at the end; as `add_norm`.
 template <class T, int VD>
 void attend(const Step& step, const Heads& query, const Heads& key, const Heads& value, const float* query_norm,
-                const float* key_norm, const Slab& own, const Slab& prompt, void* out) {
-    const int64_t tasks = step.rows * step.heads;
-#pragma omp parallel for num_threads(step.threads) schedule(dynamic, 4) if (step.threads > 1 && tasks > 8)
-    for (int64_t task = 0; task < tasks; task++)
+            const float* key_norm, const Slab& own, const Slab& prompt, void* out) {
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t task = 0; task < step.rows * step.heads; task++)
         attend_row<T, VD>(step, task / step.heads, task % step.heads, query, key, value, query_norm, key_norm, own,
                           prompt, (T*)out);
 }
 
 template <class T>
-void add_norm(float* x, const T* update, const float* weight, T* out, int64_t rows, int64_t size, double epsilon,
-              int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * size > 16384)
+void add_norm(float* x, const T* update, const float* weight, T* out, int64_t rows, int64_t size, double epsilon) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         float* mine = x + row * size;
         const int64_t whole = size / LANES * LANES;
@@ -364,31 +363,36 @@ void add_norm(float* x, const T* update, const float* weight, T* out, int64_t ro
     }
 }
 
+// By all threads of a parallel region.
 template <class T, int VD>
 void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* scratch, T* logits) {
     const Linear &qkv = decoder.layers->qkv, &gate = decoder.layers->gate, &out = decoder.layers->out;
     const int64_t rows = step.rows, hidden = qkv.inside, heads = step.heads * step.width;
     T *normed = scratch, *update = normed + rows * hidden, *projected = update + rows * hidden;
     T *attended = projected + rows * qkv.outside, *inner = attended + rows * out.inside;
+    const auto share = [&](const T* from, const Linear& by, T* to, Then then = NOTHING_MORE) {
+        decoder.share(from, rows, by.inside, by.outside, by.weight, by.bias, to, to, then);
+    };
     const auto product = [&](const T* from, const Linear& by, T* to, Then then = NOTHING_MORE) {
-        decoder.multiply(from, rows, by.inside, by.outside, by.weight, by.bias, to, to, then, step.threads);
+        share(from, by, to, then);
+#pragma omp barrier
     };
     const auto heads_at = [&](int64_t first) { return Heads{projected + first, qkv.outside, step.width}; };
     const Heads query = heads_at(0), key = heads_at(heads * step.repeats), value = heads_at(heads * (step.repeats + 1));
     const T* more = nullptr;
     for (int64_t i = 0; i < decoder.count; i++, more = update) {
         const Layer& layer = decoder.layers[i];
-        add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon, step.threads);
+        add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon);
         product(normed, layer.qkv, projected);
         attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
         product(attended, layer.out, update);
-        add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon, step.threads);
-        product(normed, layer.gate, inner, SILU);
+        add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon);
+        share(normed, layer.gate, inner, SILU);  // read below by the thread that wrote it
         product(normed, layer.up, inner, TIMES);
         product(inner, layer.down, update);
     }
-    add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon, step.threads);
-    product(normed, decoder.head, logits);
+    add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon);
+    share(normed, decoder.head, logits);
 }
 
 }  // namespace
@@ -399,20 +403,24 @@ extern "C" {
 // [rows, heads * repeats, D].
 void covey_attend(const Step* step, const Heads* query, const Heads* key, const Heads* value, const float* query_norm,
                   const float* key_norm, const Slab* own, const Slab* prompt, void* out) {
+#pragma omp parallel num_threads(step->threads) if (step->threads > 1 && step->rows * step->heads > 8)
     attend<NUMBER, VECTORS>(*step, *query, *key, *value, query_norm, key_norm, *own, *prompt, out);
 }
 
 // x [rows, size] += update (or nothing, when null); out = x / rms(x) * weight.
 void covey_add_norm(float* x, const void* update, const float* weight, void* out, int64_t rows, int64_t size,
                     double epsilon, int64_t threads) {
-    add_norm<NUMBER>(x, (const NUMBER*)update, weight, (NUMBER*)out, rows, size, epsilon, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * size > 16384)
+    add_norm<NUMBER>(x, (const NUMBER*)update, weight, (NUMBER*)out, rows, size, epsilon);
 }
 
 // A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
 // `prompts` are those of all layers; `scratch` is [rows, 2 hidden + outputs of qkv + inputs of out + outputs of gate]. In bfloat16.
 void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* scratch,
                   void* logits) {
-    if constexpr (sizeof(NUMBER) == sizeof(bf16))
+    if constexpr (sizeof(NUMBER) == sizeof(bf16)) {
+#pragma omp parallel num_threads(step->threads) if (step->threads > 1)
         decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)scratch, (NUMBER*)logits);
+    }
 }
 }

@@ -53,7 +53,7 @@ class _Decoder(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("norm", ctypes.c_void_p),
         ("head", _Linear),
-        ("multiply", ctypes.c_void_p),
+        ("share", ctypes.c_void_p),
     )
 
 
@@ -68,9 +68,9 @@ class Weights:
         """Numbers that a row needs on its way."""
         layers = (_Layer(*map(_address, block.norms), *map(_Linear.of, block.products)) for block in blocks)
         self._layers = (_Layer * len(blocks))(*layers)
-        multiply = head.kernels.multiply_address
+        share = head.kernels.share_address
         self.decoder = _Decoder(
-            ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), _Linear.of(head), multiply
+            ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), _Linear.of(head), share
         )
 
     @staticmethod
