@@ -6,17 +6,6 @@
 
 namespace {
 
-// Calls visit(i, x) for the vectors of a row; what the last one lacks is NOTHING, and not a number stays none.
-template <class T, class Visit>
-inline void each(const T* row, int64_t size, float scale, Visit visit) {
-    const int64_t whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) visit(i, load(row + i) * scale);
-    if (whole == size) return;
-    float rest[LANES];
-    for (int64_t i = 0; i < LANES; i++) rest[i] = whole + i < size ? one(row + whole + i) * scale : NOTHING;
-    visit(whole, load(rest));
-}
-
 template <class T>
 void score(const T* logits, const int64_t* targets, float* logp, float* normalizer, float* entropy, int64_t rows, int64_t size,
            double scale, int64_t threads) {

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from covey.rollout.drawing import kernels_for
 from covey.rollout.sampler import SamplingParams
 
 BLOCK = 256
@@ -50,7 +51,13 @@ def draw(
     Greedy decoding takes the likeliest token (the first of equals); its log-probability is that at temperature 1.
     `in_place`: `logits` may be overwritten.
     """
-    scores = processed(logits, params, seen)  # [B, V]
+    is_plain = not (params.is_greedy or params.truncates or params.repetition_penalty != 1.0)
+    scores, scale = (logits, 1 / params.temperature) if is_plain else (processed(logits, params, seen), 1.0)  # [B, V]
+    kernels = None if with_entropy or params.is_greedy else kernels_for(scores)
+    if kernels is not None:
+        return Draw(*kernels.draw(scores, uniforms, scale))
+    if is_plain:
+        scores = processed(logits, params)
     top = scores.amax(-1, keepdim=True)
     scores = scores - top if scores is logits and not in_place else scores.sub_(top)
     weights = scores.exp() if with_entropy or params.is_greedy else scores.exp_()  # [B, V], the likeliest is 1

@@ -69,9 +69,7 @@ class Weights:
         layers = (_Layer(*map(_address, block.norms), *map(_Linear.of, block.products)) for block in blocks)
         self._layers = (_Layer * len(blocks))(*layers)
         share = head.kernels.share_address
-        self.decoder = _Decoder(
-            ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), _Linear.of(head), share
-        )
+        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), _Linear.of(head), share)
 
     @staticmethod
     def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> Weights | None:

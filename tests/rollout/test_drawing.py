@@ -1,0 +1,79 @@
+"""Tokens drawn by the compiled kernel: the same as by PyTorch's operations, at every uniform and in every type."""
+
+import math
+
+import pytest
+import torch
+
+from covey.compiled import why_not
+from covey.rollout import SamplingParams, sampling
+from covey.rollout.drawing import kernels_for
+from covey.rollout.sampling import draw
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def by_operations(monkeypatch, *given, **options):
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "kernels_for", lambda logits: None)
+        return draw(*given, **options)
+
+
+@pytest.fixture
+def logits():
+    return torch.randn(40, 701, generator=torch.Generator().manual_seed(0)) * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 16, 256, 257, 512, 701])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_tokens_and_log_probabilities_are_those_of_pytorchs_operations(logits, dtype, size, temperature, monkeypatch):
+    logits, params = logits[:, :size].to(dtype), SamplingParams(temperature=temperature)
+    assert kernels_for(logits) is not None
+    points = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine, theirs = draw(logits, points, params), by_operations(monkeypatch, logits, points, params)
+    assert torch.equal(mine.tokens, theirs.tokens)
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-6, rtol=1e-6)
+
+
+def test_what_is_truncated_or_penalized_is_drawn_from_what_is_left(logits, monkeypatch):
+    params = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+    seen = torch.rand(logits.shape, generator=torch.Generator().manual_seed(2)) < 0.1
+    points = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine = draw(logits, points, params, seen=seen)
+    theirs = by_operations(monkeypatch, logits, points, params, seen=seen)
+    assert torch.equal(mine.tokens, theirs.tokens)
+    torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
+@pytest.mark.parametrize("place", [0, 15, 255, 256, 699])
+def test_a_token_that_cannot_be_drawn_never_is(u, place):
+    logits = torch.full((1, 700), -math.inf)
+    logits[0, place] = -5.0
+    drawn = draw(logits, torch.tensor([u], dtype=torch.float64), SamplingParams())
+    assert drawn.tokens.item() == place
+    assert drawn.logprobs.item() == 0.0
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_not_a_number_shows_in_the_log_probability(logits, wrong):
+    logits[3, 400] = wrong
+    drawn = draw(logits, torch.full((40,), 0.3, dtype=torch.float64), SamplingParams())
+    assert drawn.logprobs[3].isnan()
+    assert 0 <= int(drawn.tokens[3]) < 701
+    assert drawn.logprobs[[*range(3), *range(4, 40)]].isfinite().all()
+
+
+def test_results_do_not_depend_on_the_number_of_threads(logits):
+    points, before = torch.rand(40, dtype=torch.float64), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(draw(logits, points, SamplingParams()))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert torch.equal(found[0].tokens, other.tokens)
+        assert torch.equal(found[0].logprobs, other.logprobs)
