@@ -103,7 +103,7 @@ def test_groups_are_joined_until_a_batch_has_enough():
     rows = groups_of_rows((4, 3), (4, 3), (4, 3))  # 16 tokens each, their prompt counted once
     whole = {"max_rows": 99, "max_tokens": 99, "shares_prompts": True}
     assert sizes(microbatches(rows, **whole)) == [[(0, 4), (1, 4), (2, 4)]]
-    assert sizes(microbatches(rows, **whole, enough_tokens=32)) == [[(0, 4), (1, 4)], [(2, 4)]]
+    assert sizes(microbatches(rows, **whole, enough_tokens=32)) == [[(0, 4), (2, 4)], [(1, 4)]]
 
 
 def test_a_group_that_is_more_than_enough_is_kept_together_so_that_its_prompt_is_computed_once():
@@ -120,6 +120,22 @@ def test_a_group_that_is_more_than_enough_is_kept_together_so_that_its_prompt_is
         [(1, 2)],
         [(1, 2)],
     ]
+
+
+def test_a_shared_prompt_is_computed_once_where_that_takes_no_more_batches():
+    rows = groups_of_rows((8, 7), (8, 6), (8, 5), (8, 3))  # 36, 32, 28 and 20 tokens
+    given = {"max_rows": 99, "shares_prompts": True}
+    assert sizes(microbatches(rows, **given, max_tokens=60)) == [[(1, 4), (2, 4)], [(0, 4), (3, 4)]]
+    assert sizes(microbatches(rows, **given | {"max_rows": 7}, max_tokens=60)) == [
+        [(0, 4), (1, 2)],
+        [(1, 2), (2, 4), (3, 1)],
+        [(3, 3)],
+    ], "whole groups would take one more"
+
+
+def test_rows_that_share_no_prompt_are_padded_with_those_of_their_length():
+    rows = groups_of_rows((8, 9), (8, 2), (8, 8), (8, 1))
+    assert sizes(microbatches(rows, max_rows=8)) == [[(0, 4), (2, 4)], [(1, 4), (3, 4)]]
 
 
 def test_the_first_completion_token_is_predicted_by_the_prompts_last():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,27 +72,47 @@ def microbatches(
 ) -> list[list[Row]]:
     """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` tokens as `tokens_in` counts (one row always fits).
 
-    `enough_tokens`: a batch grows beyond these only by completions of the group that it began with. Longest first, group by
-    group: rows of one prompt share a batch, little is padded, and the largest batch comes first, so that a step that cannot
-    fit in memory fails at once.
+    `enough_tokens`: a batch grows beyond these only by completions of the group that it began with. Rows of one prompt share
+    a batch, little is padded, and the largest batch comes first, so that a step that cannot fit in memory fails at once.
+    A prompt that is shared is computed in one batch only wherever that takes no more of them.
     """
     members: dict[int, list[Row]] = {}
     for row in rows:
         members.setdefault(row.group, []).append(row)
     longest = {index: max(row.num_tokens for row in group) for index, group in members.items()}
     whole = {index: tokens_in(group, shares_prompts) for index, group in members.items()}
+    ordered = sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens))
+
+    def fits(batch: Sequence[Row]) -> bool:
+        limit = limit_of(whole[batch[0].group], max_tokens, enough_tokens)
+        return len(batch) <= max_rows and (limit is None or tokens_in(batch, shares_prompts) <= limit)
+
     batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens)):
-        current = batches[-1] if batches else []
-        is_full = len(current) >= max_rows
-        limit = limit_of(whole[current[0].group], max_tokens, enough_tokens) if current else None
-        if limit is not None:
-            is_full = is_full or tokens_in([*current, row], shares_prompts) > limit
-        if current and not is_full:
-            current.append(row)
+    for row in ordered:
+        if batches and fits([*batches[-1], row]):
+            batches[-1].append(row)
         else:
             batches.append([row])
+    for count in range(1, len(batches) + 1) if shares_prompts else ():
+        found = _of_whole_groups(members, whole, count, fits)
+        if found is not None:
+            return found
     return batches
+
+
+def _of_whole_groups(
+    members: Mapping[int, list[Row]], whole: Mapping[int, int], count: int, fits: Callable[[Sequence[Row]], bool]
+) -> list[list[Row]] | None:
+    """So many batches of nearly as many tokens, no group in two of them; None where that is not found."""
+    batches: list[list[Row]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for group in sorted(members, key=lambda group: -whole[group]):
+        place = tokens.index(min(tokens))
+        batches[place] += members[group]
+        tokens[place] += whole[group]
+        if not fits(batches[place]):
+            return None
+    return [batches[place] for place in sorted(range(count), key=lambda place: -tokens[place])]
 
 
 def limit_of(group_tokens: int, max_tokens: int | None, enough_tokens: int | None) -> int | None:
