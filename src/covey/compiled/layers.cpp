@@ -57,8 +57,13 @@ void norm_backward(const Y* gradient, const X* x, const float* weight, const flo
 }
 
 inline Floats sigmoid(Floats x) {
+#ifdef WIDE  // where `exponential` takes what is above 0 too
+    const Floats e = exponential((Floats)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)-x));
+    return all(1.0f) / (e + 1.0f);
+#else
     const Floats e = exponential(x < all(0.0f) ? x : -x), over = all(1.0f) / (e + 1.0f);
     return x < all(0.0f) ? e * over : over;
+#endif
 }
 
 // out = SiLU(gate) * up

@@ -133,12 +133,18 @@ inline Floats sums(const Floats* x) {
 #endif
 }
 
-// e^x for x <= 0, to 2 units in the last place (the polynomial of Cephes' expf). What is not a number stays none.
+// e^x for x <= 0, and up to 87 where vectors are WIDE, to 2 units in the last place (the polynomial of Cephes' expf). What is
+// not a number stays none.
 inline Floats exponential(Floats x) {
+#ifdef WIDE
+    x = (Floats)_mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x);  // of which the second is taken where it is no number
+    const Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     x = x < all(-87.0f) ? all(-87.0f) : x;
-    Floats n = x * 1.44269504f;
-    Ints whole = __builtin_convertvector(n - 0.5f, Ints);  // truncation towards 0 of a negative number, minus a half: the nearest
-    n = __builtin_convertvector(whole, Floats);
+    // truncation towards 0 of a negative number, minus a half: the nearest
+    const Ints whole = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
+    const Floats n = __builtin_convertvector(whole, Floats);
+#endif
     Floats r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -146,8 +152,12 @@ inline Floats exponential(Floats x) {
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    y = y * (r * r) + (r + 1.0f);
+#ifdef WIDE
+    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
     return y * (Floats)((whole + 127) << 23);
+#endif
 }
 
 // Calls visit(i, x) for the vectors of a row; what the last one lacks is NOTHING, and not a number stays none.

@@ -44,16 +44,17 @@ def draw(
     seen: Tensor | None = None,
     with_entropy: bool = False,
     in_place: bool = False,
+    by_operations: bool = False,
 ) -> Draw:
     """Draw one token a row from `logits` [B, V] with `uniforms` [B] in [0, 1).
 
     `seen` [B, V] bool marks the tokens that a repetition penalty applies to; it is needed only with one.
     Greedy decoding takes the likeliest token (the first of equals); its log-probability is that at temperature 1.
-    `in_place`: `logits` may be overwritten.
+    `in_place`: `logits` may be overwritten. `by_operations`: by PyTorch's alone, which a graph can capture.
     """
     is_plain = not (params.is_greedy or params.truncates or params.repetition_penalty != 1.0)
     scores, scale = (logits, 1 / params.temperature) if is_plain else (processed(logits, params, seen), 1.0)  # [B, V]
-    kernels = None if with_entropy or params.is_greedy else kernels_for(scores)
+    kernels = None if with_entropy or params.is_greedy or by_operations else kernels_for(scores)
     if kernels is not None:
         return Draw(*kernels.draw(scores, uniforms, scale))
     if is_plain:

@@ -107,7 +107,8 @@ class StaticFlight(Flight):
             row[WRITTEN] * live,
         )  # a plain 0 would come from the host
         seen = None if self.seen is None else self.seen[:rows]
-        drawn: Draw = draw(logits, self.uniforms[seat, written], self.params, seen=seen, in_place=True)
+        uniforms = self.uniforms[seat, written]
+        drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True, by_operations=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs
         if self.outside is not None:
             outside = self.outside[seat, written]
