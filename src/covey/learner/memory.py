@@ -219,9 +219,14 @@ def _most_tokens(
 
     With what `pads` it to a length that returns.
     """
-    every = rows * completion + -(-rows // group) * prompt
-    limit = limit_of(prompt + min(group, rows) * completion, max_tokens, enough_tokens)
+    groups, whole = -(-rows // group), prompt + min(group, rows) * completion
+    every = rows * completion + groups * prompt
+    limit = limit_of(whole, max_tokens, enough_tokens)
     tokens = every if limit is None else min(every, max(limit, prompt + completion))
+    for batches in range(1, -(-every // tokens) + 1):  # whole groups, where that takes no more batches
+        if -(-groups // batches) * whole <= tokens:
+            tokens = -(-groups // batches) * whole
+            break
     return repeating(tokens) if pads else tokens
 
 
