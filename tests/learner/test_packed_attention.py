@@ -93,8 +93,9 @@ def test_scores_as_large_as_a_float_can_hold_neither_overflow_nor_vanish(one_thr
 
 
 @needs_kernels
-def test_results_do_not_depend_on_the_number_of_threads(one_thread, monkeypatch):
-    inputs = given(torch.float32, 4, 2, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_the_number_of_threads(dtype, one_thread, monkeypatch):
+    inputs = given(dtype, 4, 2, 32)
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -165,9 +166,9 @@ def test_kernels_that_compute_something_else_are_found_out(one_thread, fresh, mo
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, slack, one_thread, monkeypatch, tmp_path):
+@pytest.mark.parametrize("flags", [["-mno-avx512bf16"], ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]])
+def test_what_is_compiled_for_an_older_processor_is_the_same(dtype, slack, flags, one_thread, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    flags = ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]
     plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, (f"NUMBER={compiled.NUMBERS[dtype]}",), flags))))
     inputs = given(dtype, 2, 3, 80)
     exact = through(None, [x.double() for x in inputs], monkeypatch)
@@ -175,15 +176,32 @@ def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, slac
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_what_is_not_a_number_does_not_vanish(which, one_thread, monkeypatch):
+def test_what_is_not_a_number_does_not_vanish(which, dtype, one_thread, monkeypatch):
     """The last token's query, key or value: its output is none either, nor are all gradients; other completions have theirs."""
-    query, key, value, gradient = given(torch.float32, 1, 1, 16)
+    query, key, value, gradient = given(dtype, 1, 1, 16)
     {"query": query, "key": key, "value": value}[which][:, -1] = float("nan")
     out, *gradients = through(kernels_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
     assert out[:, -1].isnan().all()
     assert out[:, :-2].isfinite().all()
     assert not all(one.isfinite().all() for one in gradients)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_a_number_stays_in_its_completion(dtype, one_thread, monkeypatch):
+    """One thread takes all pieces one after another in the same room; every piece of the first prompt ends at another column."""
+    query, key, value, gradient = given(dtype, 1, 1, 16)
+    clean = through(kernels_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
+    for x in (query, key, value):
+        x[:, 39:64] = float("nan")  # the longest completion of the first prompt, which comes last
+    found = through(kernels_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
+    for one, two in zip(found, clean, strict=True):
+        assert one[:, 39:64].isnan().any()
+        assert torch.equal(one[:, 64:], two[:, 64:])
+    for one, two in zip(found[:2], clean[:2], strict=True):
+        assert torch.equal(one[:, :39], two[:, :39])
 
 
 @needs_kernels

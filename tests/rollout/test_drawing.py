@@ -1,13 +1,14 @@
 """Tokens drawn by the compiled kernel: the same as by PyTorch's operations, at every uniform and in every type."""
 
+import ctypes
 import math
 
 import pytest
 import torch
 
-from covey.compiled import why_not
+from covey.compiled import NUMBERS, built, why_not
 from covey.rollout import SamplingParams, sampling
-from covey.rollout.drawing import kernels_for
+from covey.rollout.drawing import SOURCE, Kernels, kernels_for
 from covey.rollout.sampling import draw
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -46,6 +47,19 @@ def test_what_is_truncated_or_penalized_is_drawn_from_what_is_left(logits, monke
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["-mno-avx512bf16"], ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_for_an_older_processor_is_the_same(logits, dtype, flags, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = Kernels(ctypes.CDLL(str(built(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), flags))))
+    points = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tokens, logprobs = plain.draw(logits.to(dtype), points, 0.7)
+    expected = kernels_for(logits.to(dtype)).draw(logits.to(dtype), points, 0.7)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logprobs, expected[1], atol=2e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 @pytest.mark.parametrize("place", [0, 15, 255, 256, 699])
 def test_a_token_that_cannot_be_drawn_never_is(u, place):
@@ -54,6 +68,16 @@ def test_a_token_that_cannot_be_drawn_never_is(u, place):
     drawn = draw(logits, torch.tensor([u], dtype=torch.float64), SamplingParams())
     assert drawn.tokens.item() == place
     assert drawn.logprobs.item() == 0.0
+
+
+@pytest.mark.parametrize("size", [16, 300, 701])
+@pytest.mark.parametrize("row", [3, 39])
+def test_a_row_without_any_possible_token_says_so_and_stays_in_the_vocabulary(logits, size, row):
+    logits = logits[:, :size].contiguous()
+    logits[row] = -math.inf
+    drawn = draw(logits, torch.full((40,), 0.3, dtype=torch.float64), SamplingParams())
+    assert drawn.logprobs[row].isnan()
+    assert 0 <= int(drawn.tokens[row]) < size
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])

@@ -50,7 +50,7 @@ struct Packed {
     const int64_t* firsts;   // [segments + 1] its first completion in `counts`
     const int64_t* counts;   // [completions] tokens of each; they follow the prompt without a gap
     float* rooms;            // [threads, what `covey_shared_room` says] zeros
-    double scale;
+    double scale;            // above 0
 };
 
 int omp_get_thread_num(void);
@@ -220,9 +220,10 @@ struct Given {
 // The weights of one row, and the gradients of its scores, in place of its scores and of the gradients of its weights.
 inline void slope(float* weights, float* slopes, int64_t visible, int64_t columns, float scale, float normalizer, float inner) {
     for (int64_t k = 0; k < visible; k += LANES)  // never above zero but for rounding
-        store(weights + k, exponential(-larger(normalizer - load(weights + k) * scale, all(0.0f))));
+        store(weights + k, exponential(-larger(all(0.0f), normalizer - load(weights + k) * scale)));
     hide(weights, visible, columns, 0);
     for (int64_t k = 0; k < columns; k += LANES) store(slopes + k, load(weights + k) * (load(slopes + k) - inner) * scale);
+    hide(slopes, visible, columns, 0);  // what an earlier piece left there may be no number
 }
 
 // Of rows m and m + 1, if there is one: weights down in place of those of m, slopes down in place of the weights of m + 1,

@@ -217,16 +217,12 @@ def _most_tokens(
 ) -> int:
     """Of the micro-batch that `rows` completions of `completion` tokens begin with, in groups of `group` behind prompts of `prompt`.
 
-    With what `pads` it to a length that returns.
+    With what `pads` it to a length that returns. Batches of whole groups are mostly smaller; shorter completions fill them.
     """
     groups, whole = -(-rows // group), prompt + min(group, rows) * completion
     every = rows * completion + groups * prompt
     limit = limit_of(whole, max_tokens, enough_tokens)
     tokens = every if limit is None else min(every, max(limit, prompt + completion))
-    for batches in range(1, -(-every // tokens) + 1):  # whole groups, where that takes no more batches
-        if -(-groups // batches) * whole <= tokens:
-            tokens = -(-groups // batches) * whole
-            break
     return repeating(tokens) if pads else tokens
 
 
@@ -258,7 +254,7 @@ def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_
     return chunks + gradient + copies, gradient * (2 if shape.is_tied else 1)
 
 
-_HOLES, _HOLES_OF_ADAPTERS = 0.3, 0.7
+_HOLES, _HOLES_OF_ADAPTERS = 0.25, 0.3
 """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux): an
 adapter's small tensors stand between large ones."""
 

@@ -74,7 +74,7 @@ def microbatches(
 
     `enough_tokens`: a batch grows beyond these only by completions of the group that it began with. Rows of one prompt share
     a batch, little is padded, and the largest batch comes first, so that a step that cannot fit in memory fails at once.
-    A prompt that is shared is computed in one batch only wherever that takes no more of them.
+    Where all groups can be kept whole in no more batches, no shared prompt is computed twice, and batches are of nearly one size.
     """
     members: dict[int, list[Row]] = {}
     for row in rows:

@@ -27,6 +27,7 @@ Drawn draw(const T* row, int64_t size, float scale, double uniform, float* sums)
     Floats tops = all(NOTHING);
     each(row, size, scale, [&](int64_t, Floats x) { tops = larger(tops, x); });
     const float top = largest(tops);
+    if (!(top > NOTHING)) return {0, NAN};  // no token is possible, not even what stands for the lanes beyond the last
     double total = 0;
     for (int64_t block = 0; block < blocks; block++) {
         Floats here = {};
@@ -57,7 +58,7 @@ Drawn draw(const T* row, int64_t size, float scale, double uniform, float* sums)
 extern "C" {
 
 // `tokens` and their log-probabilities [rows] under softmax(scale * logits) of `logits` [rows, size], by `uniforms` [rows] in
-// [0, 1). `sums` is [rows, size / 256].
+// [0, 1). `sums` is [rows, size / 256], rounded up.
 void covey_draw(const void* logits, const double* uniforms, int64_t* tokens, float* logps, float* sums, int64_t rows, int64_t size,
                 double scale, int64_t threads) {
     const int64_t blocks = (size + BLOCK - 1) / BLOCK;

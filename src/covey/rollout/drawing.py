@@ -31,8 +31,8 @@ class Kernels:
         """
         rows, size = logits.shape
         logits, uniforms = logits.contiguous(), uniforms.double().contiguous()
-        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        sums = torch.empty(rows, -(-size // BLOCK), dtype=torch.float32)
+        tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
+        sums = logits.new_empty(rows, -(-size // BLOCK), dtype=torch.float32)
         places = (x.data_ptr() for x in (logits, uniforms, tokens, logprobs, sums))
         self._draw(*places, rows, size, scale, torch.get_num_threads())
         return tokens, logprobs
