@@ -254,7 +254,7 @@ def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_
     return chunks + gradient + copies, gradient * (2 if shape.is_tied else 1)
 
 
-_HOLES, _HOLES_OF_ADAPTERS = 0.25, 0.3
+_HOLES, _HOLES_OF_ADAPTERS = 0.25, 0.4
 """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux): an
 adapter's small tensors stand between large ones."""
 
