@@ -126,7 +126,7 @@ inline void turn(__m512i* x) {
 }
 
 // 16 numbers in bfloat16, one a word.
-inline __m512i words(const bf16* x) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)); }
+inline __m512i words(const bf16* x) { return (__m512i)words_of(x); }
 inline __m512i words(const float* x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)load(x))); }
 
 // The first `count` of 16 pairs of neighbours in bfloat16, behind them zeros.

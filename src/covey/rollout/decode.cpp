@@ -102,10 +102,7 @@ void add_values(const T* value, int here, const float* kept, const float scores[
         uint32_t weights[RQ][CHUNK / 2];
         UNROLLED
         for (int q = 0; q < RQ; q++)
-            for (int k = 0; k < here; k += LANES) {
-                const __m256bh half = _mm512_cvtneps_pbh((__m512)load(scores[q] + k));
-                std::memcpy(weights[q] + k / 2, &half, sizeof half);
-            }
+            for (int k = 0; k < here; k += LANES) store((bf16*)weights[q] + k, load(scores[q] + k));
         for (int k = 0; k < here; k += 2) {
             const T* first = value + (int64_t)k * D;
             const T* second = k + 1 < here ? first + D : first;  // its weight is 0

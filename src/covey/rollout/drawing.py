@@ -13,7 +13,7 @@ from covey.compiled import NUMBERS, largest_gap, proven
 
 SOURCE = Path(__file__).with_name("draw.cpp")
 BLOCK = 256
-"""Tokens whose weights are summed before the drawn one is looked for among them; as in draw.cpp."""
+"""Tokens whose weights are summed before the drawn one is looked for among them, here as in draw.cpp and by operations."""
 
 
 class Kernels:

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.rollout.drawing import kernels_for
+from covey.rollout.drawing import BLOCK, kernels_for
 from covey.rollout.sampler import SamplingParams
 
-BLOCK = 256
-"""Width of the first level of the search; V / 256 sums, then 256 entries."""
 HEAD = 512
 """Tokens that top-p sorts before it sorts the whole vocabulary, for the rows whose mass is not in them."""
 
