@@ -11,7 +11,7 @@ an eighth faster than oneDNN, with nothing kept for each number of rows, and a w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from covey.compiled import NUMBERS
 from covey.compiled.linear import BLOCK, PANEL, Kernels, kernels
@@ -30,6 +29,8 @@ KEPT = 580 * 2**10
 (measured over a thousand sizes with torch 2.13; limits of its caches free a fifth of it). Building it takes up to a millisecond."""
 SMALLEST = 2**20
 """Multiplications below which nothing is gained."""
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that kernels may read: none that is spread over processes."""
 
 
 @functools.cache
@@ -98,8 +99,10 @@ def _pairs_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Kernels | None:
     is_fit = (
         dtype == torch.bfloat16
         and weight.dtype in NUMBERS
-        and x.device.type == weight.device.type == "cpu"
-        and all(type(one) in (Tensor, nn.Parameter) for one in (x, weight))  # none that is spread over processes
+        and x.is_cpu
+        and weight.is_cpu
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
         and weight.is_contiguous()
         and fits(weight.shape[1], weight.shape[0])
         and x.numel() // x.shape[-1] * weight.numel() >= SMALLEST
@@ -182,30 +185,51 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class FasterProducts(TorchFunctionMode):
+class FasterProducts:
     """Inside, linear layers on a CPU are computed by `_Linear` in float32 and bfloat16 where that is faster, forward and backward.
 
     Nothing else changes, and nothing at all on other machines or in other precisions. Activations that the backward pass
     computes again must be computed inside too: see `fused_layers.Recomputing`.
+
+    It stands in the place of `torch.nn.functional.linear`: a mode would be asked at each of torch's functions, of which a step of
+    twelve layers calls thousands. Other threads see it too, and get the same products. What somebody else has put there stays.
     """
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if function is F.linear and not kwargs:
-            x, weight, bias = (*args, None)[:3]
-            is_cast = torch.is_autocast_enabled("cpu")
-            dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
-            is_alike = is_cast or x.dtype == weight.dtype  # else torch refuses
-            if is_alike and x.dtype in NUMBERS and in_pairs(x, weight, dtype):
-                return _Linear.apply(x.to(dtype), weight, bias)
-            if not is_cast and pays(x, weight):
-                return _Linear.apply(x, weight, bias)
-        return function(*args, **(kwargs or {}))
+    _lock = threading.Lock()
+    _inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            FasterProducts._inside += 1
+            if F.linear is _torchs_linear:
+                F.linear = _faster_linear
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            FasterProducts._inside -= 1
+            if not FasterProducts._inside and F.linear is _faster_linear:
+                F.linear = _torchs_linear
+
+
+_torchs_linear = F.linear
+
+
+def _faster_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`."""
+    x = input
+    is_cast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
+    if is_cast or dtype == weight.dtype:  # else torch refuses
+        if x.dtype in NUMBERS and in_pairs(x, weight, dtype):
+            return _applied(x.to(dtype), weight, bias)
+        if not is_cast and pays(x, weight):
+            return _applied(x, weight, bias)
+    return _torchs_linear(x, weight, bias)
+
+
+def _applied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = _Linear.apply(x, weight, bias)
+    return out
 
 
 def faster_products(device: torch.device) -> AbstractContextManager[Any]:

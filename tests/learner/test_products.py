@@ -159,3 +159,27 @@ def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monke
     assert calls
     for one, two in zip(mine, run(False), strict=True):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
+def test_afterwards_linear_layers_are_torchs_again_whatever_was_entered_inside():
+    original = F.linear
+    with FasterProducts():
+        inside = F.linear
+        assert inside is not original
+        with pytest.raises(KeyError), FasterProducts():
+            raise KeyError
+        assert F.linear is inside
+    assert F.linear is original
+
+
+def test_what_somebody_else_has_put_in_their_place_stays(monkeypatch):
+    theirs, x, weight = lambda *args: "theirs", torch.randn(2, 3), torch.randn(4, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "linear", theirs)
+        with FasterProducts():
+            assert F.linear(x, weight) == "theirs"
+        assert F.linear is theirs
+    with FasterProducts():
+        F.linear = theirs
+    assert F.linear is theirs
+    F.linear = products._torchs_linear
