@@ -114,8 +114,8 @@ def drawn(prompt: int, vocabulary: int) -> list[Group]:
 
 
 def operations(model: torch.nn.Module, groups: list[Group]) -> float:
-    """Forward and backward: 6 a weight and token in the blocks, 6 a weight of the head and completion token, 12 D c a layer
-    for attention over c tokens of context."""
+    """Forward and backward: 6 a weight and token in the blocks, where a completion's last is not needed, 6 a weight of the head and
+    completion token, 12 D c a layer for attention over c tokens of context."""
     config = model.config
     blocks = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     head = config.vocab_size * config.hidden_size
@@ -124,8 +124,8 @@ def operations(model: torch.nn.Module, groups: list[Group]) -> float:
         prompt = len(group.prompt.token_ids)
         contexts = prompt * (prompt + 1) / 2
         for completion in group.completions:
-            count = completion.num_tokens
-            total += 6 * count * (blocks + head)
+            count = completion.num_tokens - 1
+            total += 6 * count * blocks + 6 * completion.num_tokens * head
             contexts += count * prompt + count * (count + 1) / 2
         total += 6 * prompt * blocks + 12 * config.num_hidden_layers * config.hidden_size * contexts
     return total

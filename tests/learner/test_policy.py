@@ -107,7 +107,7 @@ def test_groups_are_joined_until_a_batch_has_enough():
 
 
 def test_a_group_that_is_more_than_enough_is_kept_together_so_that_its_prompt_is_computed_once():
-    rows = groups_of_rows((20, 5), (20, 5))  # 40 tokens each
+    rows = groups_of_rows((20, 6), (20, 6))  # 40 tokens each
     given = {"max_rows": 99, "enough_tokens": 30, "shares_prompts": True}
     assert sizes(microbatches(rows, **given, max_tokens=50)) == [[(0, 4)], [(1, 4)]]
     assert sizes(microbatches(rows, **given, max_tokens=None)) == [[(0, 4)], [(1, 4)]]
@@ -123,7 +123,7 @@ def test_a_group_that_is_more_than_enough_is_kept_together_so_that_its_prompt_is
 
 
 def test_a_shared_prompt_is_computed_once_where_that_takes_no_more_batches():
-    rows = groups_of_rows((8, 7), (8, 6), (8, 5), (8, 3))  # 36, 32, 28 and 20 tokens
+    rows = groups_of_rows((8, 8), (8, 7), (8, 6), (8, 4))  # 36, 32, 28 and 20 tokens
     given = {"max_rows": 99, "shares_prompts": True}
     assert sizes(microbatches(rows, **given, max_tokens=60)) == [[(1, 4), (2, 4)], [(0, 4), (3, 4)]]
     assert sizes(microbatches(rows, **given | {"max_rows": 7}, max_tokens=60)) == [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covey.compiled.layout import Layout
-from covey.learner.packing import Row
+from covey.learner.packing import Row, tokens_in
 from covey.learner.policy import Policy
 from covey.learner.shared import SharedRows, share_rows
 from covey.learner.shared_attention import SharedAttention
@@ -179,11 +179,21 @@ def test_a_model_that_cannot_share_is_measured_row_by_row_and_says_why(architect
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_prompt_is_there_once_and_positions_are_those_of_one_row():
+def test_a_prompt_is_there_once_last_tokens_are_not_and_positions_are_those_of_one_row():
     packed = share_rows(ROWS, torch.device("cpu"))
     assert isinstance(packed, SharedRows)
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 15, 20, 21, 12, 13, 14, 16, 17, 18, 19]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 4, 4, 5, 0, 1, 2, 2, 3, 4, 5]]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 20, 12, 13, 16, 17, 18]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 4, 0, 1, 2, 3, 4]]
+    assert tokens_in(ROWS, shares_prompts=True) == 12
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa"])
+def test_completions_of_one_token_are_predicted_by_the_prompt_alone(kernel):
+    rows = [row(0, A, [9]), row(0, A, [10]), row(1, B, [14, 15])]
+    policy = Policy(tiny_model(), pad_id=0, shared_attention=kernel)
+    together = gradients(policy, [rows])
+    assert policy._is_shared
+    assert_same(together, gradients(policy, [[one] for one in rows]))
 
 
 def test_the_model_still_generates_and_saves_as_before(tmp_path):

@@ -31,6 +31,11 @@ class Row:
     def num_tokens(self) -> int:
         return len(self.prompt.token_ids) + self.completion.num_tokens
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the completion that behind a shared prompt are computed: all that predict another."""
+        return max(0, self.completion.num_tokens - 1)
+
 
 def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Row]:
     """Every completion of every group, groups in order. Groups need advantages.
@@ -128,7 +133,7 @@ def tokens_in(rows: Sequence[Row], shares_prompts: bool) -> int:
     if not shares_prompts:
         return len(rows) * max(row.num_tokens for row in rows)
     prompts = {row.group: len(row.prompt.token_ids) for row in rows}
-    return sum(prompts.values()) + sum(row.completion.num_tokens for row in rows)
+    return sum(prompts.values()) + sum(row.num_computed for row in rows)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
 """Packed rows `[prompt | c1 | ... | cG]`: a prompt is computed once for all its completions, forward and backward.
 
 Completions see the prompt and themselves, never each other, and keep the positions they would have alone, so every number
-and every gradient is that of one row at a time. There is no padding outside attention.
+and every gradient is that of one row at a time. There is no padding outside attention, and the last token of a completion, which
+predicts nothing, is not computed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Segment:
     length: int
     """Tokens of the prompt: positions `start` to `start + length`."""
     index: Tensor
-    """[G, T], where each completion token stands in the packed row; any valid place beyond a completion's end."""
+    """[G, T], where each completion token that predicts another stands in the packed row; any valid place beyond a completion's end."""
     valid: Tensor
     """[G, T] bool"""
     mask: Tensor
@@ -98,15 +99,16 @@ def share_rows(
         ids.append(torch.tensor(prompt, dtype=torch.long))
         positions.append(torch.arange(len(prompt)))
         start, offset = offset, offset + len(prompt)
-        lengths = [rows[i].completion.num_tokens for i in members]
+        lengths = [rows[i].num_computed for i in members]
         segments.append(_segment(start, len(prompt), offset, lengths, device))
         for i, count in zip(members, lengths, strict=True):
+            tokens = rows[i].completion.token_ids
             steps = torch.arange(count)
-            ids.append(rows[i].completion.token_ids)
+            ids.append(tokens[:count])
             positions.append(len(prompt) + steps)
-            source.append(torch.cat([torch.tensor([start + len(prompt) - 1]), offset + steps[:-1]])[:count])
-            target.append(rows[i].completion.token_ids)
-            place.append(i * longest + steps)
+            source.append(torch.cat([torch.tensor([start + len(prompt) - 1]), offset + steps])[: len(tokens)])
+            target.append(tokens)
+            place.append(i * longest + torch.arange(len(tokens)))
             offset += count
     padding = shared_flex.padded(offset) - offset if kernel == "flex" else 0
     if kernel == "own" and device.type == "cpu" and offset >= FEWER_LENGTHS and not any_length:
@@ -198,7 +200,7 @@ def _attend(
     own = lambda x: x[:, segment.start : stop][None]  # [1, H, length, D]
     prompt = F.scaled_dot_product_attention(own(query), own(key), own(value), is_causal=True, **options)
     count, longest = segment.index.shape
-    if not count:
+    if not segment.index.numel():
         return [prompt[0].transpose(0, 1)]
     flat = segment.index.flatten()
     pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
