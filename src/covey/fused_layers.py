@@ -1,4 +1,4 @@
-"""Decoder layers on a CPU with what stands between their products computed by kernels: norms, rotations, gated SiLUs.
+"""Decoder layers on a CPU with what stands between their products computed by kernels: residual sums, norms, rotations, gated SiLUs.
 
 The modules stay transformers' own, adapters included. Inside `fused(model)` those whose formula the kernels know compute it
 in one pass over memory and keep less for the backward: a norm its input and one number a token, a gated layer the outputs
@@ -8,19 +8,20 @@ of its two projections. Each module is recognised by its values, on random numbe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from covey import fused_operations as operations
 from covey import products
 from covey.compiled import why_not
-from covey.compiled.layers import LANES, Kernels, kernels_for
+from covey.compiled.layers import LANES, kernels_for
+from covey.fused_operations import Forward, epsilon_of, is_plain, is_watched
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call to rotate queries and keys, a function of their module."""
@@ -28,8 +29,6 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """The children of a layer whose norms are read by products alone, never by the residual stream."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _KEPT = "_covey_fused_layers"
-
-Forward = Callable[..., Any]
 
 
 class FusedLayers:
@@ -68,6 +67,9 @@ class FusedLayers:
         """A copy of the model recognises its own modules."""
         return type(None), ()
 
+    def _knows(self, module: nn.Module) -> bool:
+        return any(module is known for known, _ in self._forwards)
+
     @torch.no_grad()
     def _recognise(self, layers: list[Any]) -> None:
         """Which modules compute what the kernels do."""
@@ -76,15 +78,17 @@ class FusedLayers:
                 attention = layer.self_attn
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm, *_norms_of_heads(attention)):
                     if _is_norm(norm):
-                        self._forwards.append((norm, partial(_normed, norm, norm.forward)))
+                        self._forwards.append((norm, partial(operations.normed, norm, norm.forward)))
                 if _is_gated(layer.mlp):
-                    self._forwards.append((layer.mlp, partial(_gated, layer.mlp, layer.mlp.forward)))
+                    self._forwards.append((layer.mlp, partial(operations.gated, layer.mlp, layer.mlp.forward)))
+                    if self._knows(layer.post_attention_layernorm) and _is_residual(layer):
+                        self._forwards.append((layer, partial(operations.layer, layer, layer.forward)))
             for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
                 original = getattr(home, ROTATION, None)
-                if isinstance(original, partial) and original.func is _rotated:
+                if isinstance(original, partial) and original.func is operations.rotated:
                     original = original.args[0]
                 if original is not None and _is_rotation(original):
-                    self._rotations.append((home, partial(_rotated, original)))
+                    self._rotations.append((home, partial(operations.rotated, original)))
 
 
 def faster(model: Any) -> AbstractContextManager[Any]:
@@ -141,7 +145,7 @@ def would_fuse(model: Any) -> bool:
     if layer is None or why_not() is not None or not _has_parts(layer.mlp):
         return False
     weight = getattr(layer.input_layernorm, "weight", None)
-    if weight is None or _epsilon(layer.input_layernorm) is None or not _is_silu(getattr(layer.mlp, "act_fn", None)):
+    if weight is None or epsilon_of(layer.input_layernorm) is None or not _is_silu(getattr(layer.mlp, "act_fn", None)):
         return False
     return not len(weight) % LANES and not layer.mlp.down_proj.in_features % LANES
 
@@ -188,15 +192,10 @@ def _norms_of_heads(attention: nn.Module) -> list[nn.Module]:
     return [norm for norm in found if norm is not None]
 
 
-def _epsilon(norm: Any) -> float | None:
-    found = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    return found if isinstance(found, float) else None
-
-
 def _is_norm(norm: Any) -> bool:
     """Whether it is the root-mean-square norm, times its weight."""
-    epsilon, weight = _epsilon(norm), getattr(norm, "weight", None)
-    if epsilon is None or "forward" in norm.__dict__ or not isinstance(weight, nn.Parameter) or not _is_plain(weight):
+    epsilon, weight = epsilon_of(norm), getattr(norm, "weight", None)
+    if epsilon is None or "forward" in norm.__dict__ or not isinstance(weight, nn.Parameter) or not is_plain(weight):
         return False
     if weight.ndim != 1 or len(weight) % LANES:
         return False
@@ -205,6 +204,37 @@ def _is_norm(norm: Any) -> bool:
         return _agree(norm.forward(x), F.rms_norm(x.float(), weight.shape, weight.float(), epsilon))
     except (RuntimeError, TypeError):
         return False
+
+
+def _is_residual(layer: Any) -> bool:
+    """Whether it computes `y + mlp(norm(y))` of `y = x + attention(norm(x))`, and attention hears what the layer is told."""
+    told = dict.fromkeys(("attention_mask", "position_ids", "past_key_values", "use_cache")) | {
+        "position_embeddings": ()
+    }
+    heard: dict[str, Any] = {}
+
+    def attend(hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
+        heard.update(named)
+        return 1.5 * hidden_states, None
+
+    parts = {layer.self_attn: attend, layer.mlp: lambda x: -0.5 * x}
+    if any(is_watched(module) for module in (layer, *parts)):
+        return False
+    x = torch.randn(1, 3, len(layer.input_layernorm.weight)).to(layer.input_layernorm.weight.dtype)
+    was_training = layer.training
+    try:
+        layer.training = False  # its activations are not computed again
+        for module, forward in parts.items():
+            module.__dict__["forward"] = forward
+        found = layer.forward(x, **told)
+    except (RuntimeError, TypeError):
+        return False
+    finally:
+        layer.training = was_training
+        for module in parts:
+            module.__dict__.pop("forward", None)
+    y = x + 1.5 * layer.input_layernorm(x)
+    return heard == told and isinstance(found, Tensor) and _agree(found, y - 0.5 * layer.post_attention_layernorm(y))
 
 
 def _is_silu(function: Any) -> bool:
@@ -221,7 +251,7 @@ def _is_gated(mlp: Any) -> bool:
     if "forward" in mlp.__dict__ or not _has_parts(mlp) or not _is_silu(getattr(mlp, "act_fn", None)):
         return False
     weight = next(mlp.parameters())
-    if not _is_plain(weight) or weight.ndim != 2 or not weight.is_floating_point():
+    if not is_plain(weight) or weight.ndim != 2 or not weight.is_floating_point():
         return False
     x = torch.randn(3, weight.shape[1]).to(weight.dtype)
     modes = {module: module.training for module in mlp.modules()}
@@ -253,139 +283,3 @@ def _agree(one: Tensor, two: Tensor) -> bool:
     top = float(two.abs().max())
     slack = 1e-4 if one.dtype == torch.float32 else 3e-2
     return one.shape == two.shape and top > 0 and float((one.float() - two.float()).abs().max()) < slack * top
-
-
-# -- what they compute ----------------------------------------------------------------------------------------------
-
-
-def _products_type(x: Tensor) -> torch.dtype:
-    """What the products that read `x` are computed in."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-
-
-def _is_plain(*tensors: Any) -> bool:
-    """Whether the kernels may read them: in a CPU's memory, no subclass that spreads a tensor over processes."""
-    return all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody has hooked into it, or put a `forward` of their own there."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)
-
-
-def _normed(norm: Any, original: Forward, x: Tensor) -> Any:
-    dtype = _products_type(x)
-    fits = _is_plain(x, norm.weight) and x.is_contiguous() and _products_type(norm.weight) == dtype
-    kernels = kernels_for(x.dtype, dtype) if fits else None
-    return original(x) if kernels is None else _Norm.apply(x, norm.weight, _epsilon(norm), dtype, kernels)
-
-
-def _gated(mlp: Any, original: Forward, x: Tensor) -> Any:
-    if _is_watched(mlp.act_fn):
-        return original(x)
-    gate, up, down = mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj
-    fits = _is_plain(gate, up) and up.dtype == gate.dtype and not gate.shape[-1] % LANES
-    kernels = kernels_for(gate.dtype, gate.dtype) if fits else None
-    if kernels is None:
-        return down(mlp.act_fn(gate) * up)
-    gate, up = gate.contiguous(), up.contiguous()
-    if type(down) is nn.Linear and _is_plain(down.weight) and not _is_watched(down):
-        return _GatedDown.apply(gate, up, down.weight, down.bias, kernels)
-    return down(_Gate.apply(gate, up, kernels))
-
-
-def _rotated(
-    original: Forward, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *more: Any, **kinds: Any
-) -> Any:
-    size = query.shape[-1]
-    angles = (torch.Size([batch, query.shape[2], size]) for batch in (1, len(query)))
-    fits = not more and not kinds and _is_plain(query, key, cosines, sines) and query.dtype == key.dtype
-    fits = fits and size % (2 * LANES) == 0 and cosines.shape in angles and sines.shape == cosines.shape
-    kernels = kernels_for(query.dtype, query.dtype) if fits else None
-    if kernels is None:
-        return original(query, key, cosines, sines, *more, **kinds)
-    spread = lambda x: x.expand(len(query), -1, -1).reshape(-1, size).float().contiguous()
-    return _Rotation.apply(query, key, spread(cosines), spread(sines), kernels)
-
-
-def _heads_in_rows(x: Tensor) -> Tensor:
-    """[B, H, S, D] with B and S one dimension in memory, and D contiguous."""
-    fits = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2))
-    return x if fits else x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-class _Norm(torch.autograd.Function):
-    """`(x [.., D], weight [D], epsilon, dtype, kernels)` -> [.., D] in `dtype`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, kernels: Kernels) -> Tensor:
-        out, scales = kernels.norm(x, weight.float(), epsilon, dtype)
-        ctx.save_for_backward(x, weight, scales)
-        ctx.kernels = kernels
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, scales = ctx.saved_tensors
-        of_x, of_weight = ctx.kernels.norm_backward(gradient.contiguous(), x, weight.float(), scales)
-        return of_x, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
-
-
-class _Gate(torch.autograd.Function):
-    """`(gate [.., F], up [.., F], kernels)` -> `silu(gate) * up`."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.kernels = kernels
-        return kernels.gate(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return *ctx.kernels.gate_backward(gradient.contiguous(), *ctx.saved_tensors), None
-
-
-class _GatedDown(torch.autograd.Function):
-    """`(gate [.., F], up [.., F], weight [D, F], bias [D] or None, kernels)` -> [.., D].
-
-    What goes into the product is computed again in the backward pass, where both of its factors are at hand anyway.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        inner = kernels.gate(gate, up)
-        known = weight if products.in_pairs(inner, weight) else weight.to(gate.dtype)
-        ctx.save_for_backward(gate, up, known)
-        ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
-        return products.forward(inner, known, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        gate, up, weight = ctx.saved_tensors
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        inner = products.of_input(flat, weight)
-        of_gate, of_up = ctx.kernels.gate_backward(inner, gate, up, repeats=True)
-        wants_weight, wants_bias = ctx.needs_input_grad[2:4]
-        of_weight = products.of_weight(flat, inner, weight).to(ctx.dtype) if wants_weight else None
-        return of_gate, of_up, of_weight, flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None, None
-
-
-class _Rotation(torch.autograd.Function):
-    """`(query [B, H, S, D], key [B, K, S, D], cosines [B * S, D], sines [B * S, D], kernels)` -> both, rotated."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, kernels: Kernels) -> Any:
-        ctx.save_for_backward(cosines, sines)
-        ctx.kernels = kernels
-        return tuple(kernels.rotate(_heads_in_rows(x), cosines, sines) for x in (query, key))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        cosines, sines = ctx.saved_tensors
-        turn = lambda x: ctx.kernels.rotate(_heads_in_rows(x), cosines, sines, back=True)
-        return *map(turn, gradients), None, None, None

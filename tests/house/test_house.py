@@ -19,6 +19,7 @@ LEVELS = [
     {"ladder", "pulse", "interruption"},
     {"rendezvous"},
     {"world", "state", "options", "arithmetic", "memory", "student", "products"},
+    {"fused_operations"},
     {"checks", "fused_layers"},
     {"config", "algorithms", "gym"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},

@@ -106,7 +106,7 @@ def test_gradient_checkpointing_of_the_policy_is_the_critics_too_and_changes_no_
         assert critic.decoder.training
         gradients.append(torch.cat([p.grad.flatten() for p in critic.parameters()]))
         assert all(p.grad is None for p in policy.parameters())
-    torch.testing.assert_close(gradients[1], gradients[0])
+    assert (gradients[1] - gradients[0]).norm() < 1e-6 * gradients[0].norm()
 
 
 def test_with_adapters_the_critic_is_the_whole_base_decoder_and_all_of_it_is_trained():

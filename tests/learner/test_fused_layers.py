@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_shared import ROWS, assert_same, checkpointing, gradients
 
-from covey import compiled, fused_layers
+from covey import compiled, fused_layers, fused_operations
 from covey.compiled import layers
 from covey.fused_layers import FusedLayers, faster, fused, would_fuse
 from covey.learner import Policy
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 WIDE = {"layers": 2, "hidden": 64}
 """Heads of 32, whose halves the kernels rotate."""
 FAMILY = ["qwen2", "llama", "mistral", "qwen3"]
+ALL = {"add", "add_norm", "add_norm_backward", "norm", "norm_backward", "gate", "gate_backward", "rotate"}
 TYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 """Of the residual stream and of the products."""
 
@@ -51,7 +52,7 @@ def computed_by_kernels(monkeypatch):
     seen = set()
     for types in TYPES:
         layers.kernels_for(*types)  # which calls each the first time
-    for name in ("norm", "norm_backward", "gate", "gate_backward", "rotate"):
+    for name in ALL:
         original = getattr(layers.Kernels, name)
 
         def watched(self, *args, _name=name, _original=original, **kwargs):
@@ -71,7 +72,7 @@ def test_values_and_gradients_are_those_of_transformers_layers(arch, alone, unfu
         expected = gradients(policy, batches)
     seen = computed_by_kernels(monkeypatch)
     assert_same(gradients(policy, batches), expected)
-    assert seen == {"norm", "norm_backward", "gate", "gate_backward", "rotate"}
+    assert seen == ALL
 
 
 def test_in_bfloat16_they_are_as_near_to_float32s_as_transformers_layers(unfused):
@@ -220,7 +221,7 @@ def test_heads_and_angles_may_lie_in_memory_in_any_way(rows, tokens):
     query, key = torch.randn(rows, 2, tokens, 32), torch.randn(rows, tokens, 1, 32).transpose(1, 2)
     cosines, sines = torch.randn(2, 1, tokens, 64)[..., :32]
     expected = home.apply_rotary_pos_emb(query, key, cosines, sines)
-    found = fused_layers._rotated(home.apply_rotary_pos_emb, query, key, cosines, sines)
+    found = fused_operations.rotated(home.apply_rotary_pos_emb, query, key, cosines, sines)
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two)
 
@@ -240,6 +241,34 @@ def test_a_norm_or_a_gate_with_another_formula_is_not_taken_for_the_known_one(mo
         assert "forward" in second.input_layernorm.__dict__
         model(torch.arange(6)[None])
     assert seen == {"norm", "rotate"}
+
+
+@pytest.mark.parametrize("case", ["scaled", "a tuple", "told otherwise"])
+def test_a_layer_that_adds_otherwise_keeps_its_own_sums(case, monkeypatch):
+    model = tiny_model("llama", **WIDE)
+    layer = model.model.layers[0]
+    own = type(layer).forward
+
+    def forward(self, x, position_embeddings=None, **named):
+        if case == "told otherwise":
+            return own(self, x, position_embeddings=tuple(part * 0.5 for part in position_embeddings), rest=1, **named)
+        out = own(self, x, position_embeddings=position_embeddings, **named)
+        return (out,) if case == "a tuple" else x + 0.5 * (out - x)
+
+    layer.__class__ = type("Other", (type(layer),), {"forward": forward})
+    with fused(model):
+        assert "forward" not in layer.__dict__
+        assert "forward" in layer.mlp.__dict__
+        assert "forward" in model.model.layers[1].__dict__
+
+
+def test_a_hook_on_a_norm_between_two_sums_is_called(monkeypatch):
+    policy = policy_of(tiny_model(**WIDE))
+    expected, heard = gradients(policy, [ROWS]), []
+    for layer in policy.model.model.layers:
+        layer.post_attention_layernorm.register_forward_hook(lambda *given: heard.append(given[2].shape))
+    assert_same(gradients(policy, [ROWS]), expected)
+    assert len(heard) == len(policy.model.model.layers)
 
 
 def test_outside_of_the_context_nothing_of_the_model_is_changed():
