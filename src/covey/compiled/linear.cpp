@@ -148,13 +148,35 @@ inline __m512i pair(const T* x, int64_t rows, int64_t columns, int64_t row, int6
     return row + 1 < rows ? _mm512_or_si512(first, _mm512_slli_epi32(words(at + columns), 16)) : first;
 }
 
+// The same in 32 columns, a line of memory of each row, which may be gone from the cache by the time its other half is wanted.
+inline void pair(const bf16* x, int64_t rows, int64_t columns, int64_t row, int64_t column, __m512i& low, __m512i& high) {
+    const bf16* at = x + row * columns + column;
+    const __m512i zeros = _mm512_setzero_si512();
+    const __m512i first = row < rows ? _mm512_loadu_si512(at) : zeros, second = row + 1 < rows ? _mm512_loadu_si512(at + columns) : zeros;
+    const __m512i order = _mm512_cvtepu16_epi32(_mm256_set_epi16(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+    const __m512i both = _mm512_or_si512(order, _mm512_slli_epi32(_mm512_add_epi32(order, _mm512_set1_epi32(BOTH)), 16));
+    low = _mm512_permutex2var_epi16(first, both, second);
+    high = _mm512_permutex2var_epi16(first, _mm512_add_epi16(both, _mm512_set1_epi16(LANES)), second);
+}
+
 template <class T>
 void pair_rows(const T* x, int64_t rows, int64_t columns, int64_t length, bf16* out, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t from = 0; from < length; from += BOTH)
-        for (int64_t column = 0; column < columns; column += LANES)
-            for (int64_t row = from; row < from + BOTH && row < length; row += 2)
+    for (int64_t from = 0; from < length; from += BOTH) {
+        const int64_t end = from + BOTH < length ? from + BOTH : length;
+        int64_t column = 0;
+        if constexpr (sizeof(T) == sizeof(bf16))
+            for (; column + BOTH <= columns; column += BOTH)
+                for (int64_t row = from; row < end; row += 2) {
+                    __m512i low, high;
+                    pair(x, rows, columns, row, column, low, high);
+                    _mm512_storeu_si512(out + column * length + row * LANES, low);
+                    _mm512_storeu_si512(out + (column + LANES) * length + row * LANES, high);
+                }
+        for (; column < columns; column += LANES)
+            for (int64_t row = from; row < end; row += 2)
                 _mm512_storeu_si512(out + column * length + row * LANES, pair(x, rows, columns, row, column));
+    }
 }
 
 template <class T>
@@ -190,15 +212,26 @@ void covey_pair_columns(const void* x, int64_t is_float, int64_t rows, int64_t c
 // [columns, length], from `rows` on zeros. `length` is a multiple of 32, `columns` one of 16.
 void covey_turned(const void* x, int64_t rows, int64_t columns, int64_t length, void* out, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t from = 0; from < length; from += BOTH)
-        for (int64_t column = 0; column < columns; column += LANES) {
-            __m512i square[LANES];
-            UNROLLED
-            for (int i = 0; i < LANES; i++) square[i] = pair((const bf16*)x, rows, columns, from + 2 * i, column);
+    for (int64_t from = 0; from < length; from += BOTH) {
+        const auto store_turned = [&](int64_t column, __m512i* square) {
             turn(square);
             UNROLLED
             for (int i = 0; i < LANES; i++) _mm512_storeu_si512((bf16*)out + (column + i) * length + from, square[i]);
+        };
+        int64_t column = 0;
+        for (; column + BOTH <= columns; column += BOTH) {
+            __m512i square[LANES], next[LANES];
+            for (int i = 0; i < LANES; i++) pair((const bf16*)x, rows, columns, from + 2 * i, column, square[i], next[i]);
+            store_turned(column, square);
+            store_turned(column + LANES, next);
         }
+        for (; column < columns; column += LANES) {
+            __m512i square[LANES];
+            UNROLLED
+            for (int i = 0; i < LANES; i++) square[i] = pair((const bf16*)x, rows, columns, from + 2 * i, column);
+            store_turned(column, square);
+        }
+    }
 }
 
 // As `covey_linear`, by all threads of a parallel region that each call it: no thread waits for another at the end, and outputs
