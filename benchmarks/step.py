@@ -4,8 +4,8 @@
     python benchmarks/step.py --race                                  # the demo's task, to the same held-out accuracy
 
 A step is 4 prompts x 8 completions of up to 200 new tokens on a model trained briefly on GSM8K text (`rollout.py` makes it), with a
-sparse 0/1 reward. The sides take turns, a fresh process each; TRL runs in each precision and its best counts. Ratios are of
-medians over the steps after the first two. `make bench` makes the peer's environment. `--cpu-time` compares processor time instead
+sparse 0/1 reward. The sides take turns step by step, a process each, so that both see a machine whose speed changes alike; TRL runs
+in each precision and its best counts. Ratios are of medians over the steps after the first two. `make bench` makes the peer's environment. `--cpu-time` compares processor time instead
 of wall time, for a machine that others use too (then set one thread). Everything is written to `--out` as JSON.
 """
 
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--beta", nargs="*", type=float, default=[0.0])
     parser.add_argument("--lora", type=int, help="train an adapter of this rank instead of all weights")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=1, help="processes of each side; the sides alternate")
+    parser.add_argument("--repeats", type=int, default=1, help="processes of each side")
     parser.add_argument("--precision", nargs="*", default=["fp32", "bf16-autocast"], help="precisions of each side")
     parser.add_argument("--dense", action="store_true", help="a reward under which no group is without signal")
     parser.add_argument("--race", action="store_true", help="time to the same accuracy on the demo's task instead")
@@ -94,35 +95,46 @@ def workload(size: str, tokenizer: Any, shots: int, beta: float, count: int) -> 
 
 
 def alternate(given: argparse.Namespace, task: Found) -> list[Found]:
-    """Every side and precision, in turns. A precision that a side cannot run is reported and left out."""
-    sides = [(library, precision) for precision in given.precision for library in ("trl", "covey")]
+    """Both sides in every precision, step by step in turns. A precision that a side cannot run is reported and left out."""
     found = []
     for _ in range(given.repeats):
-        for library, precision in sides:
-            result = run(given, task, library, precision)
-            if result is not None:
-                found.append(result)
+        for precision in given.precision:
+            found += together(given, task, precision)
     return found
 
 
-def run(given: argparse.Namespace, task: Found, library: str, precision: str) -> Found | None:
-    """One process of one side."""
-    python = given.peer if library == "trl" else sys.executable
+def together(given: argparse.Namespace, task: Found, precision: str) -> list[Found]:
+    """One process of each side, of which one computes while the other waits."""
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "task.json"
-        file.write_text(json.dumps(task))
-        command = [python, str(WORKER), "--library", library, "--precision", precision, "--out", f"{folder}/run"]
-        command += ["--dense"] if given.dense else []
-        environment = {
-            **os.environ,
-            "STEP_TASK": str(file),
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-        }
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{library} in {precision} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
-        return None
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+        turn, file = Path(folder) / "turn", Path(folder) / "task.json"
+        turn.write_text("trl")
+        file.write_text(json.dumps({**task, "turn": str(turn)}))
+        started = {library: start(given, library, precision, Path(folder)) for library in ("trl", "covey")}
+        for library, (process, said) in started.items():
+            while process.poll() is None:
+                time.sleep(0.1)
+                if any(other.poll() for other, _ in started.values()):  # one that failed has nobody to wait for
+                    turn.write_text("alone")
+            lines = {name: file.read_text().strip().splitlines() for name, file in said.items()}
+            if process.returncode:
+                print(f"{library} in {precision} failed: {lines['errors'][-1]}", flush=True)
+            else:
+                found.append(dict(json.loads(lines["out"][-1])))
+    return found
+
+
+def start(
+    given: argparse.Namespace, library: str, precision: str, folder: Path
+) -> tuple[subprocess.Popen[bytes], dict[str, Path]]:
+    """A side's process, and the files that it writes to."""
+    python = given.peer if library == "trl" else sys.executable
+    command = [python, str(WORKER), "--library", library, "--precision", precision, "--out", f"{folder}/{library}"]
+    command += ["--dense"] if given.dense else []
+    environment = {**os.environ, "STEP_TASK": f"{folder}/task.json", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    said = {name: folder / f"{library}.{name}" for name in ("out", "errors")}
+    with said["out"].open("wb") as out, said["errors"].open("wb") as errors:
+        return subprocess.Popen(command, env=environment, stdout=out, stderr=errors), said
 
 
 def table(runs: list[Found], cpu_time: bool) -> str:

@@ -40,11 +40,37 @@ def dense_reward(completions: list[str], answer: list[str], **columns: Any) -> l
     return [sum(map(ord, text)) % 997 / 997 + text.count("a") for text in completions]
 
 
+class Turns:
+    """A file that says which library computes its next step; the other waits, so that a machine whose speed changes is fair to both."""
+
+    ALONE = "alone"
+
+    def __init__(self, mine: str) -> None:
+        self.file, self.mine = Path(TASK["turn"]), mine
+        self.other = "covey" if mine == "trl" else "trl"
+
+    def wait(self) -> None:
+        while self.file.read_text() == self.other:
+            time.sleep(0.002)
+
+    def hand_over(self) -> None:
+        if self.file.read_text() != self.ALONE:
+            self._say(self.other)
+
+    def leave(self) -> None:
+        self._say(self.ALONE)
+
+    def _say(self, who: str) -> None:
+        new = self.file.with_suffix(f".{self.mine}")
+        new.write_text(who)
+        new.replace(self.file)
+
+
 class Clock(TrainerCallback):
     """Seconds of each step, and the highest resident memory since training began."""
 
-    def __init__(self, evaluate: Callable[[], float] | None, every: int) -> None:
-        self.evaluate, self.every = evaluate, every
+    def __init__(self, evaluate: Callable[[], float] | None, every: int, turns: Turns) -> None:
+        self.evaluate, self.every, self.turns = evaluate, every, turns
         self.wall: list[float] = []
         self.processor: list[float] = []
         self.curve: list[tuple[float, float, float, int]] = []
@@ -63,9 +89,14 @@ class Clock(TrainerCallback):
             self._look(state.global_step)
             if self.curve[-1][2] >= TASK["target"]:
                 control.should_training_stop = True
+        self.turns.hand_over()
         self._start()
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.turns.leave()
+
     def _start(self) -> None:
+        self.turns.wait()
         self.started, self.started_processor = time.perf_counter(), time.process_time()
 
     def _look(self, step: int) -> None:
@@ -131,7 +162,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(TASK["model"], dtype=dtype)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TASK["model"])
     is_race = bool(TASK.get("held_out"))
-    clock = Clock((lambda: accuracy_of(model, tokenizer)) if is_race else None, TASK.get("every", 0))
+    clock = Clock(
+        (lambda: accuracy_of(model, tokenizer)) if is_race else None, TASK.get("every", 0), Turns(given.library)
+    )
     args = GRPOConfig(
         output_dir=given.out,
         bf16=given.precision == "bf16-autocast",

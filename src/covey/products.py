@@ -29,6 +29,7 @@ KEPT = 580 * 2**10
 (measured over a thousand sizes with torch 2.13; limits of its caches free a fifth of it). Building it takes up to a millisecond."""
 SMALLEST = 2**20
 """Multiplications below which nothing is gained."""
+_torchs_linear = F.linear  # where `FasterProducts` puts its own
 _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that kernels may read: none that is spread over processes."""
 
@@ -70,13 +71,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     except RuntimeError as error:
         if "could not create a primitive" not in str(error):  # what oneDNN says where memory has no room for its code
             raise
-        return F.linear(x, weight, bias)
+        return _torchs_linear(x, weight, bias)
     return out
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias` [.., N] by the faster library, without a gradient."""
-    return linear(x, weight, bias) if pays(x, weight) else F.linear(x, weight, bias)
+    return linear(x, weight, bias) if pays(x, weight) else _torchs_linear(x, weight, bias)
 
 
 def outer(gradient: Tensor, x: Tensor) -> Tensor:
@@ -209,9 +210,6 @@ class FasterProducts:
             FasterProducts._inside -= 1
             if not FasterProducts._inside and F.linear is _faster_linear:
                 F.linear = _torchs_linear
-
-
-_torchs_linear = F.linear
 
 
 def _faster_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -173,7 +173,7 @@ def test_a_gate_whose_output_is_zero_tells_nothing_and_is_left_alone(monkeypatch
 def test_what_somebody_else_hooked_in_or_put_there_is_called(monkeypatch):
     model = tiny_model(**WIDE)
     first, second = (layer.mlp for layer in model.model.layers)
-    norm = model.model.layers[0].input_layernorm
+    norm, other = model.model.layers[0].input_layernorm, model.model.layers[1].post_attention_layernorm
     called = []
     with fused(model):
         pass
@@ -181,9 +181,10 @@ def test_what_somebody_else_hooked_in_or_put_there_is_called(monkeypatch):
     original = second.down_proj.forward
     second.down_proj.forward = lambda x: called.append("down") or original(x)
     norm.forward = lambda x: called.append("norm") or type(norm).forward(norm, x)
+    other.forward = lambda x: called.append("other norm") or type(other).forward(other, x)
     with fused(model), torch.no_grad():
         model(torch.arange(6)[None])
-    assert sorted(called) == ["activation", "down", "norm"]
+    assert sorted(called) == ["activation", "down", "norm", "other norm"]
     assert "forward" in norm.__dict__
 
 
@@ -243,26 +244,36 @@ def test_a_norm_or_a_gate_with_another_formula_is_not_taken_for_the_known_one(mo
     assert seen == {"norm", "rotate"}
 
 
-@pytest.mark.parametrize("case", ["scaled", "a tuple", "told otherwise"])
-def test_a_layer_that_adds_otherwise_keeps_its_own_sums(case, monkeypatch):
+@pytest.mark.parametrize(
+    "case", ["scaled", "a tuple", "told otherwise", "dropped at random", "fails", "weights of its own"]
+)
+def test_a_layer_that_adds_otherwise_keeps_its_own_sums(case):
     model = tiny_model("llama", **WIDE)
     layer = model.model.layers[0]
     own = type(layer).forward
 
     def forward(self, x, position_embeddings=None, **named):
         if case == "told otherwise":
-            return own(self, x, position_embeddings=tuple(part * 0.5 for part in position_embeddings), rest=1, **named)
+            return own(self, x, position_embeddings=named["attention_mask"], **named)
         out = own(self, x, position_embeddings=position_embeddings, **named)
-        return (out,) if case == "a tuple" else x + 0.5 * (out - x)
+        if case == "dropped at random":
+            return torch.nn.functional.dropout(out, 0.1, self.training)
+        if case == "fails":
+            raise KeyError
+        return (out,) if case == "a tuple" else out if case == "weights of its own" else x + 0.5 * (out - x)
 
+    if case == "weights of its own":
+        layer.scale = torch.nn.Parameter(torch.ones(()))
     layer.__class__ = type("Other", (type(layer),), {"forward": forward})
     with fused(model):
         assert "forward" not in layer.__dict__
         assert "forward" in layer.mlp.__dict__
         assert "forward" in model.model.layers[1].__dict__
+    assert layer.training is model.training
+    assert "gradient_checkpointing" not in layer.__dict__
 
 
-def test_a_hook_on_a_norm_between_two_sums_is_called(monkeypatch):
+def test_a_hook_on_a_norm_between_two_sums_is_called():
     policy = policy_of(tiny_model(**WIDE))
     expected, heard = gradients(policy, [ROWS]), []
     for layer in policy.model.model.layers:
@@ -335,7 +346,18 @@ def test_the_kernels_give_the_formulas_values_and_gradients(types, rows):
     normed = torch.nn.functional.rms_norm(x, (48,), weight, 1e-5)
     out, scales = kernels.norm(x.detach().to(stream), weight.detach(), 1e-5, products)
     torch.testing.assert_close(out.float(), normed, **slack)
+    update, own = gate.detach().to(products), slope.to(stream)
+    before = (x.detach() - update.float()).to(stream)
+    total, inner, _ = kernels.add_norm(before, update, weight.detach(), 1e-5)
+    assert torch.equal(total, kernels.add(before, update))
+    assert torch.equal(total, (before.float() + update.float()).to(stream))
+    assert torch.equal(inner, kernels.norm(total, weight.detach(), 1e-5, products)[0])
+
     expected = torch.autograd.grad(normed, [x, weight], slope.float())
+    of_x, of_update, of_weight = kernels.add_norm_backward(slope, own, x.detach().to(stream), weight.detach(), scales)
+    torch.testing.assert_close(of_x.float(), expected[0] + own.float(), **slack)
+    assert torch.equal(of_update, of_x.to(products))
+    assert (of_weight - expected[1]).norm() < slack["rtol"] * expected[1].norm()
     found = kernels.norm_backward(slope, x.detach().to(stream), weight.detach(), scales)
     torch.testing.assert_close(found[0].float(), expected[0], **slack)
     assert (found[1] - expected[1]).norm() < slack["rtol"] * expected[1].norm()

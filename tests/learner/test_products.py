@@ -179,7 +179,19 @@ def test_what_somebody_else_has_put_in_their_place_stays(monkeypatch):
         with FasterProducts():
             assert F.linear(x, weight) == "theirs"
         assert F.linear is theirs
-    with FasterProducts():
-        F.linear = theirs
-    assert F.linear is theirs
-    F.linear = products._torchs_linear
+        patch.undo()
+        with FasterProducts():
+            patch.setattr(F, "linear", theirs)
+        assert F.linear is theirs
+        F.linear = products._torchs_linear
+
+
+@has_onednn
+def test_where_onednn_has_no_room_torch_multiplies(always, monkeypatch):
+    def full(*_):
+        raise RuntimeError("could not create a primitive")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", full)
+    layer, x = nn.Linear(48, 80), torch.randn(70, 48)
+    for mine, theirs in zip(through(layer, x, True), through(layer, x, False), strict=True):
+        torch.testing.assert_close(mine, theirs)

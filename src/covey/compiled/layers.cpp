@@ -1,6 +1,6 @@
-// What stands between a decoder layer's products, forward and backward on a CPU: the sums of the residual
-// stream, the root-mean-square norm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32 whatever the numbers' precision.
-// Threads are those of the OpenMP runtime that torch has loaded.
+// What stands between a decoder layer's products, forward and backward on a CPU: the sums of the residual stream, the
+// root-mean-square norm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32
+// whatever the numbers' precision. Threads are those of the OpenMP runtime that torch has loaded.
 
 #include "vectors.h"
 

@@ -1,4 +1,4 @@
-"""The kernels of layers.cpp, called on torch's memory: norm, rotation and gate of a decoder layer, with their gradients."""
+"""The kernels of layers.cpp, called on torch's memory: sums, norm, rotation and gate of a decoder layer, with gradients."""
 
 from __future__ import annotations
 
@@ -177,8 +177,9 @@ def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
         (slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales,
         (gradient * x * scales).sum(0),
         x,
+        x,
         x * scales * weight,
-        (slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales + x,
+        *[(slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales + x] * 2,
         gate * opened * up,
         gradient * up * opened * (1 + gate * (1 - opened)),
         gradient * gate * opened,
@@ -192,8 +193,8 @@ def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
         out,
         *kernels.norm_backward(half(gradient), x.to(stream), weight, taken),
         kernels.add(before.to(stream), half(up)),
-        kernels.add_norm(before.to(stream), half(up), weight, 1e-6)[1],
-        kernels.add_norm_backward(half(gradient), x.to(stream), x.to(stream), weight, taken)[1],
+        *kernels.add_norm(before.to(stream), half(up), weight, 1e-6)[:2],
+        *kernels.add_norm_backward(half(gradient), x.to(stream), x.to(stream), weight, taken)[:2],
         kernels.gate(half(gate), half(up)),
         *kernels.gate_backward(half(gradient), half(gate), half(up)),
         kernels.rotate(heads(gate), cosines, sines)[0, 0],

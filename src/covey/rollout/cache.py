@@ -122,9 +122,8 @@ class KeyValues:
         """New buffers for all rows, holding the columns that are still seen by one of the `old` first rows, and some more."""
         first = min(self.starts[:old], default=self.clock)
         used = self.clock - first
-        soon = (
-            min(used // 2, 4 * STEP) if self.device.type == "cpu" else 0
-        )  # where pages that nobody has written take no memory
+        # kernels read what is used alone, and pages that nobody has written take no memory
+        soon = min(used // 2, 4 * STEP) if self.kernels is not None else 0
         columns = rounded(used + max(STEP, used // 8, soon))
         for i, layer in enumerate(self.layers):
             held = self.suffix[i][:, :old, :, first : self.clock]
