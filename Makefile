@@ -31,8 +31,8 @@ check: $(STAMP)          ## style and types
 	$(BIN)/mypy
 
 bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
-	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3 --only "native bf16" "generate bf16"
-	$(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision bf16-autocast --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3 --only native generate
+	$(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision faster --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
 

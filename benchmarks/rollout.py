@@ -7,7 +7,7 @@
 A Qwen2-architecture model is trained briefly on GSM8K text (once; kept in the cache folder), so that completions end by
 themselves and their lengths vary. All sides sample at temperature 1 up to `--max-tokens` for `--prompts` questions with
 `--group` completions each; repeats alternate between the sides, medians are reported. Ratios are against the better of
-`generate`'s two precisions. `--cpu-time` counts processor time instead of the clock's, for a machine that others use too
+`generate`'s precisions: float32, and bfloat16 where the processor multiplies it. `--cpu-time` counts processor time instead of the clock's, for a machine that others use too
 (then set one thread). The last line is one JSON object.
 """
 
@@ -33,6 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from covey import demo
+from covey.checks import processor_has_bfloat16
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
 from covey.rollout.compiled import kernels_for
@@ -114,7 +115,7 @@ def train(model: Qwen2ForCausalLM, encoded: list[list[int]], steps: int, batch: 
         longest = max(map(len, chosen))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in chosen])
         labels = torch.tensor([row + [-100] * (longest - len(row)) for row in chosen])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=processor_has_bfloat16()):
             loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -154,19 +155,20 @@ def sides(options: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, 
     """What is compared: each takes a seed and returns how many tokens it wrote."""
     prompts = questions(options.prompts, options.shots)
     n = options.group
-    half = Qwen2ForCausalLM.from_pretrained(
-        CACHE / f"qwen2-{options.size}-{options.steps}", dtype=torch.bfloat16
-    ).eval()
     params = lambda seed: SamplingParams(max_tokens=options.max_tokens, seed=seed)
-    native = {dtype: NativeSampler(model, tokenizer, dtype=dtype) for dtype in ("bfloat16", "float32")}
-    plain = TransformersSampler(model, tokenizer)
-    return {
-        "native bf16": lambda seed: by_sampler(native["bfloat16"], prompts, n, params(seed)),
-        "native fp32": lambda seed: by_sampler(native["float32"], prompts, n, params(seed)),
+    native, plain = NativeSampler(model, tokenizer, dtype="float32"), TransformersSampler(model, tokenizer)
+    found: dict[str, Callable[[int], int]] = {
+        "native fp32": lambda seed: by_sampler(native, prompts, n, params(seed)),
         "plain loop fp32": lambda seed: by_sampler(plain, prompts, n, params(seed)),
         "generate fp32": lambda seed: by_generate(model, tokenizer, prompts, n, params(seed)),
-        "generate bf16": lambda seed: by_generate(half, tokenizer, prompts, n, params(seed)),
     }
+    if processor_has_bfloat16():
+        folder = CACHE / f"qwen2-{options.size}-{options.steps}"
+        half = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        copied = NativeSampler(model, tokenizer, dtype="bfloat16")
+        found["native bf16"] = lambda seed: by_sampler(copied, prompts, n, params(seed))
+        found["generate bf16"] = lambda seed: by_generate(half, tokenizer, prompts, n, params(seed))
+    return found
 
 
 def measure(
@@ -197,7 +199,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120, help="training steps of the benchmark's model")
-    parser.add_argument("--only", nargs="*", help="sides to run")
+    parser.add_argument(
+        "--only", nargs="*", help="sides to run; native, generate: in this processor's faster precision"
+    )
     parser.add_argument("--cpu-time", action="store_true", help="processor time instead of wall time")
     parser.add_argument(
         "--growth", action="store_true", help="time decode steps by batch, prompt length and group size"
@@ -215,7 +219,11 @@ def main() -> None:
         return
     runs = sides(options, model, tokenizer)
     peer = {"vLLM bf16": by_vllm(options)} if options.vllm else {}  # first: it fails early if it fails
-    report(options, measure({name: runs[name] for name in options.only or runs}, options.repeats, now) | peer)
+    faster = "bf16" if processor_has_bfloat16() else "fp32"
+    chosen = [name if " " in name else f"{name} {faster}" for name in options.only or runs]
+    if unknown := set(chosen) - set(runs):
+        raise SystemExit(f"--only {', '.join(sorted(unknown))} is no side; there are {', '.join(runs)}.")
+    report(options, measure({name: runs[name] for name in chosen}, options.repeats, now) | peer)
 
 
 def by_vllm(options: argparse.Namespace) -> dict[str, float]:

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 
 import rollout
 from covey import demo
+from covey.checks import processor_has_bfloat16
 
 WORKER = Path(__file__).with_name("step_worker.py")
 Found = dict[str, Any]
@@ -40,15 +41,23 @@ def main() -> None:
     parser.add_argument("--lora", type=int, help="train an adapter of this rank instead of all weights")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=1, help="processes of each side")
-    parser.add_argument("--precision", nargs="*", default=["fp32", "bf16-autocast"], help="precisions of each side")
+    parser.add_argument(
+        "--precision",
+        nargs="*",
+        choices=("fp32", "bf16-autocast", "bf16-weights", "faster"),
+        default=["fp32", "bf16-autocast"] if processor_has_bfloat16() else ["fp32"],
+        help="precisions of each side; faster: bf16-autocast where the processor multiplies bfloat16, else fp32",
+    )
     parser.add_argument("--dense", action="store_true", help="a reward under which no group is without signal")
     parser.add_argument("--race", action="store_true", help="time to the same accuracy on the demo's task instead")
     parser.add_argument("--target", type=float, default=0.9, help="accuracy that ends the race")
     parser.add_argument("--cpu-time", action="store_true", help="compare processor time")
     parser.add_argument("--out", type=Path, default=Path("out"))
     given = parser.parse_args()
+    faster = "bf16-autocast" if processor_has_bfloat16() else "fp32"
+    given.precision = [faster if name == "faster" else name for name in given.precision]
     if not Path(given.peer).exists():
-        raise SystemExit(f"{given.peer} is not there; `make bench-peer` makes it, or give --peer.")
+        raise SystemExit(f"{given.peer} is not there; `make .venv-trl/.installed` makes it, or give --peer.")
     given.out.mkdir(parents=True, exist_ok=True)
     found = race(given) if given.race else steps(given)
     name = "race" if given.race else "step"

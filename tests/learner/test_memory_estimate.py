@@ -162,7 +162,7 @@ def test_kernels_are_counted_on_a_cpu_alone():
 
 
 def test_a_processors_heap_is_counted_where_it_keeps_holes():
-    shape = Shape.of(tiny_model(**SMALL).config)
+    shape = elsewhere()  # kernels, where there are any, save more than holes take
     assert guess(shape).heap == 0
     assert guess(shape, is_on_heap=True).peak > guess(shape).peak
     assert guess(shape, is_on_heap=True, is_checkpointed=True).heap == 0, "large blocks go back to the system at once"
