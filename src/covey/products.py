@@ -30,7 +30,7 @@ KEPT = 580 * 2**10
 SMALLEST = 2**20
 """Multiplications below which nothing is gained."""
 _torchs_linear = F.linear  # where `FasterProducts` puts its own
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that kernels may read: none that is spread over processes."""
 
 
@@ -102,8 +102,8 @@ def _pairs_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Kernels | None:
         and weight.dtype in NUMBERS
         and x.is_cpu
         and weight.is_cpu
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
+        and type(x) in PLAIN
+        and type(weight) in PLAIN
         and weight.is_contiguous()
         and fits(weight.shape[1], weight.shape[0])
         and x.numel() // x.shape[-1] * weight.numel() >= SMALLEST

@@ -203,7 +203,7 @@ def test_kernels_that_compute_something_else_are_found_out(tokenizer, monkeypatc
         return honest(self, *args, **options) * 0.5
 
     monkeypatch.setattr(Kernels, "attend", wrong)
-    model = tiny_model(layers=2, hidden=64)
+    model = tiny_model("gpt2", layers=2, hidden=64)  # no decoder that is one call, attention included
     assert NativeSampler(model, tokenizer, dtype="float32").kernels is None
     assert "not with compiled kernels: the engine's logits differ" in caplog.text
 

@@ -10,7 +10,7 @@ namespace {
 #ifdef WIDE
 constexpr int DEEP = 6, BROAD = 4;  // rows and vectors of a tile: 24 sums, 4 factors, 1 broadcast in 32 registers
 #else
-constexpr int DEEP = 6, BROAD = 1;  // each vector is two registers of 16
+constexpr int DEEP = 6, BROAD = 2;  // 12 sums, 2 factors, 1 broadcast in 16 registers
 #endif
 
 inline Floats taken(const float* p) { return load(p); }
@@ -89,7 +89,7 @@ void last_band(Rows<W> a, Vectors<W> b, Target c, int64_t rows, int64_t vectors,
     if constexpr (M > 1) last_band<M - 1>(a, b, c, rows, vectors, depth);
 }
 
-// C [rows, 16 * vectors] (+)= A [rows, depth] times B [depth, 16 * vectors], `depth` in words.
+// C [rows, LANES * vectors] (+)= A [rows, depth] times B [depth, LANES * vectors], `depth` in words.
 template <class W>
 void multiply(Rows<W> a, Vectors<W> b, Target c, int64_t rows, int64_t vectors, int64_t depth) {
     for (; rows >= DEEP; rows -= DEEP) {

@@ -71,7 +71,7 @@ inline void copy_out(const float* from, T* to, int64_t D, float scale = 1.0f) {
 // What one thread works in: zeros at first, since columns beyond the last key are multiplied too.
 //
 // Rows of D numbers stand here in up to three ways: along, one after another, where a word is neighbours in a row; down, where
-// a word is neighbours of two rows; across, 16 rows next to each other. A word of one number is the same along as down.
+// a word is neighbours of two rows; across, as many rows as lanes next to each other. A word of one number is the same along as down.
 template <class T>
 struct Room {
     using W = Word<T>;
@@ -171,7 +171,9 @@ void take_keys(Room<T>& room, const Heads& key, const Heads& value, int64_t head
 
 // Scores beyond what a query sees, up to a whole vector beyond what the block sees.
 inline void hide(float* row, int64_t visible, int64_t columns, float nothing) {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int32_t order[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Ints lanes;
+    std::memcpy(&lanes, order, sizeof lanes);
     for (int64_t k = visible / LANES * LANES; k < columns; k += LANES)
         store(row + k, lanes < (int32_t)(visible - k) ? load(row + k) : all(nothing));
 }

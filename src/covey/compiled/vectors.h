@@ -1,4 +1,5 @@
-// Vectors of 16 numbers, through GCC's and Clang's vector types: loaded from float32 or bfloat16, kept in float32.
+// Vectors of the processor's registers, 16 numbers or 8, through GCC's and Clang's vector types: loaded from float32 or bfloat16,
+// kept in float32.
 // No torch header: what includes this compiles in a second or two, and works with any build of torch.
 
 #pragma once
@@ -9,8 +10,9 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define WIDE 1
 #if defined(__AVX512BF16__)
 #define PAIRS 1
@@ -21,13 +23,17 @@ namespace {
 
 #define UNROLLED _Pragma("GCC unroll 16")
 
+#ifdef WIDE
 constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;  // wider ones than the registers go through memory
+#endif
 constexpr float NOTHING = -1e30f;  // the score of no key; finite, so that differences of two of them are
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 // What is done with a product of linear.cpp before it is written; SUMS writes float32, MORE_SUMS adds to what is there. Mirrored in linear.py.
 enum Then { NOTHING_MORE, SILU, TIMES, SUMS, MORE_SUMS };
@@ -44,7 +50,7 @@ inline Floats load(const float* p) {
     return x;
 }
 
-// 16 numbers, one a word.
+// LANES numbers, one a word.
 inline Words words_of(const bf16* p) {
     Halves x;
     std::memcpy(&x, p, sizeof x);
@@ -89,10 +95,9 @@ inline float sum(Floats x) {
 #ifdef WIDE
     return _mm512_reduce_add_ps((__m512)x);
 #else
-    float total = 0;
-    UNROLLED
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 #endif
 }
 
@@ -100,15 +105,15 @@ inline float largest(Floats x) {
 #ifdef WIDE
     return _mm512_reduce_max_ps((__m512)x);
 #else
-    float top = x[0];
-    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
-    return top;
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 #endif
 }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// The sums of 16 vectors, one a lane.
+// The sums of LANES vectors, one a lane.
 inline Floats sums(const Floats* x) {
 #ifdef WIDE
     __m512 fours[4];
@@ -126,10 +131,13 @@ inline Floats sums(const Floats* x) {
         _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
     return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 #else
-    Floats out;
+    __m256 fours[2];  // each half of a register: sums over that half of four vectors
     UNROLLED
-    for (int i = 0; i < LANES; i++) out[i] = sum(x[i]);
-    return out;
+    for (int i = 0; i < 2; i++) {
+        const Floats* four = x + 4 * i;
+        fours[i] = _mm256_hadd_ps(_mm256_hadd_ps((__m256)four[0], (__m256)four[1]), _mm256_hadd_ps((__m256)four[2], (__m256)four[3]));
+    }
+    return (Floats)_mm256_add_ps(_mm256_permute2f128_ps(fours[0], fours[1], 0x20), _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
 #endif
 }
 

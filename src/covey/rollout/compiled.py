@@ -106,7 +106,7 @@ class Kernels:
         Keys and values go into `slabs`. Rotations are those that `step` describes.
         """
         out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
-        scratch = torch.empty(len(x), weights.scratch, dtype=self.dtype)  # torch's, which says when there is no memory
+        scratch = torch.empty(weights.scratch(len(x)), dtype=self.dtype)  # torch's, which says when there is no memory
         by, places = ctypes.byref, (tensor.data_ptr() for tensor in (x, scratch, out))
         self._decode(by(step), by(weights.decoder), slabs.own, slabs.prompts, *places)
         return out
@@ -137,4 +137,4 @@ def kernels_for(device: torch.device, dtype: torch.dtype, width: int) -> Kernels
 
 def defines(dtype: torch.dtype, width: int) -> tuple[str, ...]:
     """What decode.cpp is compiled for."""
-    return f"NUMBER={NUMBERS[dtype]}", f"VECTORS={width // 16}"
+    return f"NUMBER={NUMBERS[dtype]}", f"WIDTH={width}"

@@ -1,16 +1,30 @@
 // What a decode step does between its matrix products, on a CPU: one pass over each number, no copies in between.
-// And the whole step, where linear.cpp multiplies: small models compute for less time than it takes to call all of it.
+// And the whole step, where linear.cpp or live.cpp multiplies: small models compute for less time than it takes to call all of it.
 //
-// Sums of 16 keys at once, and products of bfloat16 where the processor has AVX-512.
+// Sums of as many keys as lanes at once, and products of bfloat16 where the processor has AVX-512.
 // Threads are those of the OpenMP runtime that torch has loaded.
 //
-// NUMBER is float or bf16, and VECTORS the width of a head in vectors: compiled.py gives both.
+// NUMBER is float or bf16, and WIDTH that of a head: compiled.py gives both.
 
 #include "vectors.h"
 
 namespace {
 
+constexpr int VECTORS = WIDTH / LANES;
 constexpr int CHUNK = 512;  // keys whose scores exist at a time
+
+// Queries, and vectors of a value, whose sums are in registers together.
+#ifdef WIDE
+constexpr int at_once(int vectors) { return vectors <= 4 ? 5 : vectors <= 8 ? 2 : 1; }
+constexpr int across(int vectors, int) { return vectors; }
+#else
+constexpr int at_once(int) { return 5; }
+constexpr int across(int vectors, int queries) {
+    int most = queries > 2 ? 2 : queries > 1 ? 4 : 8;
+    while (vectors % most) most /= 2;
+    return most;
+}
+#endif
 
 #ifdef PAIRS
 // bfloat16 heads of whole registers: 32 products an instruction, sums in float32.
@@ -87,17 +101,17 @@ void scores_of(const float* query, const T* keys, int count, float scale, float 
     }
 }
 
-// Adds the values of `here` keys by their weights `scores`, which are 0 up to the next multiple of 16.
+// Adds the values of `here` keys by their weights `scores`, which are 0 up to the next whole vector.
 template <class T, int VD, int RQ>
 void add_values(const T* value, int here, const float* kept, const float scores[RQ][CHUNK], Attended<VD, RQ>& seen) {
     constexpr int D = VD * LANES;
-    Floats sum[RQ][VD];
-    UNROLLED
-    for (int q = 0; q < RQ; q++)
-        UNROLLED
-        for (int d = 0; d < VD; d++) sum[q][d] = load(seen.values[q] + LANES * d) * kept[q];
 #ifdef PAIRS
     if constexpr (in_pairs<T, VD>) {
+        Floats sum[RQ][VD];
+        UNROLLED
+        for (int q = 0; q < RQ; q++)
+            UNROLLED
+            for (int d = 0; d < VD; d++) sum[q][d] = load(seen.values[q] + LANES * d) * kept[q];
         // two keys at a time: their values are interleaved by 16 bits, which leaves the sums in another order; see `write`
         uint32_t weights[RQ][CHUNK / 2];
         UNROLLED
@@ -120,25 +134,38 @@ void add_values(const T* value, int here, const float* kept, const float scores[
                 for (int d = 0; d < VD; d++) sum[q][d] = (Floats)_mm512_dpbf16_ps((__m512)sum[q][d], v[d], weight);
             }
         }
+        UNROLLED
+        for (int q = 0; q < RQ; q++)
+            UNROLLED
+            for (int d = 0; d < VD; d++) store(seen.values[q] + LANES * d, sum[q][d]);
+        return;
     }
 #endif
-    if constexpr (!in_pairs<T, VD>) {
-        for (int k = 0; k < here; k++, value += D) {
-            Floats v[VD];
+    constexpr int BROAD = across(VD, RQ);  // of a value at a time, so that the sums of all queries stay in registers
+    UNROLLED
+    for (int from = 0; from < VD; from += BROAD) {
+        Floats sum[RQ][BROAD];
+        UNROLLED
+        for (int q = 0; q < RQ; q++)
             UNROLLED
-            for (int d = 0; d < VD; d++) v[d] = load(value + LANES * d);
+            for (int d = 0; d < BROAD; d++) sum[q][d] = load(seen.values[q] + LANES * (from + d)) * kept[q];
+        for (int k = 0; k < here; k++) {
+            const T* mine = value + (int64_t)k * D + LANES * from;
+            Floats v[BROAD];
+            UNROLLED
+            for (int d = 0; d < BROAD; d++) v[d] = load(mine + LANES * d);
             UNROLLED
             for (int q = 0; q < RQ; q++) {
                 const Floats weight = all(scores[q][k]);
                 UNROLLED
-                for (int d = 0; d < VD; d++) sum[q][d] += weight * v[d];
+                for (int d = 0; d < BROAD; d++) sum[q][d] += weight * v[d];
             }
         }
-    }
-    UNROLLED
-    for (int q = 0; q < RQ; q++)
         UNROLLED
-        for (int d = 0; d < VD; d++) store(seen.values[q] + LANES * d, sum[q][d]);
+        for (int q = 0; q < RQ; q++)
+            UNROLLED
+            for (int d = 0; d < BROAD; d++) store(seen.values[q] + LANES * (from + d), sum[q][d]);
+    }
 }
 
 // `count` more keys and values, each D wide and D apart.
@@ -225,11 +252,12 @@ struct Slab {
     int64_t by_kind, by_row, by_head;
 };
 
-// covey_linear_share of linear.cpp.
+// covey_linear_share of linear.cpp, or covey_live_share of live.cpp, which reads what covey_live_turn has turned.
+typedef void Turn(const void* x, int64_t rows, int64_t inside, void* room);
 typedef void Share(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
                    const void* factor, void* out, int64_t then);
 
-// A weight in pairs.
+// A weight in pairs, or as it stands.
 struct Linear {
     const void* weight;
     const float* bias;  // or null
@@ -238,7 +266,7 @@ struct Linear {
 
 struct Layer {
     const float *before, *after, *query_norm, *key_norm;  // weights of norms; of the heads' or null
-    Linear qkv, out, gate, up, down;
+    Linear query, key, value, out, gate, up, down;        // all three of the first in one where `key` has no weight
 };
 
 struct Decoder {
@@ -247,6 +275,7 @@ struct Decoder {
     const float* norm;
     Linear head;
     Share* share;
+    Turn* turn;  // or null
 };
 }
 
@@ -288,7 +317,7 @@ template <class T, int VD>
 void attend_row(const Step& step, int64_t row, int64_t head, const Heads& query, const Heads& key, const Heads& value,
                 const float* query_norm, const float* key_norm, const Slab& own, const Slab& prompt, T* out) {
     constexpr int64_t D = VD * LANES;
-    constexpr int MOST = VD <= 4 ? 5 : VD <= 8 ? 2 : 1;  // queries whose sums fit in registers
+    constexpr int MOST = at_once(VD);
     alignas(64) float raw[D], queries[MOST * D];
     T* kept = (T*)own.data + row * own.by_row + head * own.by_head + step.column * D;
     const T* from = (const T*)key.data + row * key.by_row + head * key.by_head;
@@ -363,10 +392,17 @@ void add_norm(float* x, const T* update, const float* weight, T* out, int64_t ro
 // By all threads of a parallel region.
 template <class T, int VD>
 void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* scratch, T* logits) {
-    const Linear &qkv = decoder.layers->qkv, &gate = decoder.layers->gate, &out = decoder.layers->out;
-    const int64_t rows = step.rows, hidden = qkv.inside, heads = step.heads * step.width;
+    const Layer& first = *decoder.layers;
+    const int64_t rows = step.rows, hidden = first.query.inside, heads = step.heads * step.width;
+    const bool is_apart = first.key.weight;
     T *normed = scratch, *update = normed + rows * hidden, *projected = update + rows * hidden;
-    T *attended = projected + rows * qkv.outside, *inner = attended + rows * out.inside;
+    T *attended = projected + rows * heads * (step.repeats + 2), *inner = attended + rows * first.out.inside;
+    T* turned = inner + rows * first.gate.outside;
+    const auto ready = [&](const T* from, int64_t inside) -> const T* {
+        if (!decoder.turn) return from;
+        decoder.turn(from, rows, inside, turned);
+        return turned;
+    };
     const auto share = [&](const T* from, const Linear& by, T* to, Then then = NOTHING_MORE) {
         decoder.share(from, rows, by.inside, by.outside, by.weight, by.bias, to, to, then);
     };
@@ -374,22 +410,29 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
         share(from, by, to, then);
 #pragma omp barrier
     };
-    const auto heads_at = [&](int64_t first) { return Heads{projected + first, qkv.outside, step.width}; };
-    const Heads query = heads_at(0), key = heads_at(heads * step.repeats), value = heads_at(heads * (step.repeats + 1));
+    // heads from the `before`-th on, of rows that hold all heads, or each kind's apart
+    const auto heads_at = [&](int64_t before, const Linear& by) {
+        return is_apart ? Heads{projected + rows * before, by.outside, step.width} : Heads{projected + before, first.query.outside, step.width};
+    };
+    const Heads query = heads_at(0, first.query), key = heads_at(heads * step.repeats, first.key);
+    const Heads value = heads_at(heads * (step.repeats + 1), first.value);
     const T* more = nullptr;
     for (int64_t i = 0; i < decoder.count; i++, more = update) {
         const Layer& layer = decoder.layers[i];
         add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon);
-        product(normed, layer.qkv, projected);
+        const T* from = ready(normed, hidden);
+        if (is_apart) share(from, layer.key, (T*)key.data), share(from, layer.value, (T*)value.data);
+        product(from, layer.query, projected);
         attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
-        product(attended, layer.out, update);
+        product(ready(attended, layer.out.inside), layer.out, update);
         add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon);
-        share(normed, layer.gate, inner, SILU);  // read below by the thread that wrote it
-        product(normed, layer.up, inner, TIMES);
-        product(inner, layer.down, update);
+        from = ready(normed, hidden);
+        share(from, layer.gate, inner, SILU);  // read below by the thread that wrote it
+        product(from, layer.up, inner, TIMES);
+        product(ready(inner, layer.down.inside), layer.down, update);
     }
     add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon);
-    share(normed, decoder.head, logits);
+    share(ready(normed, hidden), decoder.head, logits);
 }
 
 }  // namespace
@@ -412,12 +455,11 @@ void covey_add_norm(float* x, const void* update, const float* weight, void* out
 }
 
 // A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
-// `prompts` are those of all layers; `scratch` is [rows, 2 hidden + outputs of qkv + inputs of out + outputs of gate]. In bfloat16.
+// `prompts` are those of all layers; `scratch` is [rows, 2 hidden + heads of queries, keys and values + inputs of out + outputs of gate],
+// and behind it what `turn` needs of the widest.
 void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* scratch,
                   void* logits) {
-    if constexpr (sizeof(NUMBER) == sizeof(bf16)) {
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
-        decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)scratch, (NUMBER*)logits);
-    }
+    decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)scratch, (NUMBER*)logits);
 }
 }

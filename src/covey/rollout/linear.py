@@ -48,6 +48,24 @@ class Live:
                 raise Unsupported(f"layers of kind {type(linear).__name__} are not plain linear layers")
         return Live(tuple(effective(linear) for linear in linears))
 
+    @property
+    def inside(self) -> int:
+        """Inputs, K."""
+        return self.parts[0][0].shape[1]
+
+    @property
+    def outside(self) -> int:
+        """Outputs of all parts."""
+        return sum(len(weight) for weight, _ in self.parts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it is float32 numbers of a CPU, one after another."""
+        tensors = [tensor for part in self.parts for tensor in part if tensor is not None]
+        return all(
+            x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in products.PLAIN for x in tensors
+        )
+
     def __call__(self, x: Tensor) -> Tensor:
         out = [products.product(x, weight, bias) for weight, bias in self.parts]
         return out[0] if len(out) == 1 else torch.cat(out, -1)

@@ -1,4 +1,4 @@
-"""A whole decode step in one call of decode.cpp, for copies of weights that linear.cpp multiplies with.
+"""A whole decode step in one call of decode.cpp, for copies of weights that linear.cpp multiplies with, and for live ones of live.cpp.
 
 A step of ten million parameters computes for half a millisecond; calling its sixty operations from Python took as long.
 """
@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from covey.compiled import live
 from covey.rollout.compiled import Slab
-from covey.rollout.linear import Paired
+from covey.rollout.linear import Live, Paired
 
 
 class Block(Protocol):
@@ -36,15 +37,23 @@ class _Linear(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, linear: Paired) -> _Linear:
-        return cls(linear.weight.data_ptr(), _address(linear.bias), linear.inside, linear.outside)
+    def each(cls, linear: Live | Paired) -> list[_Linear]:
+        """One, or as many as it is made of."""
+        if isinstance(linear, Paired):
+            return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.inside, linear.outside)]
+        return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm")),
-        *((name, _Linear) for name in ("qkv", "out", "gate", "up", "down")),
+        *((name, _Linear) for name in ("query", "key", "value", "out", "gate", "up", "down")),
     )
+
+    @classmethod
+    def of(cls, block: Block) -> _Layer:
+        qkv, *others = map(_Linear.each, block.products)
+        return cls(*map(_address, block.norms), *qkv, *[_Linear()] * (3 - len(qkv)), *(one for (one,) in others))
 
 
 class _Decoder(ctypes.Structure):
@@ -54,31 +63,42 @@ class _Decoder(ctypes.Structure):
         ("norm", ctypes.c_void_p),
         ("head", _Linear),
         ("share", ctypes.c_void_p),
+        ("turn", ctypes.c_void_p),
     )
 
 
 class Weights:
     """Where all weights of a decoder are."""
 
-    def __init__(self, blocks: Sequence[Block], norm: Tensor, head: Paired) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], norm: Tensor, head: Live | Paired, share: int | None, turn: int | None
+    ) -> None:
         self.held = blocks, norm, head
-        qkv, out, gate, *_ = blocks[0].products
-        self.vocabulary = head.outside
-        self.scratch = 2 * qkv.inside + qkv.outside + out.inside + gate.outside
-        """Numbers that a row needs on its way."""
-        layers = (_Layer(*map(_address, block.norms), *map(_Linear.of, block.products)) for block in blocks)
-        self._layers = (_Layer * len(blocks))(*layers)
-        share = head.kernels.share_address
-        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), _Linear.of(head), share)
+        self._layers = (_Layer * len(blocks))(*map(_Layer.of, blocks))
+        (last,) = _Linear.each(head)
+        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), last, share, turn)
+        layer = self._layers[0]
+        heads = layer.query.outside + layer.key.outside + layer.value.outside
+        self.vocabulary = int(last.outside)
+        self._a_row = 2 * layer.query.inside + heads + layer.out.inside + layer.gate.outside
+        self._widest = max(layer.query.inside, layer.out.inside, layer.down.inside) if turn else 0
+
+    def scratch(self, rows: int) -> int:
+        """Numbers that so many rows need on their way."""
+        return rows * self._a_row + live.turned_size(rows, self._widest)
 
     @staticmethod
     def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> Weights | None:
         """None where another library multiplies, or layers differ in their sizes."""
-        used = [linear for block in blocks for linear in block.products]
-        if not all(isinstance(linear, Paired) for linear in (*used, head)):
+        used = [*(linear for block in blocks for linear in block.products), head]
+        if all(isinstance(linear, Paired) for linear in used):
+            share, turn = head.kernels.share_address, None
+        elif all(isinstance(linear, Live) and linear.is_plain for linear in used) and (found := live.kernels()):
+            share, turn = found.share_address, found.turn_address
+        else:
             return None
         sizes = {tuple((linear.inside, linear.outside) for linear in block.products) for block in blocks}
-        return Weights(blocks, norm, head) if len(sizes) == 1 else None
+        return Weights(blocks, norm, head, share, turn) if len(sizes) == 1 else None
 
 
 class Slabs:
