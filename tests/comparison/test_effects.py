@@ -116,7 +116,14 @@ def rate(k, seed_spread, gain, *, paired=True, times=400, size=100):
     return hits / times
 
 
-@pytest.mark.parametrize("k, seed_spread", [(1, 0.0), (2, 0.05), (3, 0.0), (3, 0.05), (5, 0.02), (5, 0.1)])
+@pytest.mark.parametrize(
+    "k, seed_spread",
+    [
+        (3, 0.0),
+        (3, 0.05),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0.0), (2, 0.05), (5, 0.02), (5, 0.1)]),
+    ],
+)
 def test_equally_good_methods_are_told_apart_in_about_5_of_100_comparisons(k, seed_spread):
     times = 400 if k > 1 else 200  # 20,000 sign flips each
     assert rate(k, seed_spread, 0.0, times=times) <= 0.075  # 0.05 and two standard errors

@@ -69,14 +69,13 @@ def seconds_since_fault(folder: Path) -> float:
     "fault, said, bound, patience",
     [
         ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 60, 120),
-        pytest.param(
-            "exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 60, 120, marks=pytest.mark.slow
-        ),
-        pytest.param("raise", "failed with LookupError: there is no such answer", 60, 120, marks=pytest.mark.slow),
-        pytest.param("stop", "has not been heard of for", 120, 10, marks=pytest.mark.slow),
-        pytest.param("hang", "lives but did not come within", 120, 10, marks=pytest.mark.slow),
+        ("exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 60, 120),
+        ("raise", "failed with LookupError: there is no such answer", 60, 120),
+        ("stop", "has not been heard of for", 120, 10),
+        ("hang", "lives but did not come within", 120, 10),
     ],
 )
+@pytest.mark.slow
 def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound, patience, tmp_path: Path) -> None:
     with pair(tmp_path, fault, patience=patience) as both:
         code = both.ends(0)

@@ -23,6 +23,7 @@ def run(what, spare_mib):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_same_gradient():
     free, short = run("learn", 0), run("learn", 80)
     assert free["events"] == []

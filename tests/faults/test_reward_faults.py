@@ -89,6 +89,7 @@ def test_a_reward_that_raises_hangs_and_returns_rubbish_in_turn_costs_no_step_an
     assert "in stuck_in_c" in told
 
 
+@pytest.mark.slow
 def test_a_troubled_run_that_is_interrupted_ends_with_the_weights_of_one_that_is_not(tmp_path, capsys):
     options = [
         "--reward-normalization",

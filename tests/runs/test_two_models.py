@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import sys
 import torch
@@ -34,6 +36,7 @@ except InvariantError as error:
 """
 
 
+@pytest.mark.slow
 def test_weights_that_differ_between_processes_are_named_on_every_one(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
