@@ -1,0 +1,59 @@
+"""Products of float32 activations with float32 weights as they stand, by the sampler's kernels and by PyTorch: GFLOP/s.
+
+    python benchmarks/live_products.py
+
+Rows are completions that decode together. Weights of 64 MB take turns, so that they come from memory as those of a model do.
+Medians of seven, both sides in turns; only on processors for which `covey/compiled/live.cpp` is written.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from covey.compiled import live
+
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
+SIZES = ((640, 896), (640, 2048), (2048, 640), (640, 4096), (256, 1024), (1024, 256))
+"""Inputs and outputs of the benchmarks' models."""
+BYTES = 64e6
+
+
+def main() -> None:
+    kernels = live.kernels()
+    if kernels is None:
+        raise SystemExit("There are no such kernels for this processor, or no compiler.")
+    print(f"PyTorch / kernels, {torch.get_num_threads()} threads")
+    print("| rows | " + " | ".join(f"{inside} x {outside}" for inside, outside in SIZES) + " |")
+    print("|--:|" + "--:|" * len(SIZES))
+    for rows in ROWS:
+        cells = [" / ".join(f"{rate:.0f}" for rate in rates(kernels, rows, *size)) for size in SIZES]
+        print(f"| {rows} | {' | '.join(cells)} |", flush=True)
+
+
+def rates(kernels: live.Kernels, rows: int, inside: int, outside: int) -> list[float]:
+    """GFLOP/s of PyTorch and of the kernels."""
+    weights = [torch.randn(outside, inside) for _ in range(max(1, round(BYTES / (4 * inside * outside))))]
+    x = torch.randn(rows, inside)
+    seconds = in_turns([lambda: [F.linear(x, w) for w in weights], lambda: [kernels.multiply(x, w) for w in weights]])
+    return [2 * rows * inside * outside * len(weights) / taken / 1e9 for taken in seconds]
+
+
+def in_turns(sides: list[Callable[[], object]]) -> list[float]:
+    """Median seconds of each side."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for turn in range(8):
+        for side, found in zip(sides, seconds, strict=True):
+            started = time.perf_counter()
+            side()
+            if turn:
+                found.append(time.perf_counter() - started)
+    return [statistics.median(found) for found in seconds]
+
+
+if __name__ == "__main__":
+    main()
