@@ -8,13 +8,12 @@ Medians of seven, both sides in turns; only on processors for which `covey/compi
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
+import rollout
 from covey.compiled import live
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -39,20 +38,12 @@ def rates(kernels: live.Kernels, rows: int, inside: int, outside: int) -> list[f
     """GFLOP/s of PyTorch and of the kernels."""
     weights = [torch.randn(outside, inside) for _ in range(max(1, round(BYTES / (4 * inside * outside))))]
     x = torch.randn(rows, inside)
-    seconds = in_turns([lambda: [F.linear(x, w) for w in weights], lambda: [kernels.multiply(x, w) for w in weights]])
-    return [2 * rows * inside * outside * len(weights) / taken / 1e9 for taken in seconds]
-
-
-def in_turns(sides: list[Callable[[], object]]) -> list[float]:
-    """Median seconds of each side."""
-    seconds: list[list[float]] = [[] for _ in sides]
-    for turn in range(8):
-        for side, found in zip(sides, seconds, strict=True):
-            started = time.perf_counter()
-            side()
-            if turn:
-                found.append(time.perf_counter() - started)
-    return [statistics.median(found) for found in seconds]
+    sides = {
+        "PyTorch": lambda seed: len([F.linear(x, weight) for weight in weights]),
+        "kernels": lambda seed: len([kernels.multiply(x, weight) for weight in weights]),
+    }
+    found = rollout.measure(sides, 7, time.perf_counter)
+    return [2 * rows * inside * outside * len(weights) / side["seconds"] / 1e9 for side in found.values()]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
 A Qwen2-architecture model is trained briefly on GSM8K text (once; kept in the cache folder), so that completions end by
 themselves and their lengths vary. All sides sample at temperature 1 up to `--max-tokens` for `--prompts` questions with
 `--group` completions each; repeats alternate between the sides, medians are reported. Ratios are against the better of
-`generate`'s precisions: float32, and bfloat16 where the processor multiplies it. `--cpu-time` counts processor time instead of the clock's, for a machine that others use too
-(then set one thread). The last line is one JSON object.
+`generate`'s precisions: float32, and bfloat16 where the processor multiplies it. `--cpu-time` counts processor time instead of
+the clock's, for a machine that others use too (then set one thread). The last line is one JSON object.
 """
 
 from __future__ import annotations

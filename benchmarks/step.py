@@ -29,6 +29,8 @@ from covey import demo
 from covey.checks import processor_has_bfloat16
 
 WORKER = Path(__file__).with_name("step_worker.py")
+PRECISIONS = ["fp32", "bf16-autocast"] if processor_has_bfloat16() else ["fp32"]
+"""What this processor multiplies, the faster one last."""
 Found = dict[str, Any]
 
 
@@ -45,7 +47,7 @@ def main() -> None:
         "--precision",
         nargs="*",
         choices=("fp32", "bf16-autocast", "bf16-weights", "faster"),
-        default=["fp32", "bf16-autocast"] if processor_has_bfloat16() else ["fp32"],
+        default=PRECISIONS,
         help="precisions of each side; faster: bf16-autocast where the processor multiplies bfloat16, else fp32",
     )
     parser.add_argument("--dense", action="store_true", help="a reward under which no group is without signal")
@@ -54,8 +56,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="compare processor time")
     parser.add_argument("--out", type=Path, default=Path("out"))
     given = parser.parse_args()
-    faster = "bf16-autocast" if processor_has_bfloat16() else "fp32"
-    given.precision = [faster if name == "faster" else name for name in given.precision]
+    given.precision = [PRECISIONS[-1] if name == "faster" else name for name in given.precision]
     if not Path(given.peer).exists():
         raise SystemExit(f"{given.peer} is not there; `make .venv-trl/.installed` makes it, or give --peer.")
     given.out.mkdir(parents=True, exist_ok=True)

@@ -24,11 +24,6 @@ struct Call {
     int64_t then;
 };
 
-inline Floats silu(Floats x) {
-    const Floats small = exponential(x < all(0.0f) ? x : -x);
-    return x * (x < all(0.0f) ? small : all(1.0f)) / (1.0f + small);
-}
-
 // What is read from memory while something else is computed: `bytes` at `from`, `lines` for each pair of inputs.
 struct Ahead {
     const char* from;

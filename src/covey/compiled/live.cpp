@@ -25,11 +25,6 @@ struct Call {
     int64_t then;
 };
 
-inline Floats silu(Floats x) {
-    const Floats small = exponential(x < all(0.0f) ? x : -x);
-    return x * (x < all(0.0f) ? small : all(1.0f)) / (1.0f + small);
-}
-
 // N outputs of V vectors of rows, of which the first is `row`. The last to use these weights fetches the next, or memory would wait
 // for arithmetic and arithmetic for memory.
 template <int N, int V, bool LAST>

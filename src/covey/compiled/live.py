@@ -57,7 +57,7 @@ def turned_size(rows: int, inside: int) -> int:
 def kernels() -> Kernels | None:
     """The products of live.cpp; None where there are none, if they are wrong, or where the processor has AVX-512.
 
-    Beside MKL, two threads of a Zen 3, they are up to three times as fast at 4 to 16 rows and no slower at 256
+    Beside MKL, two threads of a Zen 3, they are mostly two to three times as fast at 4 to 16 rows and 0.9 to 1.5 times at 256
     (benchmarks/live_products.py); with AVX-512 they are not written yet.
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX2":

@@ -168,6 +168,11 @@ inline Floats exponential(Floats x) {
 #endif
 }
 
+inline Floats silu(Floats x) {
+    const Floats small = exponential(x < all(0.0f) ? x : -x);
+    return x * (x < all(0.0f) ? small : all(1.0f)) / (1.0f + small);
+}
+
 // Calls visit(i, x) for the vectors of a row; what the last one lacks is NOTHING, and not a number stays none.
 template <class T, class Visit>
 inline void each(const T* row, int64_t size, float scale, Visit visit) {
