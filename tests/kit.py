@@ -208,6 +208,21 @@ def _seeded(build: Callable[[], Any], seed: int) -> Any:
         return build()
 
 
+AVX2_ALONE = ("-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma")
+"""Flags that compile kernels as on a processor without AVX-512."""
+
+
+@contextmanager
+def threads(count: int):
+    """Inside, torch computes with this many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @contextmanager
 def forgotten(*cached):
     """What these functions (of `functools.cache`) know is found out again inside, and forgotten afterwards."""

@@ -15,7 +15,7 @@ from covey.learner import shared, shared_attention
 from covey.learner.policy import Policy
 from covey.learner.shared_attention import SharedAttention
 from covey.memory import is_out_of_memory
-from kit import forgotten, tiny_model
+from kit import AVX2_ALONE, forgotten, threads, tiny_model
 
 REASON = compiled.why_not()
 needs_kernels = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -27,10 +27,8 @@ TOKENS = 338
 
 @pytest.fixture
 def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture
@@ -97,9 +95,9 @@ def test_scores_as_large_as_a_float_can_hold_neither_overflow_nor_vanish(one_thr
 def test_results_do_not_depend_on_the_number_of_threads(dtype, one_thread, monkeypatch):
     inputs = given(dtype, 4, 2, 32)
     found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        found.append(through(kernels_for(inputs[0], inputs[1], LAYOUTS), inputs, monkeypatch))
+    for count in (1, 2, 3):
+        with threads(count):
+            found.append(through(kernels_for(inputs[0], inputs[1], LAYOUTS), inputs, monkeypatch))
     for other in found[1:]:
         assert all(one.equal(two) for one, two in zip(found[0], other, strict=True))
 
@@ -166,7 +164,7 @@ def test_kernels_that_compute_something_else_are_found_out(one_thread, fresh, mo
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("flags", [["-mno-avx512bf16"], ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]])
+@pytest.mark.parametrize("flags", [["-mno-avx512bf16"], AVX2_ALONE])
 def test_what_is_compiled_for_an_older_processor_is_the_same(dtype, slack, flags, one_thread, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, (f"NUMBER={compiled.NUMBERS[dtype]}",), flags))))

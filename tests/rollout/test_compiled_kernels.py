@@ -12,7 +12,7 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.cache import KeyValues, LayerShape
 from covey.rollout.compiled import SOURCE, Kernels, defines, kernels_for
-from kit import forgotten, tiny_model, tiny_tokenizer
+from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 REASON = compiled.why_not()
@@ -116,14 +116,10 @@ def test_engines_with_and_without_kernels_draw_the_same_tokens(tokenizer, arch):
 
 @needs_kernels
 def test_results_do_not_depend_on_the_number_of_threads():
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        with threads(count):
             found.append(attended(kernels_for(CPU, torch.bfloat16, 64), torch.bfloat16, 64, 5, heads=4)[0])
-    finally:
-        torch.set_num_threads(before)
     assert found[0].equal(found[1])
     assert found[0].equal(found[2])
 
@@ -134,8 +130,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, nothing_known):
     import ctypes
 
-    flags = ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]
-    plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, defines(dtype, 64), flags))), dtype)
+    plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, defines(dtype, 64), AVX2_ALONE))), dtype)
     expected, _ = attended(None, dtype, 64, 5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(attended(plain, dtype, 64, 5)[0], expected, atol=tolerance, rtol=tolerance)

@@ -10,6 +10,7 @@ from covey.compiled import NUMBERS, built, why_not
 from covey.rollout import SamplingParams, sampling
 from covey.rollout.drawing import SOURCE, Kernels, kernels_for
 from covey.rollout.sampling import draw
+from kit import AVX2_ALONE, threads
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -48,7 +49,7 @@ def test_what_is_truncated_or_penalized_is_drawn_from_what_is_left(logits, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["-mno-avx512bf16"], ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]])
+@pytest.mark.parametrize("flags", [["-mno-avx512bf16"], AVX2_ALONE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_compiled_for_an_older_processor_is_the_same(logits, dtype, flags, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -90,14 +91,10 @@ def test_what_is_not_a_number_shows_in_the_log_probability(logits, wrong):
 
 
 def test_results_do_not_depend_on_the_number_of_threads(logits):
-    points, before = torch.rand(40, dtype=torch.float64), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    points, found = torch.rand(40, dtype=torch.float64), []
+    for count in (1, 2, 3):
+        with threads(count):
             found.append(draw(logits, points, SamplingParams()))
-    finally:
-        torch.set_num_threads(before)
     for other in found[1:]:
         assert torch.equal(found[0].tokens, other.tokens)
         assert torch.equal(found[0].logprobs, other.logprobs)

@@ -12,9 +12,8 @@ from covey.compiled import live
 from covey.compiled.linear import Then
 from covey.rollout import NativeSampler, SamplingParams, decoder
 from covey.rollout.compiled import Kernels
-from kit import tiny_model, tiny_tokenizer
+from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
 
-OLDER = ["-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma"]
 needs_kernels = pytest.mark.skipif(compiled.why_not() is not None, reason="kernels cannot be compiled here")
 PARAMS = SamplingParams(max_tokens=90, seed=3)
 """Long enough for buffers to grow, with completions that end on the way."""
@@ -23,7 +22,7 @@ PARAMS = SamplingParams(max_tokens=90, seed=3)
 @pytest.fixture(scope="module")
 def kernels():
     """Those that a processor without AVX-512 has, on this one."""
-    return live.kernels() or live.Kernels(ctypes.CDLL(str(compiled.built(live.SOURCE, (), OLDER))))
+    return live.kernels() or live.Kernels(ctypes.CDLL(str(compiled.built(live.SOURCE, (), AVX2_ALONE))))
 
 
 @pytest.fixture
@@ -100,15 +99,12 @@ def test_a_step_in_one_call_draws_the_same_tokens(arch, rows, here, one_by_one):
 
 
 @needs_kernels
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_change_nothing(threads, here):
-    model, before = tiny_model(hidden=64, layers=2), torch.get_num_threads()
+@pytest.mark.parametrize("count", [1, 3])
+def test_threads_change_nothing(count, here):
+    model = tiny_model(hidden=64, layers=2)
     expected, _ = drawn(model)
-    try:
-        torch.set_num_threads(threads)
+    with threads(count):
         assert_same(drawn(model)[0], expected, 0)
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_kernels
@@ -153,8 +149,5 @@ def test_a_step_that_computes_something_else_is_found_out(here, monkeypatch, cap
 
 def test_with_avx512_the_products_are_left_to_libraries(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    live.kernels.cache_clear()
-    try:
+    with forgotten(live.kernels):
         assert live.kernels() is None
-    finally:
-        live.kernels.cache_clear()

@@ -12,7 +12,7 @@ from covey.compiled import linear as pairs
 from covey.compiled.linear import Then
 from covey.rollout import NativeSampler, SamplingParams, linear
 from covey.rollout.linear import Live, Packed, Paired
-from kit import forgotten, tiny_model, tiny_tokenizer
+from kit import forgotten, threads, tiny_model, tiny_tokenizer
 
 needs_kernel = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
 needs_bfloat16 = pytest.mark.skipif(
@@ -105,13 +105,9 @@ def test_a_row_is_the_same_bit_for_bit_whoever_is_beside_it_and_whoever_computes
     whole = mine(x)
     for rows in (1, 6, 64, 199):
         assert mine(x[-rows:]).equal(whole[-rows:])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        with threads(count):
             assert mine(x).equal(whole)
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_bfloat16

@@ -6,7 +6,7 @@ from test_samplers import TEXTS
 
 from covey.compiled import linear as pairs
 from covey.rollout import NativeSampler, SamplingParams, decoder
-from kit import tiny_model, tiny_tokenizer
+from kit import threads, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
 PARAMS = SamplingParams(max_tokens=90, seed=3)
@@ -40,15 +40,12 @@ def test_tokens_and_log_probabilities_are_the_same(arch, rows, one_by_one):
     assert whole == parts
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_change_nothing(threads):
-    model, before = tiny_model(hidden=64, layers=2), torch.get_num_threads()
+@pytest.mark.parametrize("count", [1, 3])
+def test_threads_change_nothing(count):
+    model = tiny_model(hidden=64, layers=2)
     expected, _ = drawn(model)
-    try:
-        torch.set_num_threads(threads)
+    with threads(count):
         assert drawn(model)[0] == expected
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_weights_that_were_trained_since_are_sampled_with(one_by_one):
