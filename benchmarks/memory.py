@@ -252,8 +252,9 @@ def predicted(shape: Shape, args: GRPOConfig, prompt_tokens: int, rank: int | No
         adapter_rank=rank,
         prompts=4,
         group=args.num_generations,
-        samples_in_copy=True,
+        samples_in_copy=has_bfloat16(torch.device("cpu")),
         is_on_heap=True,
+        reuses_rollouts=args.reuses_rollouts,
     )
 
 

@@ -22,15 +22,16 @@ from covey.invariants import RatioWatch
 from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
-from covey.learner.memory import Shape, enough_tokens, starting_tokens
+from covey.learner.memory import Shape, bytes_for_outputs, enough_tokens, starting_tokens
 from covey.learner.noting import TokenNotes
 from covey.learner.reference import Reference
 from covey.learner.sliced_update import update_in_slices
 from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
+from covey.outputs import Outputs
 from covey.parts import Parts
 from covey.rewards import Combiner, Scorer, resolve
-from covey.rollout import Backend, SamplingParams, choose_sampler
+from covey.rollout import Backend, NativeSampler, SamplingParams, choose_sampler
 from covey.runs import rollouts
 from covey.session import Session
 from covey.world import World
@@ -227,6 +228,15 @@ def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
     return options
 
 
+def shared_outputs(args: GRPOConfig, policy: Policy, sampler: Any) -> Outputs:
+    """What the sampler leaves for the learner; it stays empty where nothing can be left."""
+    outputs = Outputs(bytes_for_outputs())
+    if args.reuses_rollouts and isinstance(sampler, NativeSampler):
+        sampler.keep(outputs, compute_dtype(args) or next(policy.model.parameters()).dtype)
+        policy.outputs = outputs
+    return outputs
+
+
 def build_prompts(given: Given, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
     args = given.args
     limit = context_limit(given.model)
@@ -246,6 +256,7 @@ def checkpoint_once(policy: Policy) -> bool:
     """Compute activations again from now on; False when that is done already."""
     if policy.is_checkpointing:
         return False
+    policy.outputs = None
     checkpoint_activations(policy.model)
     policy.model.train()  # blocks in evaluation mode would not do it
     return True
@@ -318,6 +329,7 @@ def build_parts(
         backend=cast(Backend, args.rollout_backend),
         **sampler_options(args, given),
     )
+    outputs = shared_outputs(args, learner.policy, sampler)
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
     sampler.between = learner.between = interruption
@@ -327,6 +339,7 @@ def build_parts(
         sampler=sampler,
         scorer=given.scorer,
         learner=learner,
+        outputs=outputs,
         algorithm=given.algorithm,
         session=made,
         world=given.world,

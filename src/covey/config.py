@@ -237,6 +237,9 @@ class GRPOConfig(TrainingArguments):
     """Most tokens of one forward pass, shared prompts counted once: a number, null, or auto; changes memory, no gradient."""
     checkpoint_when_needed: bool = False
     """Begin without gradient checkpointing, and switch it on once a single completion does not fit in memory."""
+    reuse_rollout: bool | None = None
+    """Keep what layers compute while completions are drawn, in up to an eighth of the free memory, and do not compute it again to
+    learn from them. Unset: on, unless gradient checkpointing saves memory. CPU, and as `covey.outputs` says."""
     activation_offloading: bool = False
     """Keep activations in the host's memory between forward and backward; for accelerators."""
     shared_attention: str = "auto"
@@ -330,6 +333,11 @@ class GRPOConfig(TrainingArguments):
         checks.refuse_bad_alerts(self)
         checks.settle_batches(self)
         checks.warn_inert(given)
+
+    @property
+    def reuses_rollouts(self) -> bool:
+        """Whether to keep what layers compute while sampling."""
+        return not self.checkpoints_activations if self.reuse_rollout is None else self.reuse_rollout
 
     @property
     def checkpoints_activations(self) -> bool:

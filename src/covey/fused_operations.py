@@ -187,11 +187,16 @@ class _GatedDown(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        inner = kernels.gate(gate, up)
-        known = weight if products.in_pairs(inner, weight) else weight.to(gate.dtype)
+        known = weight if products.in_pairs(gate, weight) else weight.to(gate.dtype)
         ctx.save_for_backward(gate, up, known)
         ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
-        return products.forward(inner, known, bias)
+        replay = products.replayed(gate, weight)
+        if replay is None:
+            return products.forward(kernels.gate(gate, up), known, bias)
+        flat = [x.view(-1, x.shape[-1]) for x in (gate, up)]
+        some = lambda rows: kernels.gate(*(flat if rows is None else [x[rows] for x in flat]))
+        out = replay.product(weight, lambda rows: products.forward(some(rows), known, bias))
+        return out.view(*gate.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable

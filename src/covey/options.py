@@ -64,7 +64,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "memory, precision and devices": (
         "bf16", "fp16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
         "activation_checkpointing_kwargs", "activation_offloading", "checkpoint_when_needed", "max_tokens_per_microbatch", "logits_chunk_tokens",
-        "shared_attention", "use_cpu", "seed",
+        "shared_attention", "reuse_rollout", "use_cpu", "seed",
         "data_seed", "full_determinism", "ddp_backend", "ddp_timeout",
     ),
 }  # fmt: skip

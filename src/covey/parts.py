@@ -8,6 +8,7 @@ from covey.algorithms import Algorithm
 from covey.data import PromptStream
 from covey.interruption import Interruption
 from covey.learner import Learner
+from covey.outputs import Outputs
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
 from covey.session import Session
@@ -22,6 +23,8 @@ class Parts:
     sampler: Sampler
     scorer: Scorer
     learner: Learner
+    outputs: Outputs
+    """What the sampler leaves for the learner."""
     algorithm: Algorithm
     session: Session
     world: World

@@ -99,6 +99,7 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
         group=config.num_generations,
         has_critic_model=getattr(algorithm.critic, "model", None) == "separate",
         is_on_heap=on_cpu,
+        reuses_rollouts=config.reuses_rollouts,
         samples_in_copy=on_cpu
         and weight_bytes == 4
         and shape.num_parameters >= BFLOAT16_FROM

@@ -53,6 +53,11 @@ def turned_size(rows: int, inside: int) -> int:
     return -(-rows // PANEL) * PANEL * inside
 
 
+def is_for_live_weights() -> bool:
+    """Whether this is a processor that the products are written for. Nothing is compiled to find out."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 @functools.cache
 def kernels() -> Kernels | None:
     """The products of live.cpp; None where there are none, if they are wrong, or where the processor has AVX-512.
@@ -60,7 +65,7 @@ def kernels() -> Kernels | None:
     Beside MKL, two threads of a Zen 3, they are mostly two to three times as fast at 4 to 16 rows and 0.9 to 1.5 times at 256
     (benchmarks/live_products.py); with AVX-512 they are not written yet.
     """
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+    if not is_for_live_weights():
         return None
     return proven(SOURCE, (), "Multiplying while sampling", Kernels, _gap, 1e-5, "products differ")
 

@@ -12,9 +12,11 @@ from torch import nn
 
 from covey.compiled import why_not
 from covey.compiled.linear import is_for_this_processor
+from covey.compiled.live import is_for_live_weights
 from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
+from covey.outputs import WRITTEN_OUT
 from covey.products import KEPT, fits, is_onednn_faster, repeating
 
 
@@ -39,6 +41,8 @@ class Shape:
     """Whether it reads logits by kernels too (`covey.compiled.head`)."""
     is_paired: bool = False
     """Whether it multiplies bfloat16 in pairs by kernels (`covey.compiled.linear`)."""
+    is_written_out: bool = False
+    """Whether a CPU decodes it a whole step at a time, from whose products the learner can take (`covey.outputs`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -69,7 +73,12 @@ class Shape:
             is_fused=would_fuse(model),
             reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
             is_paired=why_not() is None and is_for_this_processor(),
+            is_written_out=type(model).__name__ in WRITTEN_OUT and why_not() is None,
         )
+
+    def elsewhere(self) -> Shape:
+        """On another device than a CPU."""
+        return replace(self, is_fused=False, reads_logits=False, is_paired=False, is_written_out=False)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
@@ -133,13 +142,17 @@ class Memory:
     """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
     libraries: int
     """On a CPU: what oneDNN keeps for every size of product that it meets, and what small blocks keep of the heap."""
+    outputs: int
+    """What the sampler leaves of its products for the learner."""
     cache: int
     """Keys and values while completions are drawn; activations and logits are gone then."""
 
     @property
     def peak(self) -> int:
         """The larger of learning and sampling, on top of what stays."""
-        stays = self.weights + self.reference + self.critic + self.optimizer + self.sampler + self.libraries
+        stays = (
+            self.weights + self.reference + self.critic + self.optimizer + self.sampler + self.libraries + self.outputs
+        )
         return stays + max(self.gradients + self.activations + self.logits + self.heap, self.cache)
 
     def in_words(self) -> str:
@@ -170,28 +183,27 @@ def estimate(
     has_critic_model: bool = False,
     samples_in_copy: bool = False,
     is_on_heap: bool = False,
+    reuses_rollouts: bool = False,
 ) -> Memory:
     """Bytes of a run on one device.
 
-    `rows` completions of `completion_tokens` are a micro-batch, the prompt of a group counted once, bounded by
-    `max_tokens` and `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored
-    once a group. `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a
-    CPU, whose activations leave holes.
+    `rows` completions of `completion_tokens` are a micro-batch, a group's prompt counted once, bounded by `max_tokens` and `enough_tokens`
+    (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group. `samples_in_copy`: a
+    CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations leave holes.
     """
-    shape = shape if is_on_heap else replace(shape, is_fused=False, reads_logits=False, is_paired=False)
+    shape = shape if is_on_heap else shape.elsewhere()
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     of_critic = shape.num_parameters if has_critic_model else 0
     kept = _product_bytes(shape, compute_bytes, adapter_rank) if is_on_heap else 0
     pads = is_on_heap and (kept > 0 or compute_bytes > 2)
     tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, pads)
-    own_bytes = weight_bytes if adapter_rank is None else 4
+    own_bytes, is_cast = weight_bytes if adapter_rank is None else 4, compute_bytes < weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
-    is_cast = compute_bytes < weight_bytes
     updated = trained * own_bytes + of_critic * weight_bytes
-    cached = prompts * (prompt_tokens + group * completion_tokens)
-    holes = _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
+    drawn, holes = prompts * group * completion_tokens, _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
+    cached = prompts * prompt_tokens + drawn
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
-    keeps_holes = is_on_heap and not is_checkpointed
+    keeps_holes, is_kept = is_on_heap and not is_checkpointed, reuses_rollouts and adapter_rank is None
     at_head, at_end = _head_bytes(shape, chunk, compute_bytes, is_cast, adapter_rank is None)
     if is_checkpointed:  # a layer that is computed again and the head's logits never exist together
         waiting = at_end // 2 if shape.is_tied else 0
@@ -205,9 +217,9 @@ def estimate(
         activations=activations,
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
         heap=int(holes * activations) if keeps_holes else 0,
-        sampler=(_cast_bytes(shape, compute_bytes) if is_cast else 0)
-        + (2 * shape.num_parameters if samples_in_copy else 0),
+        sampler=_cast_bytes(shape, compute_bytes) * is_cast + 2 * shape.num_parameters * samples_in_copy,
         libraries=(_LIBRARIES if samples_in_copy else 0) + kept,
+        outputs=_output_bytes(shape, drawn, compute_bytes, samples_in_copy) * is_kept,
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
 
@@ -237,6 +249,15 @@ def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -
     if compute_bytes != 2 and not is_onednn_faster():
         return 0
     return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * KEPT
+
+
+def _output_bytes(shape: Shape, tokens: int, compute_bytes: int, samples_in_copy: bool) -> int:
+    """What all products of the layers give for so many tokens, where sampler and learner compute in one precision by kernels."""
+    in_pairs = samples_in_copy and compute_bytes == 2 and not shape.left_to_onednn(shape.linears, compute_bytes)
+    live = not samples_in_copy and compute_bytes == 4 and is_for_live_weights()
+    if not shape.is_written_out or not (in_pairs or live):
+        return 0
+    return min(bytes_for_outputs(), tokens * compute_bytes * sum(outside for _, outside in shape.linears))
 
 
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
@@ -286,6 +307,11 @@ def starting_tokens(
         return None
     free = psutil.virtual_memory().available
     return max(256, min(CPU_TOKENS, int(0.5 * free / shape.activation_bytes(compute_bytes, is_checkpointed))))
+
+
+def bytes_for_outputs() -> int:
+    """Most bytes for what the sampler leaves to the learner: an eighth of the memory that is free."""
+    return int(psutil.virtual_memory().available) // 8
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:

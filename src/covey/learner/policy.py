@@ -21,6 +21,7 @@ from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
 from covey.learner.shared_flex import Heads
+from covey.outputs import Outputs, Replay, replaying
 from covey.products import takes_any_rows
 from covey.types import Completion, Prompt
 from covey.world import autocast
@@ -75,6 +76,8 @@ class Policy:
     """Keep activations in the host's memory between forward and backward."""
     shared_attention: str = "auto"
     """What computes the attention of prompts that are shared: auto (FlexAttention on CUDA where it works), flex, sdpa."""
+    outputs: Outputs | None = None
+    """What a sampler has left of the products with these very weights."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -116,9 +119,18 @@ class Policy:
         has_siblings = len({row.group for row in rows}) < len(rows)
         if has_siblings and self._shares() and (against is None or against.policy._shares()):
             any_length = self._takes_any_length() and (against is None or against.policy._takes_any_length())
-            packed = share_rows(rows, self.device, self._kernel, any_length=any_length)
+            packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel, any_length=any_length)
+        else:
+            packed = pad_rows(rows, self.pad_id, self.device)
+        with replaying(self._replay(rows, packed)):
             return self._measure(packed, entropy, against)
-        return self._measure(pad_rows(rows, self.pad_id, self.device), entropy, against)
+
+    def _replay(self, rows: Sequence[Row], packed: PaddedRows | SharedRows) -> Replay | None:
+        """What is known of these tokens from sampling; nothing where layers drop numbers at random."""
+        if self.outputs is None or (self.model.training and shared.drops(self.model)):
+            return None
+        completions = [(row.completion.token_ids, row.prompt.token_ids) for row in rows]
+        return self.outputs.replay(completions, packed.source, packed.input_ids.numel())
 
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:

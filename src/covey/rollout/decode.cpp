@@ -238,6 +238,7 @@ struct Step {
     const float* sines;      // [positions, D], with the sign that a rotation by halves wants
     double scale;
     double epsilon;
+    int64_t kept;  // the row of `Kept` where this step's begin
 };
 
 // Where the heads of one layer's rows begin: x[row * by_row + head * by_head + d].
@@ -267,6 +268,11 @@ struct Linear {
 struct Layer {
     const float *before, *after, *query_norm, *key_norm;  // weights of norms; of the heads' or null
     Linear query, key, value, out, gate, up, down;        // all three of the first in one where `key` has no weight
+};
+
+// Where one layer's outputs stay, each [rows of all steps, outputs of that weight], as the products of `Layer`.
+struct Kept {
+    void *query, *key, *value, *out, *gate, *up, *down;
 };
 
 struct Decoder {
@@ -389,15 +395,23 @@ void add_norm(float* x, const T* update, const float* weight, T* out, int64_t ro
     }
 }
 
-// By all threads of a parallel region.
+// out = silu(gate) times up.
+template <class T>
+void gated(const T* gate, const T* up, T* out, int64_t size) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < size / LANES; i++) store(out + i * LANES, silu(load(gate + i * LANES)) * load(up + i * LANES));
+}
+
+// By all threads of a parallel region. Where outputs are `kept` they are written there, of `gate` before its SiLU; else to `scratch`.
 template <class T, int VD>
-void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* scratch, T* logits) {
+void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, const Kept* kept, float* x, T* scratch,
+            T* logits) {
     const Layer& first = *decoder.layers;
-    const int64_t rows = step.rows, hidden = first.query.inside, heads = step.heads * step.width;
+    const int64_t rows = step.rows, hidden = first.query.inside, heads = step.heads * step.width, wide = first.gate.outside;
     const bool is_apart = first.key.weight;
-    T *normed = scratch, *update = normed + rows * hidden, *projected = update + rows * hidden;
+    T *normed = scratch, *updates = normed + rows * hidden, *projected = updates + rows * hidden;
     T *attended = projected + rows * heads * (step.repeats + 2), *inner = attended + rows * first.out.inside;
-    T* turned = inner + rows * first.gate.outside;
+    T* turned = inner + rows * wide;
     const auto ready = [&](const T* from, int64_t inside) -> const T* {
         if (!decoder.turn) return from;
         decoder.turn(from, rows, inside, turned);
@@ -410,26 +424,42 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
         share(from, by, to, then);
 #pragma omp barrier
     };
-    // heads from the `before`-th on, of rows that hold all heads, or each kind's apart
-    const auto heads_at = [&](int64_t before, const Linear& by) {
-        return is_apart ? Heads{projected + rows * before, by.outside, step.width} : Heads{projected + before, first.query.outside, step.width};
+    const auto here = [&](void* place, const Linear& by) { return (T*)place + step.kept * by.outside; };
+    // heads of each kind apart, or, from the `before`-th on, of rows that hold all of them
+    const auto heads_at = [&](T* place, int64_t before, const Linear& by) {
+        return is_apart ? Heads{place, by.outside, step.width} : Heads{place + before, first.query.outside, step.width};
     };
-    const Heads query = heads_at(0, first.query), key = heads_at(heads * step.repeats, first.key);
-    const Heads value = heads_at(heads * (step.repeats + 1), first.value);
+    const int64_t keys = heads * step.repeats, values = keys + heads;
     const T* more = nullptr;
-    for (int64_t i = 0; i < decoder.count; i++, more = update) {
+    for (int64_t i = 0; i < decoder.count; i++) {
         const Layer& layer = decoder.layers[i];
+        const Kept* mine = kept ? kept + i : nullptr;
+        T* update = mine ? here(mine->out, layer.out) : updates;
+        T* all_heads = mine ? here(mine->query, layer.query) : projected;
+        const Heads query = heads_at(all_heads, 0, layer.query);
+        const Heads key = heads_at(!is_apart ? all_heads : mine ? here(mine->key, layer.key) : projected + rows * keys, keys, layer.key);
+        const Heads value =
+            heads_at(!is_apart ? all_heads : mine ? here(mine->value, layer.value) : projected + rows * values, values, layer.value);
         add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon);
         const T* from = ready(normed, hidden);
         if (is_apart) share(from, layer.key, (T*)key.data), share(from, layer.value, (T*)value.data);
-        product(from, layer.query, projected);
+        product(from, layer.query, all_heads);
         attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
         product(ready(attended, layer.out.inside), layer.out, update);
         add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon);
         from = ready(normed, hidden);
-        share(from, layer.gate, inner, SILU);  // read below by the thread that wrote it
-        product(from, layer.up, inner, TIMES);
+        if (mine) {
+            T *gate = here(mine->gate, layer.gate), *up = here(mine->up, layer.up);
+            share(from, layer.gate, gate);
+            product(from, layer.up, up);
+            gated((const T*)gate, (const T*)up, inner, rows * wide);
+            update = here(mine->down, layer.down);
+        } else {
+            share(from, layer.gate, inner, SILU);  // read below by the thread that wrote it
+            product(from, layer.up, inner, TIMES);
+        }
         product(ready(inner, layer.down.inside), layer.down, update);
+        more = update;
     }
     add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon);
     share(ready(normed, hidden), decoder.head, logits);
@@ -456,10 +486,10 @@ void covey_add_norm(float* x, const void* update, const float* weight, void* out
 
 // A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
 // `prompts` are those of all layers; `scratch` is [rows, 2 hidden + heads of queries, keys and values + inputs of out + outputs of gate],
-// and behind it what `turn` needs of the widest.
-void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* scratch,
-                  void* logits) {
+// and behind it what `turn` needs of the widest. What is `kept` may be null.
+void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, const Kept* kept, float* x,
+                  void* scratch, void* logits) {
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
-    decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)scratch, (NUMBER*)logits);
+    decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, kept, x, (NUMBER*)scratch, (NUMBER*)logits);
 }
 }

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from covey.compiled.layers import LANES
 from covey.memory import Holes
+from covey.outputs import WRITTEN_OUT, Outputs, Product
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.compiled import Kernels, Step
 from covey.rollout.forward import ModulesForward
 from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
 from covey.rollout.sampler import Unsupported
-from covey.rollout.whole_step import Weights
-
-FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Decoders of one shape: norm, rotary attention, norm, gated SiLU; what the loop below computes."""
+from covey.rollout.whole_step import Places, Weights
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
@@ -56,14 +55,14 @@ class _Layer:
 
 
 class DecoderForward:
-    """The decoders of `FAMILY`, in the model's own precision or in a packed bfloat16 copy."""
+    """The decoders of `WRITTEN_OUT`, in the model's own precision or in a packed bfloat16 copy."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         """Raises Unsupported, with the reason, for a model outside the family."""
         self.model = unwrapped(model)
         config = self.model.config
         name = type(self.model).__name__
-        if name not in FAMILY or config.hidden_act != "silu":
+        if name not in WRITTEN_OUT or config.hidden_act != "silu":
             raise Unsupported(f"{name} is not one of the decoders that are written out")
         probe = ModulesForward(model)  # refuses what no engine runs
         self.layers: tuple[LayerShape, ...] = probe.layers
@@ -78,6 +77,9 @@ class DecoderForward:
         self.query_heads = self.key_heads * int(attention.num_key_value_groups)
         self._heads_of_qkv = (self.query_heads, self.key_heads, self.key_heads)
         self.rotation = torch.zeros(2, 0, self.width)
+        self.outputs: Outputs | None = None
+        """Where to keep those of products, if anywhere."""
+        self._kept: Places | None = None
         self.is_reserved = False
         self._take()
 
@@ -147,11 +149,32 @@ class DecoderForward:
     def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
         cache = batch.cache
         if cache.kernels and self.weights:
-            return cache.kernels.decode(
-                self._step(cache, positions), self.weights, cache.slabs, self.embedding[ids].float()
-            )
+            step, kept = self._step(cache, positions), None
+            if batch.kept is not None and self.outputs is not None:
+                step.kept, kept = batch.kept, self._places(self.outputs)
+            return cache.kernels.decode(step, self.weights, cache.slabs, self.embedding[ids].float(), kept)
         attend = self._by_kernels(cache, positions) if cache.kernels else self._by_operations(cache, positions)
         return self.head(self._run(ids, attend, cache.kernels))
+
+    def products(self) -> list[Product]:
+        """What a decode step by kernels multiplies with, for `covey.outputs`; none where it cannot be kept."""
+        decoder, found = self.model.model, list[Product]()
+        for layer in decoder.layers if self.weights is not None else ():
+            attention, mlp = layer.self_attn, layer.mlp
+            heads = attention.q_proj, attention.k_proj, attention.v_proj
+            others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+            if any(type(linear) is not nn.Linear for linear in (*heads, *others)) or mlp.down_proj.in_features % LANES:
+                return []  # an adapter's weights are added to those that the learner multiplies with
+            apart = [heads] if self.linear is Paired else [(one,) for one in heads]
+            found += [
+                Product(tuple(one.weight for one in linears)) for linears in (*apart, *((one,) for one in others))
+            ]
+        return found
+
+    def _places(self, outputs: Outputs) -> Places:
+        if self._kept is None or self._kept.held is not outputs.slabs:
+            self._kept = Places(outputs.slabs, len(self.blocks))
+        return self._kept
 
     def _by_operations(self, cache: KeyValues, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)

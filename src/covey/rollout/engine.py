@@ -12,6 +12,7 @@ import torch
 
 from covey.errors import ConfigError, MemoryLimitError
 from covey.memory import is_out_of_memory, release
+from covey.outputs import Outputs, Product
 from covey.rollout.compiled import Kernels
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
@@ -104,6 +105,8 @@ class NativeSampler:
         self.between: Callable[[], None] = lambda: None
         """Called between tokens; what it raises ends the sampling."""
         self.asked_graphs, self.asked_attention = cuda_graphs, attention
+        self.outputs: Outputs | None = None
+        """Where outputs of products are kept for the learner while it says so; nowhere unless `keep` was called."""
         self._take(model)
         self.version = 0
 
@@ -130,7 +133,21 @@ class NativeSampler:
         """Sample with this model, as it is now, from now on."""
         if policy is not self.model or not self.forward.refresh():
             self._take(policy)
+        self._begin_outputs()
         self.version = version
+
+    def keep(self, outputs: Outputs, dtype: torch.dtype) -> None:
+        """From now on leave there what a learner that computes in `dtype` need not compute again, if anything."""
+        self.outputs = outputs if dtype == self.forward.dtype and not hasattr(self.model, "peft_config") else None
+        self._begin_outputs()
+
+    def _begin_outputs(self) -> None:
+        if self.outputs is None:
+            return
+        found: list[Product] = []
+        if isinstance(self.forward, DecoderForward) and self.kernels is not None:
+            self.forward.outputs, found = self.outputs, self.forward.products()
+        self.outputs.begin(found, self.forward.dtype, unwrapped(self.model).parameters())
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
@@ -206,7 +223,8 @@ class NativeSampler:
             "between": self.between,
         }
         if not self.is_static:
-            return Flight(self.forward, jobs, params, **options, kernels=self.kernels)
+            outputs = self.outputs if self.outputs is not None and self.outputs.is_filling else None
+            return Flight(self.forward, jobs, params, **options, kernels=self.kernels, outputs=outputs)
         return StaticFlight(self.forward, jobs, params, **options, steps=self._new_steps(), attention=self.attention)
 
     def _new_steps(self) -> Eager | Captured:
