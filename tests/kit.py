@@ -6,6 +6,7 @@ Everything is built on the CPU from a seed, without network, and cached for the 
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -32,6 +33,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from covey import compiled
+from covey.compiled import live
 from covey.learner import Learner, NoReference, Policy
 from covey.types import Completion, Finish, Group, Message, Prompt
 from covey.world import World
@@ -210,6 +213,11 @@ def _seeded(build: Callable[[], Any], seed: int) -> Any:
 
 AVX2_ALONE = ("-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma")
 """Flags that compile kernels as on a processor without AVX-512."""
+
+
+def live_kernels() -> live.Kernels:
+    """Those of a processor without AVX-512, on this one."""
+    return live.kernels() or live.Kernels(ctypes.CDLL(str(compiled.built(live.SOURCE, (), AVX2_ALONE))))
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Products with float32 weights as they stand, and a decode step of them in one call, on processors without AVX-512."""
 
-import ctypes
-
 import pytest
 import torch
 from test_samplers import TEXTS, ids_of
@@ -12,7 +10,7 @@ from covey.compiled import live
 from covey.compiled.linear import Then
 from covey.rollout import NativeSampler, SamplingParams, decoder
 from covey.rollout.compiled import Kernels
-from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
+from kit import forgotten, live_kernels, threads, tiny_model, tiny_tokenizer
 
 needs_kernels = pytest.mark.skipif(compiled.why_not() is not None, reason="kernels cannot be compiled here")
 PARAMS = SamplingParams(max_tokens=90, seed=3)
@@ -21,8 +19,7 @@ PARAMS = SamplingParams(max_tokens=90, seed=3)
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Those that a processor without AVX-512 has, on this one."""
-    return live.kernels() or live.Kernels(ctypes.CDLL(str(compiled.built(live.SOURCE, (), AVX2_ALONE))))
+    return live_kernels()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 from test_samplers import TEXTS, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
+from covey.models import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, Unsupported
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.engine import best_forward
@@ -138,6 +139,13 @@ def test_a_model_with_hooks_is_run_by_its_modules_even_when_they_come_later(toke
     handle.remove()
     assert isinstance(sampler.forward, ModulesForward)
     assert seen
+
+
+def test_gradient_checkpointing_hangs_a_hook_on_embeddings_that_changes_no_number(tokenizer):
+    model = tiny_model()
+    checkpoint_activations(model)
+    assert model.get_input_embeddings()._forward_hooks
+    assert isinstance(best_forward(model, "float32"), DecoderForward)
 
 
 def test_auto_is_exact_for_a_tiny_model():

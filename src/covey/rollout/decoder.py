@@ -29,6 +29,9 @@ from covey.rollout.whole_step import Places, Weights
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
 
+_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""What transformers and PEFT hang on embeddings with gradient checkpointing: it changes no number, and asks for their gradient."""
+
 PACKED = 64
 """Where oneDNN multiplies, tokens of prompts are computed in multiples of this many: a new number of rows costs it 3 ms."""
 
@@ -93,7 +96,7 @@ class DecoderForward:
 
     def _take(self) -> None:
         decoder = self.model.model
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self.model.modules()):
+        if any(_is_hooked(module) for module in self.model.modules()):
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
@@ -266,6 +269,12 @@ class DecoderForward:
         cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
         sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
         self.rotation = torch.cat((cos, sin)).float()
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether somebody sees, or may change, what goes in or comes out."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__name__", None) not in _GRADIENT_HOOKS for hook in hooks)
 
 
 class CopyForward(ModulesForward):

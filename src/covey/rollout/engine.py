@@ -49,7 +49,8 @@ def best_forward(model: Any, dtype: Precision) -> Forward:
         raise Unsupported(f"the model is in {live.dtype} and cannot be sampled from in {wanted} on this processor")
     try:
         return DecoderForward(model, wanted)
-    except Unsupported:
+    except Unsupported as reason:
+        logger.info("Completions are computed by the model's own modules, which takes longer: %s.", reason)
         return ModulesForward(model) if wanted == live.dtype else CopyForward(model)
 
 
