@@ -22,16 +22,16 @@ from covey.invariants import RatioWatch
 from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
-from covey.learner.memory import Shape, bytes_for_outputs, enough_tokens, starting_tokens
+from covey.learner.memory import Shape, enough_tokens, starting_tokens
 from covey.learner.noting import TokenNotes
 from covey.learner.reference import Reference
 from covey.learner.sliced_update import update_in_slices
 from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
-from covey.outputs import Outputs
 from covey.parts import Parts
+from covey.reuse import shared_outputs
 from covey.rewards import Combiner, Scorer, resolve
-from covey.rollout import Backend, NativeSampler, SamplingParams, choose_sampler
+from covey.rollout import Backend, SamplingParams, choose_sampler
 from covey.runs import rollouts
 from covey.session import Session
 from covey.world import World
@@ -228,15 +228,6 @@ def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
     return options
 
 
-def shared_outputs(args: GRPOConfig, policy: Policy, sampler: Any) -> Outputs:
-    """What the sampler leaves for the learner; it stays empty where nothing can be left."""
-    outputs = Outputs(bytes_for_outputs())
-    if args.reuses_rollouts and isinstance(sampler, NativeSampler):
-        sampler.keep(outputs, compute_dtype(args) or next(policy.model.parameters()).dtype)
-        policy.outputs = outputs
-    return outputs
-
-
 def build_prompts(given: Given, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
     args = given.args
     limit = context_limit(given.model)
@@ -329,7 +320,8 @@ def build_parts(
         backend=cast(Backend, args.rollout_backend),
         **sampler_options(args, given),
     )
-    outputs = shared_outputs(args, learner.policy, sampler)
+    dtype = compute_dtype(args) or next(given.model.parameters()).dtype
+    outputs = shared_outputs(args.reuse_rollout, learner.policy, sampler, dtype, args.checkpoints_activations)
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
     sampler.between = learner.between = interruption

@@ -335,11 +335,6 @@ class GRPOConfig(TrainingArguments):
         checks.warn_inert(given)
 
     @property
-    def reuses_rollouts(self) -> bool:
-        """Whether to keep what layers compute while sampling."""
-        return not self.checkpoints_activations if self.reuse_rollout is None else self.reuse_rollout
-
-    @property
     def checkpoints_activations(self) -> bool:
         """Whether activations are computed again from the start."""
         return bool(self.gradient_checkpointing) and not self.checkpoint_when_needed

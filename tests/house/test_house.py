@@ -27,7 +27,7 @@ LEVELS = [
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},
     {"monitor", "credit", "comparison", "cleaning", "invariants"},
     {"session", "evaluation", "assessment"},
-    {"parts", "features"},
+    {"parts", "features", "reuse"},
     {"recording"},
     {"recovery", "saving"},
     {"build", "view"},

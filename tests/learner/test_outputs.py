@@ -12,6 +12,7 @@ from covey import GRPOConfig, GRPOTrainer, compiled, products
 from covey import algorithms as alg
 from covey.compiled import live
 from covey.compiled.linear import kernels as pairs
+from covey.errors import ConfigError
 from covey.learner import FrozenCopy, Policy, memory
 from covey.learner.packing import rows_of
 from covey.models import checkpoint_activations
@@ -52,7 +53,7 @@ def multiplied(monkeypatch):
 def drawn(model, outputs, *, n=4, params=PARAMS, dtype=torch.float32, texts=TEXTS, **given):
     """Judged groups by a sampler that leaves what it computes in `outputs`."""
     sampler = NativeSampler(model, tiny_tokenizer(), dtype=str(dtype).removeprefix("torch."), **given)
-    sampler.keep(outputs, dtype)
+    sampler.keep(outputs)
     sampler.load(model, version=0)
     with outputs.filling():
         groups = list(sampler.sample(texts, n, params))
@@ -205,7 +206,7 @@ def test_outputs_of_other_weights_are_seen_and_not_taken(caplog):
 def test_only_what_is_drawn_to_learn_from_is_kept():
     model, outputs = tiny_model(**SHAPE), Outputs(2**28)
     sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32")
-    sampler.keep(outputs, torch.float32)
+    sampler.keep(outputs)
     list(sampler.sample(TEXTS[:1], 2, PARAMS))
     assert not outputs.slabs
 
@@ -213,7 +214,7 @@ def test_only_what_is_drawn_to_learn_from_is_kept():
 def test_new_weights_forget_it_and_use_its_memory_again():
     model, outputs = tiny_model(**SHAPE), Outputs(2**28)
     sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32")
-    sampler.keep(outputs, torch.float32)
+    sampler.keep(outputs)
     places = []
     for version in range(2):
         sampler.load(model, version=version)
@@ -260,6 +261,19 @@ def test_a_run_keeps_them_where_they_are_wanted_and_right(options, keeps, tmp_pa
     assert bool(found._parts.outputs.slabs) == keeps
 
 
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"rollout_backend": "transformers"}, "not drawn by the native engine"),
+        ({"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}, "adds an adapter"),
+        ({"model": tiny_model("gpt2")}, "no kernels of this processor decode this model"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_had_is_refused(options, reason, tmp_path):
+    with pytest.raises(ConfigError, match=f"reuse_rollout=True, but .*{reason}"):
+        trained(tmp_path, reuse_rollout=True, **options)
+
+
 def test_a_run_ends_where_one_that_computes_everything_ends(tmp_path):
     ends = []
     for reuse in (True, False):
@@ -292,10 +306,10 @@ def test_the_estimate_counts_them_where_the_sampler_can_leave_them(monkeypatch):
         prompts=4,
         group=4,
         is_on_heap=True,
-        **{**given, "reuses_rollouts": True, **changed},
+        **{**given, "output_bytes": 2**28, **changed},
     )
     drawn(model, outputs)
     assert guess(model).outputs == sum(slab.nbytes for slab in outputs.slabs)
-    assert guess(model).peak - guess(model, reuses_rollouts=False).peak == guess(model).outputs
+    assert guess(model).peak - guess(model, output_bytes=0).peak == guess(model).outputs
     for nothing in (guess(model, adapter_rank=2), guess(model, compute_bytes=2), guess(tiny_model("gpt2"))):
         assert nothing.outputs == 0

@@ -183,12 +183,13 @@ def estimate(
     has_critic_model: bool = False,
     samples_in_copy: bool = False,
     is_on_heap: bool = False,
-    reuses_rollouts: bool = False,
+    output_bytes: int = 0,
 ) -> Memory:
     """Bytes of a run on one device.
 
     `rows` completions of `completion_tokens` are a micro-batch, a group's prompt counted once, bounded by `max_tokens` and `enough_tokens`
-    (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group. `samples_in_copy`: a
+    (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group, `output_bytes` are for what the learner need not compute
+    again. `samples_in_copy`: a
     CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations leave holes.
     """
     shape = shape if is_on_heap else shape.elsewhere()
@@ -203,7 +204,7 @@ def estimate(
     drawn, holes = prompts * group * completion_tokens, _HOLES if adapter_rank is None else _HOLES_OF_ADAPTERS
     cached = prompts * prompt_tokens + drawn
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
-    keeps_holes, is_kept = is_on_heap and not is_checkpointed, reuses_rollouts and adapter_rank is None
+    keeps_holes = is_on_heap and not is_checkpointed
     at_head, at_end = _head_bytes(shape, chunk, compute_bytes, is_cast, adapter_rank is None)
     if is_checkpointed:  # a layer that is computed again and the head's logits never exist together
         waiting = at_end // 2 if shape.is_tied else 0
@@ -219,7 +220,7 @@ def estimate(
         heap=int(holes * activations) if keeps_holes else 0,
         sampler=_cast_bytes(shape, compute_bytes) * is_cast + 2 * shape.num_parameters * samples_in_copy,
         libraries=(_LIBRARIES if samples_in_copy else 0) + kept,
-        outputs=_output_bytes(shape, drawn, compute_bytes, samples_in_copy) * is_kept,
+        outputs=min(output_bytes, _output_bytes(shape, drawn, compute_bytes, samples_in_copy, adapter_rank)),
         cache=cached * shape.num_layers * 2 * shape.key_value_width * (2 if samples_in_copy else compute_bytes),
     )
 
@@ -251,13 +252,15 @@ def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -
     return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * KEPT
 
 
-def _output_bytes(shape: Shape, tokens: int, compute_bytes: int, samples_in_copy: bool) -> int:
+def _output_bytes(
+    shape: Shape, tokens: int, compute_bytes: int, samples_in_copy: bool, adapter_rank: int | None
+) -> int:
     """What all products of the layers give for so many tokens, where sampler and learner compute in one precision by kernels."""
     in_pairs = samples_in_copy and compute_bytes == 2 and not shape.left_to_onednn(shape.linears, compute_bytes)
     live = not samples_in_copy and compute_bytes == 4 and is_for_live_weights()
-    if not shape.is_written_out or not (in_pairs or live):
+    if adapter_rank is not None or not shape.is_written_out or not (in_pairs or live):
         return 0
-    return min(bytes_for_outputs(), tokens * compute_bytes * sum(outside for _, outside in shape.linears))
+    return tokens * compute_bytes * sum(outside for _, outside in shape.linears)
 
 
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
@@ -309,9 +312,13 @@ def starting_tokens(
     return max(256, min(CPU_TOKENS, int(0.5 * free / shape.activation_bytes(compute_bytes, is_checkpointed))))
 
 
-def bytes_for_outputs() -> int:
-    """Most bytes for what the sampler leaves to the learner: an eighth of the memory that is free."""
-    return int(psutil.virtual_memory().available) // 8
+def bytes_for_outputs(asked: bool | None, *, is_checkpointed: bool) -> int:
+    """Most bytes for what the sampler leaves to the learner: an eighth of the memory that is free, or 0 where it is not asked for.
+
+    Unless it is said (None), it is not where activations are recomputed to save memory.
+    """
+    wanted = not is_checkpointed if asked is None else asked
+    return int(psutil.virtual_memory().available) // 8 if wanted else 0
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:

@@ -137,9 +137,9 @@ class NativeSampler:
         self._begin_outputs()
         self.version = version
 
-    def keep(self, outputs: Outputs, dtype: torch.dtype) -> None:
-        """From now on leave there what a learner that computes in `dtype` need not compute again, if anything."""
-        self.outputs = outputs if dtype == self.forward.dtype and not hasattr(self.model, "peft_config") else None
+    def keep(self, outputs: Outputs) -> None:
+        """From now on leave there what a learner of the same weights and precision need not compute again, if anything."""
+        self.outputs = outputs
         self._begin_outputs()
 
     def _begin_outputs(self) -> None:

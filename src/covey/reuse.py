@@ -1,0 +1,42 @@
+"""A sampler that leaves what it computes, and the learner that takes it: the option `reuse_rollout`."""
+
+from __future__ import annotations
+
+import torch
+
+from covey.errors import ConfigError
+from covey.learner import Policy
+from covey.learner.memory import bytes_for_outputs
+from covey.outputs import Outputs
+from covey.rollout import NativeSampler, Sampler
+
+
+def shared_outputs(
+    asked: bool | None, policy: Policy, sampler: Sampler, dtype: torch.dtype, is_checkpointed: bool
+) -> Outputs:
+    """What the sampler leaves for a learner that computes in `dtype`; it stays empty where nothing can be left.
+
+    Raises ConfigError, with the reason, where it was asked for and cannot be had.
+    """
+    outputs = Outputs(bytes_for_outputs(asked, is_checkpointed=is_checkpointed))
+    if not outputs.most_bytes:
+        return outputs
+    reason = why_not(policy, sampler, dtype)
+    if reason is None and isinstance(sampler, NativeSampler):
+        sampler.keep(outputs)
+        policy.outputs = outputs
+        reason = None if outputs.products else "no kernels of this processor decode this model a whole step at a time"
+    if reason is not None and asked:
+        raise ConfigError(f"reuse_rollout=True, but {reason}; leave it out.")
+    return outputs
+
+
+def why_not(policy: Policy, sampler: Sampler, dtype: torch.dtype) -> str | None:
+    """What keeps the learner from computing with the very numbers that the sampler has."""
+    if not isinstance(sampler, NativeSampler):
+        return "completions are not drawn by the native engine"
+    if hasattr(policy.model, "peft_config"):
+        return "the sampler adds an adapter to the weights, and the learner multiplies with both"
+    if sampler.forward.dtype != dtype:
+        return f"completions are drawn in {sampler.forward.dtype}, and the learner computes in {dtype}"
+    return None
