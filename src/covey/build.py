@@ -247,7 +247,7 @@ def checkpoint_once(policy: Policy) -> bool:
     """Compute activations again from now on; False when that is done already."""
     if policy.is_checkpointing:
         return False
-    policy.outputs = None
+    policy.give_back()
     checkpoint_activations(policy.model)
     policy.model.train()  # blocks in evaluation mode would not do it
     return True
@@ -321,7 +321,7 @@ def build_parts(
         **sampler_options(args, given),
     )
     dtype = compute_dtype(args) or next(given.model.parameters()).dtype
-    outputs = shared_outputs(args.reuse_rollout, learner.policy, sampler, dtype, args.checkpoints_activations)
+    outputs = shared_outputs(args.reuse_rollout, learner.policy, sampler, dtype, given.world)
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
     sampler.between = learner.between = interruption

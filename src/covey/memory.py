@@ -10,6 +10,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -133,6 +134,31 @@ class _Mallinfo2(ctypes.Structure):
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
         *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
     )
+
+
+def free_memory() -> int | None:
+    """Bytes that the host, or the container this runs in, can still give; None where the system does not say (not Linux)."""
+    told = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
+    if told is None:
+        return None
+    free = 1024 * told
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is None or used is None:
+        return free
+    return min(free, limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The lines `name number ...` of a file of the system; none where there is no such file."""
+    lines = [line.split() for line in path.read_text().splitlines()] if path.is_file() else []
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _number(path: Path) -> int | None:
+    """A file of one number; None for "max", and where there is no such file."""
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None
 
 
 def mapped_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

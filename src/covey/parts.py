@@ -43,6 +43,12 @@ class Parts:
     total_steps: int
     seed: int
 
+    def close(self) -> None:
+        """Give back what a run holds only while it goes on."""
+        self.outputs.close()
+        self.session.monitor.close()
+        self.session.display.close()
+
     def sampling_for(self, rollout: int) -> SamplingParams:
         """The sampling options of the `rollout`-th generation batch: the same draws on any machine, new ones each time."""
         return replace(self.sampling, seed=(self.seed * 1_000_003 + rollout) % 2**31)

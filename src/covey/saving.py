@@ -14,12 +14,13 @@ from transformers.trainer_callback import TrainerState
 
 from covey.errors import StorageError
 from covey.invariants import Watch, expect_adapter_reloads, expect_same_weights
+from covey.memory import free_memory
 from covey.monitor.trackers import reads_checkpoints
 from covey.parts import Parts
 from covey.recording import callback_states, checkpoint_tree, write_model
 from covey.runs import checkpoint, serial
 from covey.runs.background import Background
-from covey.runs.snapshot import bytes_to_copy, free_memory, weights_now
+from covey.runs.snapshot import bytes_to_copy, weights_now
 from covey.state import TrainState
 from covey.types import Alert, Event
 

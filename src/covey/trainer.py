@@ -340,8 +340,7 @@ class GRPOTrainer:
             parts.session.fail()
             raise
         finally:
-            parts.session.monitor.close()
-            parts.session.display.close()
+            parts.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:
         return self.evaluate()

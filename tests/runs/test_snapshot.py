@@ -10,9 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from covey.memory import free_memory
 from covey.runs import serial
 from covey.runs.background import Background
-from covey.runs.snapshot import bytes_to_copy, free_memory, weights_now
+from covey.runs.snapshot import bytes_to_copy, weights_now
 from kit import tiny_model
 
 

@@ -16,6 +16,7 @@ from covey.compiled.live import is_for_live_weights
 from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
+from covey.memory import free_memory
 from covey.outputs import WRITTEN_OUT
 from covey.products import KEPT, fits, is_onednn_faster, repeating
 
@@ -188,8 +189,8 @@ def estimate(
     """Bytes of a run on one device.
 
     `rows` completions of `completion_tokens` are a micro-batch, a group's prompt counted once, bounded by `max_tokens` and `enough_tokens`
-    (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group, `output_bytes` are for what the learner need not compute
-    again. `samples_in_copy`: a
+    (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group, and
+    `output_bytes` at most kept of what layers compute. `samples_in_copy`: a
     CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations leave holes.
     """
     shape = shape if is_on_heap else shape.elsewhere()
@@ -313,12 +314,14 @@ def starting_tokens(
 
 
 def bytes_for_outputs(asked: bool | None, *, is_checkpointed: bool) -> int:
-    """Most bytes for what the sampler leaves to the learner: an eighth of the memory that is free, or 0 where it is not asked for.
+    """Most bytes for what the sampler leaves to the learner: between a sixteenth and an eighth of the memory that is free, a power
+    of two, which another run on this machine most likely finds too; 0 where it is not asked for.
 
     Unless it is said (None), it is not where activations are recomputed to save memory.
     """
     wanted = not is_checkpointed if asked is None else asked
-    return int(psutil.virtual_memory().available) // 8 if wanted else 0
+    free = free_memory() or psutil.virtual_memory().available
+    return 1 << max(0, int(free // 8).bit_length() - 1) if wanted else 0
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:

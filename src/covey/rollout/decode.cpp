@@ -395,14 +395,18 @@ void add_norm(float* x, const T* update, const float* weight, T* out, int64_t ro
     }
 }
 
-// out = silu(gate) times up.
+// out = silu(gate) times up; `out` may be `gate`.
 template <class T>
 void gated(const T* gate, const T* up, T* out, int64_t size) {
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < size / LANES; i++) store(out + i * LANES, silu(load(gate + i * LANES)) * load(up + i * LANES));
+    for (int64_t i = 0; i < size; i += LANES)
+        if (i + LANES <= size)
+            store(out + i, silu(load(gate + i)) * load(up + i));
+        else
+            for (int64_t j = i; j < size; j++) put(out + j, silu(all(one(gate + j)))[0] * one(up + j));
 }
 
-// By all threads of a parallel region. Where outputs are `kept` they are written there, of `gate` before its SiLU; else to `scratch`.
+// By all threads of a parallel region. Outputs of products are written to where they are `kept`, or else to `scratch`; the numbers are the same.
 template <class T, int VD>
 void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, const Kept* kept, float* x, T* scratch,
             T* logits) {
@@ -411,7 +415,7 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
     const bool is_apart = first.key.weight;
     T *normed = scratch, *updates = normed + rows * hidden, *projected = updates + rows * hidden;
     T *attended = projected + rows * heads * (step.repeats + 2), *inner = attended + rows * first.out.inside;
-    T* turned = inner + rows * wide;
+    T *ups = inner + rows * wide, *turned = ups + rows * wide;
     const auto ready = [&](const T* from, int64_t inside) -> const T* {
         if (!decoder.turn) return from;
         decoder.turn(from, rows, inside, turned);
@@ -448,16 +452,11 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
         product(ready(attended, layer.out.inside), layer.out, update);
         add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon);
         from = ready(normed, hidden);
-        if (mine) {
-            T *gate = here(mine->gate, layer.gate), *up = here(mine->up, layer.up);
-            share(from, layer.gate, gate);
-            product(from, layer.up, up);
-            gated((const T*)gate, (const T*)up, inner, rows * wide);
-            update = here(mine->down, layer.down);
-        } else {
-            share(from, layer.gate, inner, SILU);  // read below by the thread that wrote it
-            product(from, layer.up, inner, TIMES);
-        }
+        T *gate = mine ? here(mine->gate, layer.gate) : inner, *up = mine ? here(mine->up, layer.up) : ups;
+        share(from, layer.gate, gate);
+        product(from, layer.up, up);
+        gated((const T*)gate, (const T*)up, inner, rows * wide);
+        if (mine) update = here(mine->down, layer.down);
         product(ready(inner, layer.down.inside), layer.down, update);
         more = update;
     }
@@ -485,7 +484,7 @@ void covey_add_norm(float* x, const void* update, const float* weight, void* out
 }
 
 // A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
-// `prompts` are those of all layers; `scratch` is [rows, 2 hidden + heads of queries, keys and values + inputs of out + outputs of gate],
+// `prompts` are those of all layers; `scratch` is [rows, 2 hidden + heads of queries, keys and values + inputs of out + outputs of gate and up],
 // and behind it what `turn` needs of the widest. What is `kept` may be null.
 void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, const Kept* kept, float* x,
                   void* scratch, void* logits) {

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.compiled.layers import LANES
 from covey.memory import Holes
 from covey.outputs import WRITTEN_OUT, Outputs, Product
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
@@ -166,17 +165,20 @@ class DecoderForward:
             attention, mlp = layer.self_attn, layer.mlp
             heads = attention.q_proj, attention.k_proj, attention.v_proj
             others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-            if any(type(linear) is not nn.Linear for linear in (*heads, *others)) or mlp.down_proj.in_features % LANES:
+            if any(type(linear) is not nn.Linear for linear in (*heads, *others)):
                 return []  # an adapter's weights are added to those that the learner multiplies with
             apart = [heads] if self.linear is Paired else [(one,) for one in heads]
             found += [
                 Product(tuple(one.weight for one in linears)) for linears in (*apart, *((one,) for one in others))
             ]
-        return found
+        weights = [id(weight) for product in found for weight in product.weights]
+        return (
+            found if len(set(weights)) == len(weights) else []
+        )  # a weight that two layers share gives two outputs a token
 
     def _places(self, outputs: Outputs) -> Places:
-        if self._kept is None or self._kept.held is not outputs.slabs:
-            self._kept = Places(outputs.slabs, len(self.blocks))
+        if self._kept is None or self._kept.generation != outputs.generation:
+            self._kept = Places(outputs.slabs, len(self.blocks), outputs.generation)
         return self._kept
 
     def _by_operations(self, cache: KeyValues, positions: Tensor) -> Attend:

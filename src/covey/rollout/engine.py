@@ -185,7 +185,10 @@ class NativeSampler:
             jobs, rows, held = deque(flight.unfinished), flight.max_rows, flight.budget
             del flight
             release()
-            self._halve(n, rows, held, failed)
+            if self.outputs is not None and self.outputs.close():
+                logger.warning("Memory ran out; what layers compute is not kept for the update any more.")
+            else:
+                self._halve(n, rows, held, failed)
 
     def _give_back(self) -> None:
         """What graphs had for themselves the allocator gives to nobody else before its cache is emptied."""

@@ -80,7 +80,7 @@ class Weights:
         layer = self._layers[0]
         heads = layer.query.outside + layer.key.outside + layer.value.outside
         self.vocabulary = int(last.outside)
-        self._a_row = 2 * layer.query.inside + heads + layer.out.inside + layer.gate.outside
+        self._a_row = 2 * layer.query.inside + heads + layer.out.inside + 2 * layer.gate.outside
         self._widest = max(layer.query.inside, layer.out.inside, layer.down.inside) if turn else 0
 
     def scratch(self, rows: int) -> int:
@@ -108,8 +108,9 @@ class _Kept(ctypes.Structure):
 class Places:
     """Where the outputs of all products are kept: `slabs`, those of one layer after those of another."""
 
-    def __init__(self, slabs: Sequence[Tensor], layers: int) -> None:
-        self.held, each = slabs, len(slabs) // layers
+    def __init__(self, slabs: Sequence[Tensor], layers: int, generation: int) -> None:
+        self.generation, each = generation, len(slabs) // layers
+        """Which slabs they were: others may have taken their places."""
         self.layers = (_Kept * layers)(*(self._of(slabs[i * each : (i + 1) * each]) for i in range(layers)))
 
     @staticmethod

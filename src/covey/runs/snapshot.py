@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,34 +46,9 @@ def bytes_to_copy(model: torch.nn.Module, tree: Any) -> int:
     return weights + _bytes_in(tree)
 
 
-def free_memory() -> int | None:
-    """Bytes that the host, or the container this runs in, can still give; None where the system does not say (not Linux)."""
-    told = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
-    if told is None:
-        return None
-    free = 1024 * told
-    group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is None or used is None:
-        return free
-    return min(free, limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
-
-
 def _bytes_in(tree: Any) -> int:
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     if isinstance(tree, Mapping):
         return sum(map(_bytes_in, tree.values()))
     return sum(map(_bytes_in, tree)) if isinstance(tree, list | tuple) else 0
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The lines `name number ...` of a file of the system; none where there is no such file."""
-    lines = [line.split() for line in path.read_text().splitlines()] if path.is_file() else []
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-def _number(path: Path) -> int | None:
-    """A file of one number; None for "max", and where there is no such file."""
-    text = path.read_text().strip() if path.is_file() else ""
-    return int(text) if text.isdigit() else None
