@@ -206,9 +206,8 @@ class Replay:
         out = known[self.places] if known.stride(0) != known.shape[1] else known.index_select(0, self.places)
         fresh, again = compute(torch.cat((self.missing, self.checked))).split([len(self.missing), len(self.checked)])
         self._compare(out[self.checked].float(), again.float(), SLACK[out.dtype])
-        return out.index_copy_(
-            0, self.missing, fresh
-        )  # and not what was compared, so that the next product reads what the sampler's did
+        # what was compared is not put in: the next product would read something else than the sampler's did
+        return out.index_copy_(0, self.missing, fresh)
 
     def _compare(self, kept: Tensor, fresh: Tensor, slack: float) -> None:
         gaps = (kept - fresh).norm(dim=1) / fresh.norm(dim=1).clamp(min=1e-30)
