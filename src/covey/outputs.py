@@ -8,6 +8,7 @@ and so is all of the backward pass. Tokens that were never decoded (prompts) are
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,9 @@ class Product:
         return sum(len(weight) for weight in self.weights)
 
 
+_generations = itertools.count()
+
+
 class Outputs:
     """The place for them, at most `most_bytes`. Rows are tokens, in the order in which they were decoded."""
 
@@ -53,8 +57,8 @@ class Outputs:
         self.dtype = torch.float32
         self.is_open = False
         self.is_checked = False
-        self.generation = 0
-        """Counts how often the slabs have become others."""
+        self.generation = next(_generations)
+        """Another number whenever the slabs become others, here or in any other place."""
         self.slabs: tuple[Tensor, ...] = ()
         """One a product, [capacity, outputs]."""
         self._capacity = self._used = 0
@@ -86,7 +90,7 @@ class Outputs:
 
     def _replace(self, slabs: tuple[Tensor, ...], capacity: int) -> None:
         self.slabs, self._capacity, self._columns = slabs, capacity, {}
-        self.generation += 1
+        self.generation = next(_generations)
 
     def forget(self) -> None:
         """The weights are other ones. Pages that were written once stay, for the next rollout."""

@@ -82,10 +82,7 @@ inline Floats sigmoid(Floats x) {
 template <class T>
 void gate(const T* gates, const T* ups, T* out, int64_t count, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > FEW)
-    for (int64_t i = 0; i < count; i += LANES) {
-        const Floats x = load(gates + i);
-        store(out + i, x * sigmoid(x) * load(ups + i));
-    }
+    for (int64_t i = 0; i < count; i += LANES) store(out + i, silu(load(gates + i)) * load(ups + i));  // as in decode.cpp, to the bit
 }
 
 // Gradients of both from that of their product, which becomes the product itself where `repeats`.

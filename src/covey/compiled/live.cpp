@@ -103,6 +103,7 @@ void covey_live_turn(const void* x, int64_t rows, int64_t inside, void* room) {
 // computed by the same thread every time.
 void covey_live_share(const void* x, int64_t rows, int64_t inside, int64_t outside, const void* weight, const float* bias,
                       const void* factor, void* out, int64_t then) {
+    if (!rows) return;
     const Call call = {(const float*)x, rows, inside, outside, (const float*)weight, bias, (const float*)factor, (float*)out, then};
 #pragma omp for schedule(static) nowait
     for (int64_t output = 0; output < outside; output += DEEP)

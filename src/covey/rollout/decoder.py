@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from covey.compiled import layers
 from covey.memory import Holes
 from covey.outputs import WRITTEN_OUT, Outputs, Product
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
@@ -161,7 +162,7 @@ class DecoderForward:
     def products(self) -> list[Product]:
         """What a decode step by kernels multiplies with, for `covey.outputs`; none where it cannot be kept."""
         decoder, found = self.model.model, list[Product]()
-        for layer in decoder.layers if self.weights is not None else ():
+        for layer in decoder.layers if self.weights else ():
             attention, mlp = layer.self_attn, layer.mlp
             heads = attention.q_proj, attention.k_proj, attention.v_proj
             others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
@@ -225,7 +226,7 @@ class DecoderForward:
                 return h
             update = block.out(attended.reshape(len(x), -1))
             h = self._added_and_normed(x, update, block.after, kernels)
-            update = block.down(block.up.times(h, block.gate.silu(h)))
+            update = block.down(_gated(block, h))
         return self._added_and_normed(x, update, self.norm, kernels)
 
     def _added_and_normed(self, x: Tensor, update: Tensor | None, weight: Tensor, kernels: Kernels | None) -> Tensor:
@@ -271,6 +272,18 @@ class DecoderForward:
         cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
         sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
         self.rotation = torch.cat((cos, sin)).float()
+
+
+def _gated(block: _Layer, h: Tensor) -> Tensor:
+    """[M, intermediate], rounded as in a decode step of one call where that is how this block decodes."""
+    kernels = (
+        layers.kernels_for(h.dtype, h.dtype)
+        if isinstance(block.gate, Paired) and isinstance(block.up, Paired)
+        else None
+    )
+    if kernels is None:
+        return block.up.times(h, block.gate.silu(h))
+    return kernels.gate(block.gate(h), block.up(h))
 
 
 def _is_hooked(module: nn.Module) -> bool:
