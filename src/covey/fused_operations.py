@@ -194,8 +194,8 @@ class _GatedDown(torch.autograd.Function):
         if replay is None:
             return products.forward(kernels.gate(gate, up), known, bias)
         flat = [x.view(-1, x.shape[-1]) for x in (gate, up)]
-        some = lambda rows: kernels.gate(*(flat if rows is None else [x[rows] for x in flat]))
-        out = replay.product(weight, lambda rows: products.forward(some(rows), known, bias))
+        inner = lambda rows: kernels.gate(*(x[rows] for x in flat))
+        out = replay.product(weight, lambda rows: products.forward(inner(rows), known, bias))
         return out.view(*gate.shape[:-1], len(weight))
 
     @staticmethod

@@ -202,11 +202,10 @@ class Replay:
         found = self.outputs.of(weight)
         return found is not None and found.dtype == dtype and rows == len(self.index)
 
-    def product(self, weight: Tensor, compute: Callable[[Tensor | None], Tensor]) -> Tensor:
-        """[S, N], of which `compute` gives those rows whose numbers it is told, or all of them."""
+    def product(self, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """[S, N] of a weight that it `knows`, of which `compute` gives those rows whose numbers it is told."""
         known = self.outputs.of(weight)
-        if known is None:
-            return compute(None)
+        assert known is not None
         out = known[self.places] if known.stride(0) != known.shape[1] else known.index_select(0, self.places)
         fresh, again = compute(torch.cat((self.missing, self.checked))).split([len(self.missing), len(self.checked)])
         self._compare(out[self.checked].float(), again.float(), SLACK[out.dtype])

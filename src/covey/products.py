@@ -184,7 +184,7 @@ class _Linear(torch.autograd.Function):
         if replay is None:
             return forward(x, weight, bias)
         flat = x.reshape(-1, x.shape[-1])
-        out = replay.product(weight, lambda rows: forward(flat if rows is None else flat[rows], weight, bias))
+        out = replay.product(weight, lambda rows: forward(flat[rows], weight, bias))
         return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod

@@ -86,7 +86,7 @@ class Learner:
             shares_prompts=self.policy.shares_prompts,
             enough_tokens=self.enough_tokens,
             last_resort=self.last_resort,
-            give_back=lambda: self.policy.give_back(),
+            give_back=self.policy.give_back,
         )
 
     # -- before the advantages ------------------------------------------------------------------------------------

@@ -151,8 +151,9 @@ class Policy:
             return None
         lengths = [row.completion.num_tokens for row in rows]
         left_out = min(range(len(rows)), key=lambda i: lengths[i] if lengths[i] > 1 else packed.shape[1])
-        known = [(row.completion.token_ids, row.prompt.token_ids) for row in rows]
-        asked = [None if i == left_out else one for i, one in enumerate(known)]
+        asked = [
+            None if i == left_out else (row.completion.token_ids, row.prompt.token_ids) for i, row in enumerate(rows)
+        ]
         found = self.outputs.replay(asked, lengths, packed.source, packed.input_ids.numel())
         return None if found is None else (found, torch.arange(len(rows), device=self.device) == left_out)
 

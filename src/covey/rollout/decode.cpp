@@ -421,14 +421,13 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
         decoder.turn(from, rows, inside, turned);
         return turned;
     };
-    const auto share = [&](const T* from, const Linear& by, T* to, Then then = NOTHING_MORE) {
-        decoder.share(from, rows, by.inside, by.outside, by.weight, by.bias, to, to, then);
+    const auto share = [&](const T* from, const Linear& by, T* to) {
+        decoder.share(from, rows, by.inside, by.outside, by.weight, by.bias, nullptr, to, NOTHING_MORE);
     };
-    const auto product = [&](const T* from, const Linear& by, T* to, Then then = NOTHING_MORE) {
-        share(from, by, to, then);
+    const auto product = [&](const T* from, const Linear& by, T* to) {
+        share(from, by, to);
 #pragma omp barrier
     };
-    const auto here = [&](void* place, const Linear& by) { return (T*)place + step.kept * by.outside; };
     // heads of each kind apart, or, from the `before`-th on, of rows that hold all of them
     const auto heads_at = [&](T* place, int64_t before, const Linear& by) {
         return is_apart ? Heads{place, by.outside, step.width} : Heads{place + before, first.query.outside, step.width};
@@ -437,28 +436,28 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
     const T* more = nullptr;
     for (int64_t i = 0; i < decoder.count; i++) {
         const Layer& layer = decoder.layers[i];
-        const Kept* mine = kept ? kept + i : nullptr;
-        T* update = mine ? here(mine->out, layer.out) : updates;
-        T* all_heads = mine ? here(mine->query, layer.query) : projected;
-        const Heads query = heads_at(all_heads, 0, layer.query);
-        const Heads key = heads_at(!is_apart ? all_heads : mine ? here(mine->key, layer.key) : projected + rows * keys, keys, layer.key);
-        const Heads value =
-            heads_at(!is_apart ? all_heads : mine ? here(mine->value, layer.value) : projected + rows * values, values, layer.value);
+        const auto place = [&](void* Kept::*which, const Linear& by, T* otherwise) {
+            return kept ? (T*)(kept[i].*which) + step.kept * by.outside : otherwise;
+        };
+        T *queries = place(&Kept::query, layer.query, projected), *update = place(&Kept::out, layer.out, updates);
+        T *gate = place(&Kept::gate, layer.gate, inner), *up = place(&Kept::up, layer.up, ups);
+        T *down = place(&Kept::down, layer.down, updates);
+        const Heads query = heads_at(queries, 0, layer.query);
+        const Heads key = heads_at(is_apart ? place(&Kept::key, layer.key, projected + rows * keys) : queries, keys, layer.key);
+        const Heads value = heads_at(is_apart ? place(&Kept::value, layer.value, projected + rows * values) : queries, values, layer.value);
         add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon);
         const T* from = ready(normed, hidden);
         if (is_apart) share(from, layer.key, (T*)key.data), share(from, layer.value, (T*)value.data);
-        product(from, layer.query, all_heads);
+        product(from, layer.query, queries);
         attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
         product(ready(attended, layer.out.inside), layer.out, update);
         add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon);
         from = ready(normed, hidden);
-        T *gate = mine ? here(mine->gate, layer.gate) : inner, *up = mine ? here(mine->up, layer.up) : ups;
         share(from, layer.gate, gate);
         product(from, layer.up, up);
         gated((const T*)gate, (const T*)up, inner, rows * wide);
-        if (mine) update = here(mine->down, layer.down);
-        product(ready(inner, layer.down.inside), layer.down, update);
-        more = update;
+        product(ready(inner, layer.down.inside), layer.down, down);
+        more = down;
     }
     add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon);
     share(ready(normed, hidden), decoder.head, logits);
