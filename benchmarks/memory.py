@@ -254,7 +254,7 @@ def predicted(shape: Shape, args: GRPOConfig, prompt_tokens: int, rank: int | No
         group=args.num_generations,
         samples_in_copy=has_bfloat16(torch.device("cpu")),
         is_on_heap=True,
-        output_bytes=bytes_for_outputs(args.reuse_rollout, is_checkpointed=checkpoints),
+        output_bytes=bytes_for_outputs(args.reuse_rollout, shape.hidden, is_checkpointed=checkpoints),
     )
 
 

@@ -11,6 +11,7 @@ from covey.learner import Policy
 from covey.learner.memory import bytes_for_outputs
 from covey.outputs import Outputs
 from covey.rollout import NativeSampler, Sampler
+from covey.rollout.mode import unwrapped
 from covey.world import World
 
 
@@ -19,7 +20,8 @@ def shared_outputs(asked: bool | None, policy: Policy, sampler: Sampler, dtype: 
 
     Raises ConfigError, with the reason, where it was asked for and cannot be had.
     """
-    outputs = Outputs(bytes_for_outputs(asked, is_checkpointed=policy.is_checkpointing))
+    text = unwrapped(policy.model).config.get_text_config()
+    outputs = Outputs(bytes_for_outputs(asked, text.hidden_size, is_checkpointed=policy.is_checkpointing))
     if not outputs.most_bytes:
         return outputs
     reason = why_not(policy, sampler, dtype, world)

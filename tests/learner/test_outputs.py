@@ -325,6 +325,8 @@ def trained(tmp_path, model=None, **changed):
     "options, keeps",
     [
         ({}, True),
+        ({"model": {}}, False),  # too narrow to be worth it
+        ({"model": {}, "reuse_rollout": True}, True),
         ({"num_iterations": 2}, True),
         ({"reuse_rollout": False}, False),
         ({"gradient_checkpointing": True}, False),
@@ -336,7 +338,8 @@ def trained(tmp_path, model=None, **changed):
 def test_a_run_takes_them_where_they_are_wanted_and_right(options, keeps, tmp_path, monkeypatch):
     taken, real = [], Replay.product
     monkeypatch.setattr(Replay, "product", lambda self, *given: taken.append(self) or real(self, *given))
-    found = trained(tmp_path, **options)
+    model = tiny_model(**{**SHAPE, **options.get("model", {"hidden": memory.WORTH_KEEPING})})
+    found = trained(tmp_path, **{**options, "model": model})
     assert bool(taken) == keeps
     assert not found._parts.outputs.slabs  # a run that has ended holds no memory
 

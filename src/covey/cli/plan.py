@@ -99,7 +99,7 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
         group=config.num_generations,
         has_critic_model=getattr(algorithm.critic, "model", None) == "separate",
         is_on_heap=on_cpu,
-        output_bytes=bytes_for_outputs(config.reuse_rollout, is_checkpointed=is_checkpointed),
+        output_bytes=bytes_for_outputs(config.reuse_rollout, shape.hidden, is_checkpointed=is_checkpointed),
         samples_in_copy=on_cpu
         and weight_bytes == 4
         and shape.num_parameters >= BFLOAT16_FROM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -28,6 +28,17 @@ def row_at(dataset: Any, index: int, name: str = "the data set") -> Mapping[str,
     except (ValueError, KeyError, OverflowError) as error:  # a UnicodeDecodeError is a ValueError
         raise DataError(f"{row_of(index, name)} cannot be read ({type(error).__name__}: {error}).") from error
     return row
+
+
+def first_prompts(dataset: Any, count: int, name: str) -> Iterator[Any]:
+    """What the first `count` rows have in their column `prompt`, None without one. DataError for a row without values, as in `row_at`."""
+    for start in range(0, count, _BATCH):
+        rows = range(start, min(start + _BATCH, count))
+        try:  # a row at a time takes a hundred times as long
+            values = dataset[rows.start : rows.stop] if isinstance(dataset, datasets.Dataset) else {}
+        except (ValueError, KeyError, OverflowError):
+            values = {}
+        yield from values.get("prompt") or (row_at(dataset, index, name).get("prompt") for index in rows)
 
 
 def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: bool = False) -> Any:

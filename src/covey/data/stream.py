@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from covey.data.checks import row_at, row_of
+from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
 from covey.data.order import Outcome
 from covey.data.prompts import to_prompt
@@ -151,10 +151,10 @@ class PromptStream:
         limit = self.max_prompt_length
         if limit is None or self.on_too_long == "drop":
             return
-        for index in range(min(len(self._dataset), _FIRST_CHECK_ROWS)):
-            row = row_at(self._dataset, index, self.name)
-            if _most_tokens(row.get("prompt")) > limit:
-                self._prompt(f"0:{index}", row)
+        count = min(len(self._dataset), _FIRST_CHECK_ROWS)
+        for index, prompt in enumerate(first_prompts(self._dataset, count, self.name)):
+            if _most_tokens(prompt) > limit:
+                self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
     def _fingerprint(self) -> str:
         """A digest of the number of rows, the columns, and the prompts of up to 16 rows."""

@@ -143,7 +143,7 @@ class Learner:
         self.room.left_out.begin(len(rows))
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         is_loud = [self.policy.auxiliary_coefficient != 0 or teaches(row, algorithm) for row in mine]
-        known = [self._is_known(row, algorithm) and not loud for row, loud in zip(mine, is_loud, strict=True)]
+        known = [not loud and self._is_known(row, algorithm) for row, loud in zip(mine, is_loud, strict=True)]
         pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
         silent, loud = pick([not loud and not k for loud, k in zip(is_loud, known, strict=True)]), pick(is_loud)
         algorithm = self._prepared(algorithm, (silent, loud), totals)

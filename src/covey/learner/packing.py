@@ -88,16 +88,25 @@ def microbatches(
     whole = {index: tokens_in(group, shares_prompts) for index, group in members.items()}
     ordered = sorted(rows, key=lambda row: (-longest[row.group], row.group, -row.num_tokens))
 
-    def fits(batch: Sequence[Row]) -> bool:
-        limit = limit_of(whole[batch[0].group], max_tokens, enough_tokens)
-        return len(batch) <= max_rows and (limit is None or tokens_in(batch, shares_prompts) <= limit)
+    def fits(first: Row, count: int, tokens: int) -> bool:
+        limit = limit_of(whole[first.group], max_tokens, enough_tokens)
+        return count <= max_rows and (limit is None or tokens <= limit)
 
     batches: list[list[Row]] = []
+    tokens = widest = 0
     for row in ordered:
-        if batches and fits([*batches[-1], row]):
-            batches[-1].append(row)
+        batch = batches[-1] if batches else []
+        is_behind = bool(batch) and batch[-1].group == row.group  # rows of one group stand together
+        if shares_prompts:
+            grown = tokens + row.num_computed + (0 if is_behind else len(row.prompt.token_ids))
+        else:
+            grown = (len(batch) + 1) * max(widest, row.num_tokens)
+        if batch and fits(batch[0], len(batch) + 1, grown):
+            batch.append(row)
+            tokens, widest = grown, max(widest, row.num_tokens)
         else:
             batches.append([row])
+            tokens, widest = tokens_in([row], shares_prompts), row.num_tokens
     for count in range(1, len(batches) + 1) if shares_prompts else ():
         found = _of_whole_groups(members, whole, count, fits)
         if found is not None:
@@ -106,7 +115,7 @@ def microbatches(
 
 
 def _of_whole_groups(
-    members: Mapping[int, list[Row]], whole: Mapping[int, int], count: int, fits: Callable[[Sequence[Row]], bool]
+    members: Mapping[int, list[Row]], whole: Mapping[int, int], count: int, fits: Callable[[Row, int, int], bool]
 ) -> list[list[Row]] | None:
     """So many batches of nearly as many tokens, no group in two of them; None where that is not found."""
     batches: list[list[Row]] = [[] for _ in range(count)]
@@ -115,7 +124,7 @@ def _of_whole_groups(
         place = tokens.index(min(tokens))
         batches[place] += members[group]
         tokens[place] += whole[group]
-        if not fits(batches[place]):
+        if not fits(batches[place][0], len(batches[place]), tokens[place]):
             return None
     return [batches[place] for place in sorted(range(count), key=lambda place: -tokens[place])]
 

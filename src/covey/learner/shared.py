@@ -7,6 +7,7 @@ predicts nothing, is not computed.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,17 +37,36 @@ _NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias", "cache")
 class Segment:
     """One prompt and its G completions inside a packed row of S tokens."""
 
-    start: int
-    length: int
-    """Tokens of the prompt: positions `start` to `start + length`."""
-    index: Tensor
-    """[G, T], where each completion token that predicts another stands in the packed row; any valid place beyond a completion's end."""
-    valid: Tensor
-    """[G, T] bool"""
-    mask: Tensor
-    """[T, length + T] bool, what a completion token sees: the whole prompt, and its own completion up to itself."""
     layout: Layout
-    """The same in numbers, for kernels that need no mask."""
+    """The prompt's place, and how many tokens of each completion predict another; kernels need no more."""
+    device: torch.device
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """[G, T], where each completion token that predicts another stands in the packed row; any valid place beyond a completion's end."""
+        begins = self.layout.answers.start + self._counts.cumsum(0) - self._counts
+        return torch.where(
+            self.valid, begins[:, None] + self._steps, torch.tensor(self.layout.start, device=self.device)
+        )
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        """[G, T] bool"""
+        return self._steps < self._counts[:, None]
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """[T, length + T] bool, what a completion token sees: the whole prompt, and its own completion up to itself."""
+        prompt = torch.ones(len(self._steps), self.layout.length, dtype=torch.bool, device=self.device)
+        return torch.cat([prompt, self._steps[:, None] >= self._steps], dim=1)
+
+    @functools.cached_property
+    def _counts(self) -> Tensor:
+        return torch.tensor(self.layout.counts, dtype=torch.long, device=self.device)
+
+    @functools.cached_property
+    def _steps(self) -> Tensor:
+        return torch.arange(max(self.layout.counts, default=0), device=self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,57 +112,55 @@ def share_rows(
     for i, row in enumerate(rows):
         groups.setdefault(row.group, []).append(i)
     ids: list[Tensor] = []
-    positions, source, target, place, segments = [], [], [], [], []
+    positions, source, place = list[_Run](), list[_Run](), list[_Run]()
+    target, segments = [], []
     offset = 0
     for members in groups.values():
         prompt = rows[members[0]].prompt.token_ids
         ids.append(torch.tensor(prompt, dtype=torch.long))
-        positions.append(torch.arange(len(prompt)))
+        positions.append((0, len(prompt)))
         start, offset = offset, offset + len(prompt)
-        lengths = [rows[i].num_computed for i in members]
-        segments.append(_segment(start, len(prompt), offset, lengths, device))
+        last = offset - 1
+        lengths = tuple(rows[i].num_computed for i in members)
+        segments.append(Segment(Layout(start, len(prompt), lengths), device))
         for i, count in zip(members, lengths, strict=True):
             tokens = rows[i].completion.token_ids
-            steps = torch.arange(count)
             ids.append(tokens[:count])
-            positions.append(len(prompt) + steps)
-            source.append(torch.cat([torch.tensor([start + len(prompt) - 1]), offset + steps])[: len(tokens)])
+            positions.append((len(prompt), count))
+            source += [(last, min(1, len(tokens))), (offset, count)]
             target.append(tokens)
-            place.append(i * longest + torch.arange(len(tokens)))
+            place.append((i * longest, len(tokens)))
             offset += count
     padding = shared_flex.padded(offset) - offset if kernel == "flex" else 0
     if kernel == "own" and device.type == "cpu" and offset >= FEWER_LENGTHS and not any_length:
         padding = repeating(offset) - offset
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.long))
-        positions.append(torch.zeros(padding, dtype=torch.long))
-        segments.append(_segment(offset, padding, offset + padding, [], device))
+        positions += [(0, 1)] * padding
+        segments.append(Segment(Layout(offset, padding, ()), device))
     layouts = [segment.layout for segment in segments]
     return SharedRows(
         input_ids=torch.cat(ids)[None].to(device),
-        position_ids=torch.cat(positions)[None].to(device),
+        position_ids=_numbers(positions)[None].to(device),
         segments=tuple(segments),
-        source=torch.cat(source).to(device),
+        source=_numbers(source).to(device),
         target=torch.cat(target).to(device),
-        place=torch.cat(place).to(device),
+        place=_numbers(place).to(device),
         shape=(len(rows), longest),
         kernel=kernel,
         mask=shared_flex.mask_of(layouts, device) if kernel == "flex" else None,
     )
 
 
-def _segment(start: int, length: int, first: int, lengths: Sequence[int], device: torch.device) -> Segment:
-    """The completions of one prompt, the first of which begins at `first`."""
-    longest = max(lengths, default=0)
-    counts = torch.tensor(lengths, dtype=torch.long)
-    steps = torch.arange(longest)
-    valid = steps < counts[:, None]  # [G, T]
-    begins = first + counts.cumsum(0) - counts
-    index = torch.where(valid, begins[:, None] + steps, torch.tensor(start))
-    own = steps[:, None] >= steps
-    mask = torch.cat([torch.ones(longest, length, dtype=torch.bool), own], dim=1)
-    layout = Layout(start, length, tuple(lengths))
-    return Segment(start, length, index.to(device), valid.to(device), mask.to(device), layout)
+_Run = tuple[int, int]
+"""A number, and how many from there on."""
+
+
+def _numbers(runs: Sequence[_Run]) -> Tensor:
+    """[sum of all counts] int64, the numbers of these runs, one after another."""
+    firsts, counts = torch.tensor(runs, dtype=torch.long).T
+    before = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum())) + (firsts - before).repeat_interleave(counts)
 
 
 def attention(
@@ -195,9 +213,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, segment: Segment, repeats: int, options: dict[str, Any]
 ) -> list[Tensor]:
     """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D]."""
-    stop = segment.start + segment.length
     options = {**options, "enable_gqa": True} if repeats > 1 else options
-    own = lambda x: x[:, segment.start : stop][None]  # [1, H, length, D]
+    own = lambda x: x[:, segment.layout.prompt][None]  # [1, H, length, D]
     prompt = F.scaled_dot_product_attention(own(query), own(key), own(value), is_causal=True, **options)
     count, longest = segment.index.shape
     if not segment.index.numel():

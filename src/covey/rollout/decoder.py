@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,9 @@ class DecoderForward:
             up=self.linear.of(mlp.up_proj),
             down=self.linear.of(mlp.down_proj),
         )
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return torch.no_grad()  # no module is called, so their modes, which take a walk over all of them, may stay
 
     def reserve(self, positions: int) -> None:
         if getattr(self.model.model.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):

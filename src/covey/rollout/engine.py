@@ -21,7 +21,7 @@ from covey.rollout.forward import Forward, ModulesForward
 from covey.rollout.graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.kernels import AttentionChoice, captures, verified_attention, verified_kernels
 from covey.rollout.linear import has_bfloat16
-from covey.rollout.mode import evaluating, unwrapped
+from covey.rollout.mode import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, Unsupported
 from covey.rollout.sampling import fresh_seed, sequence_key
@@ -170,7 +170,7 @@ class NativeSampler:
             failed = None
             while flight.is_busy and failed is None:
                 try:
-                    with evaluating(self.model):
+                    with self.forward.evaluating():
                         groups = flight.run()
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):

@@ -18,7 +18,7 @@ from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, plain_cache
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import draw, uniforms
-from covey.rollout.stopping import StopStrings, completion
+from covey.rollout.stopping import StopStrings, check_finite, completion
 from covey.types import Completion, Group, Prompt
 
 PREFILL_TOKENS = 8192
@@ -297,13 +297,11 @@ class Flight:
         return finished
 
     def _close(self, group: _Open) -> Group:
-        completions = tuple(self._completion(seat, *group.written[seat]) for seat in group.seats)
+        completions = self._completions(group)
         if self.outputs is not None and self.kept is not None:
             for seat, one in zip(group.seats, completions, strict=True):
-                rows = self.kept[
-                    seat, 1 : one.num_tokens
-                ].clone()  # a completion's first token is fed to draw its second
-                self.outputs.note(one.token_ids, group.job.prompt.token_ids, rows)
+                rows = self.kept[seat, 1 : one.num_tokens]  # a completion's first token is fed to draw its second
+                self.outputs.note(one.token_ids, group.job.prompt.token_ids, rows.clone())
         self.unfinished = [job for job in self.unfinished if job is not group.job]
         self.open[group.slot] = None
         self.held -= group.job.cache_bytes(self.forward)
@@ -312,14 +310,23 @@ class Flight:
             self.outside[group.seats] = -1
         return Group(prompt=group.job.prompt, completions=completions)
 
-    def _completion(self, seat: int, length: int, stopped: bool) -> Completion:
-        return completion(
-            self.tokens[seat, :length].cpu().clone(),
-            self.logprobs[seat, :length].cpu().clone(),
-            "stop" if stopped else "length",
-            tokenizer=self.tokenizer,
-            version=self.version,
-            mask=None if self.outside is None else (self.outside[seat, :length] < 0).cpu(),
+    def _completions(self, group: _Open) -> tuple[Completion, ...]:
+        """Of a group whose last has ended, copied, for others write to their seats next."""
+        longest = max(length for length, _ in group.written.values())
+        own = lambda table: table[group.seats, :longest].cpu()
+        tokens, logprobs = own(self.tokens), own(self.logprobs)
+        mask = None if self.outside is None else own(self.outside) < 0
+        check_finite(logprobs)  # beyond a completion's end are zeros, or what a former one was checked for
+        return tuple(
+            completion(
+                tokens[i, :length].clone(),
+                logprobs[i, :length].clone(),
+                "stop" if stopped else "length",
+                tokenizer=self.tokenizer,
+                version=self.version,
+                mask=None if mask is None else mask[i, :length].clone(),
+            )
+            for i, (length, stopped) in enumerate(group.written[seat] for seat in group.seats)
         )
 
     def _drop_finished_prompts(self) -> None:
@@ -339,7 +346,8 @@ class Flight:
 
     def _arrange(self) -> None:
         """Tell the cache which row belongs to which prompt; prompts without rows are dropped when they are many."""
-        if sum(group is None for group in self.open) > len(self.open) // 4:
+        gone = sum(group is None for group in self.open)
+        if gone > len(self.open) // (4 if self.kernels is None else 2):  # kernels do not look at them
             self._drop_finished_prompts()
         if self.num_rows:
             self.cache.arrange(self.rows[SLOT, : self.num_rows].tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +33,10 @@ class Forward(Protocol):
 
     def refresh(self) -> bool:
         """The live weights have changed. False when the model itself has, so that another way must be found."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """What both of the following run in: no gradient, and the modes of the modules that evaluation wants."""
         ...
 
     def reserve(self, positions: int) -> None:
@@ -68,6 +72,9 @@ class ModulesForward:
 
     def refresh(self) -> bool:
         return True  # nothing is kept
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return evaluating(self.model)
 
     def reserve(self, positions: int) -> None:
         """The modules have tables of their own."""

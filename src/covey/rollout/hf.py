@@ -15,7 +15,7 @@ from covey.rollout.mode import accepts, evaluating, unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
-from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, context_of
+from covey.rollout.stopping import StopStrings, check_finite, checked_eos_ids, completion, context_of
 from covey.types import Completion, Group, Prompt
 
 SHRINK_BELOW = 0.8
@@ -210,6 +210,7 @@ class _Batch:
 
     def _completions(self) -> list[Completion]:
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
+        check_finite(logprobs)
         ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)
         return [
             completion(

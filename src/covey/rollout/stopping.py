@@ -59,6 +59,15 @@ class StopStrings:
         return any(with_last.count(text) > without.count(text) for text in self.stop)
 
 
+def check_finite(logprobs: Tensor) -> None:
+    """Raises NumericsError when a probability of finished completions is not a number."""
+    if not bool(torch.isfinite(logprobs).all()):
+        raise NumericsError(
+            "The model gave logits that are not finite while sampling, so its weights or its precision are broken; "
+            "go back to an earlier checkpoint, lower the learning rate, or sample in float32."
+        )
+
+
 def completion(
     token_ids: Tensor,
     logprobs: Tensor,
@@ -68,12 +77,7 @@ def completion(
     version: int,
     mask: Tensor | None = None,
 ) -> Completion:
-    """A finished completion, its text without special tokens. Raises NumericsError when a probability is not a number."""
-    if not bool(torch.isfinite(logprobs).all()):
-        raise NumericsError(
-            "The model gave logits that are not finite while sampling, so its weights or its precision are broken; "
-            "go back to an earlier checkpoint, lower the learning rate, or sample in float32."
-        )
+    """A finished completion, its text without special tokens."""
     text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
     return Completion(token_ids=token_ids, text=text, finish=finish, logprobs=logprobs, version=version, mask=mask)
 
