@@ -46,6 +46,11 @@ def is_onednn_faster() -> bool:
         return False
 
 
+def is_mkls(dtype: torch.dtype) -> bool:
+    """Whether a CPU's products of this type are MKL's, which keeps nothing of their sizes."""
+    return dtype == torch.float32 and torch.backends.mkl.is_available() and not is_onednn_faster()
+
+
 def pays(x: Tensor, weight: Tensor) -> bool:
     """Whether `x` [.., K] times `weight` [N, K] is for oneDNN."""
     return (
@@ -118,8 +123,10 @@ def fits(inside: int, outside: int) -> bool:
 
 
 def takes_any_rows(model: Any, dtype: torch.dtype, least: int) -> bool:
-    """Whether all products with this model's weights are in pairs from `least` rows on, beside embeddings and head, when
-    they are computed in `dtype`: nothing is kept then for each count of rows."""
+    """Whether nothing is kept for each count of rows from `least` on: in `dtype` all products with this model's weights, beside
+    embeddings and head, are in pairs, or MKL's."""
+    if is_mkls(dtype):
+        return True
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

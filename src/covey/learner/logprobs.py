@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
-from covey.products import faster_products, in_pairs, repeating
+from covey.products import faster_products, in_pairs, is_mkls, repeating
 
 R = TypeVar("R")
 
@@ -115,7 +115,7 @@ def _fused(
     bias: Tensor | None = linear.bias
     if in_pairs(hidden, weight) is None:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        is_onednns = hidden.device.type == "cpu" and dtype.itemsize <= 4
+        is_onednns = hidden.device.type == "cpu" and dtype.itemsize <= 4 and not is_mkls(dtype)
         if is_onednns:  # the last chunk's rows are to return
             rest = count % shape.chunk
             extra = min(repeating(rest), shape.chunk) - rest
