@@ -19,7 +19,7 @@ from covey.compiled.layers import LANES, Kernels, kernels_for
 Forward = Callable[..., Any]
 
 
-def _products_type(x: Tensor) -> torch.dtype:
+def products_type(x: Tensor) -> torch.dtype:
     """What the products that read `x` are computed in."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
 
@@ -51,7 +51,7 @@ def layer(block: Any, original: Forward, x: Tensor, *more: Any, **named: Any) ->
         return original(x, *more, **named)
     update = block.self_attn(hidden_states=block.input_layernorm(x), **named)[0]
     kernels = _kernels_of_sum(x, update)
-    if kernels is None or not is_plain(norm.weight) or _products_type(norm.weight) != update.dtype:
+    if kernels is None or not is_plain(norm.weight) or products_type(norm.weight) != update.dtype:
         x = x + update
         return x + block.mlp(norm(x))
     x, inner = _SumNorm.apply(x, update.contiguous(), norm.weight, epsilon_of(norm), kernels)
@@ -68,12 +68,12 @@ def _is_normed(norm: nn.Module) -> bool:
 
 def _kernels_of_sum(x: Tensor, update: Tensor) -> Kernels | None:
     fits = is_plain(x, update) and x.is_contiguous() and x.shape == update.shape and not x.shape[-1] % LANES
-    return kernels_for(x.dtype, update.dtype) if fits and update.dtype == _products_type(x) else None
+    return kernels_for(x.dtype, update.dtype) if fits and update.dtype == products_type(x) else None
 
 
 def normed(norm: Any, original: Forward, x: Tensor) -> Any:
-    dtype = _products_type(x)
-    fits = is_plain(x, norm.weight) and x.is_contiguous() and _products_type(norm.weight) == dtype
+    dtype = products_type(x)
+    fits = is_plain(x, norm.weight) and x.is_contiguous() and products_type(norm.weight) == dtype
     kernels = kernels_for(x.dtype, dtype) if fits else None
     return original(x) if kernels is None else _Norm.apply(x, norm.weight, epsilon_of(norm), dtype, kernels)
 

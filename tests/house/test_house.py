@@ -22,6 +22,7 @@ LEVELS = [
     {"outputs"},
     {"products"},
     {"fused_operations"},
+    {"fused_adapters"},
     {"checks", "fused_layers"},
     {"config", "algorithms", "gym"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},

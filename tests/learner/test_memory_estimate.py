@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from covey import products
-from covey.learner.memory import _ROW_COUNTS, Shape, estimate, in_gib
+from covey.learner.memory import _LIBRARIES, _ROW_COUNTS, Shape, estimate, in_gib
 from covey.learner.packing import rows_of
 from covey.learner.policy import Policy
 from kit import group, tiny_model
@@ -173,7 +173,8 @@ def test_every_size_of_product_costs_what_onednn_keeps_of_it():
     assert shape.product_sizes(2) == 3 * 3, "forward, gradient of the input, gradient of the weight"
     assert shape.product_sizes(2, adapter_rank=4) == 2 * 3 + 3 * 4, "frozen weights; 64 and 128 to 4, 4 to 64 and 32"
     halves = {"compute_bytes": 2, "is_on_heap": True}
-    more = guess(shape, **halves, adapter_rank=4).libraries - guess(shape, **halves).libraries
+    copied = {**halves, "samples_in_copy": True}
+    more = guess(shape, **copied, adapter_rank=4).libraries - guess(shape, **copied).libraries
     assert more == 9 * _ROW_COUNTS * products.KEPT
     assert guess(shape, compute_bytes=2).libraries == 0, "on an accelerator"
 
@@ -187,10 +188,21 @@ def test_products_in_pairs_keep_neither_code_nor_cast_weights_nor_padding():
     halves = {"compute_bytes": 2, "is_on_heap": True}
     assert guess(shape, **halves).sampler - guess(paired, **halves).sampler == 2 * (64 * 64 + 64 * 32)
     whole = replace(paired, linears=((64, 64), (64, 32)))
-    assert guess(whole, **halves).libraries == 0
+    assert guess(whole, **halves).libraries == _LIBRARIES, "what sampling leaves, and no more"
     tokens = lambda shape: guess(shape, rows=3, **halves).activations / shape.activation_bytes(2, False)
     assert (tokens(shape), tokens(whole)) == (192, 180), "padded to a length that returns, or not"
     assert guess(whole, compute_bytes=2) == guess(replace(whole, is_paired=False), compute_bytes=2), "an accelerator"
+
+
+def test_a_sampler_adds_an_adapter_to_a_copy_of_the_layers_weights():
+    shape = Shape.of(tiny_model(**SMALL).config)
+    values = sum(inside * outside for inside, outside in shape.linears)
+    assert guess(shape).sampler == 0, "the learner's own weights"
+    assert guess(shape, adapter_rank=8).sampler == 4 * values
+    assert guess(shape, adapter_rank=8, samples_in_copy=True).sampler == 2 * shape.num_parameters
+    assert guess(Shape.of(tiny_model("gpt2", **SMALL).config), adapter_rank=8).sampler == 0, (
+        "multiplied by PEFT's layers"
+    )
 
 
 def test_the_words_end_with_the_peak():
