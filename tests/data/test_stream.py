@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
 
 from covey.data import PromptStream
+from covey.data.checks import first_prompts
 from covey.errors import DataError, ModelError
 from kit import tiny_tokenizer
 
@@ -249,3 +251,19 @@ def test_nothing_that_fits_is_an_error_and_not_an_endless_search():
         dropping.take(1)
     with pytest.raises(DataError, match="No room for a prompt"):
         stream(max_prompt_length=0)
+
+
+def test_prompts_are_measured_many_rows_at_a_time_and_a_row_that_cannot_be_read_is_named():
+    good, bad = b"1 + 1 =", b"\xff\xfe"
+    offsets, values = [0], b""
+    for text in [good] * 1500 + [bad, good]:
+        values += text
+        offsets.append(len(values))
+    texts = pa.StringArray.from_buffers(
+        len(offsets) - 1, pa.array(offsets, pa.int32()).buffers()[1], pa.py_buffer(values)
+    )
+    dataset = datasets.Dataset(pa.table({"prompt": texts}))
+    found = first_prompts(dataset, 1502, "train.jsonl")
+    assert [next(found) for _ in range(1500)] == ["1 + 1 ="] * 1500
+    with pytest.raises(DataError, match=r"^Row 1500 \(counting from 0\) of train.jsonl cannot be read"):
+        next(found)

@@ -135,6 +135,14 @@ def test_a_policy_learns_the_same_with_kernels_and_without(recomputes, one_threa
     assert_same(gradients(Policy(model, pad_id=0), [ROWS]), mine)
 
 
+def test_kernels_want_neither_masks_nor_places_of_tokens(one_thread, monkeypatch):
+    policy = Policy(tiny_model(layers=2, hidden=64).train(), pad_id=0)
+    assert policy.shares_prompts()
+    for name in ("index", "valid", "mask"):
+        monkeypatch.setattr(shared.Segment, name, property(lambda segment: pytest.fail("made for nobody")))
+    assert policy.measure(ROWS).logp.requires_grad
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [("COVEY_CPU_KERNELS", "0", "COVEY_CPU_KERNELS is 0"), ("CXX", "no-such-compiler", "there is no C++ compiler")],
