@@ -75,7 +75,7 @@ class _Adapted(torch.autograd.Function):
         ctx.save_for_backward(x, weight, down, up, inner)
         ctx.scale = scale
         out = products.forward(flat, weight, bias)
-        return _add_product(out, inner, up).view(*x.shape[:-1], len(weight))
+        return products.shaped(_add_product(out, inner, up), *x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -86,8 +86,12 @@ class _Adapted(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = _add_product(products.of_input(flat, weight), of_inner, down.t()).view_as(x)
-        of_down = products.of_weight(of_inner, x.reshape(-1, x.shape[-1]), down)
-        return of_x, None, of_down, products.of_weight(flat, inner, up), None, None
+        of_down = of_up = None
+        if ctx.needs_input_grad[2]:
+            of_down = products.of_weight(of_inner, x.reshape(-1, x.shape[-1]), down)
+        if ctx.needs_input_grad[3]:
+            of_up = products.of_weight(flat, inner, up)
+        return of_x, None, of_down, of_up, None, None
 
 
 def _add_product(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class _GatedDown(torch.autograd.Function):
         flat = [x.view(-1, x.shape[-1]) for x in (gate, up)]
         inner = lambda rows: kernels.gate(*(x[rows] for x in flat))
         out = replay.product(weight, lambda rows: products.forward(inner(rows), known, bias))
-        return out.view(*gate.shape[:-1], len(weight))
+        return products.shaped(out, *gate.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable

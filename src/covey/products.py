@@ -180,6 +180,12 @@ def of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return sums.to(weight.dtype)
 
 
+def shaped(out: Tensor, *shape: int) -> Tensor:
+    """`out` in this shape, for a function of autograd to return: what is a view there nobody may change in place afterwards."""
+    found: Tensor = torch.ops.aten._unsafe_view(out, shape)
+    return found
+
+
 class _Linear(torch.autograd.Function):
     """`(x [.., K], weight [N, K], bias [N] or None, replay or None)` -> [.., N] in the type of `x`, by what is fastest, as is
     the backward; what `replay` knows is not multiplied."""
@@ -192,7 +198,7 @@ class _Linear(torch.autograd.Function):
             return forward(x, weight, bias)
         flat = x.reshape(-1, x.shape[-1])
         out = replay.product(weight, lambda rows: forward(flat[rows], weight, bias))
-        return out.view(*x.shape[:-1], len(weight))
+        return shaped(out, *x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable

@@ -267,3 +267,8 @@ def test_prompts_are_measured_many_rows_at_a_time_and_a_row_that_cannot_be_read_
     assert [next(found) for _ in range(1500)] == ["1 + 1 ="] * 1500
     with pytest.raises(DataError, match=r"^Row 1500 \(counting from 0\) of train.jsonl cannot be read"):
         next(found)
+
+
+def test_prompts_of_a_formatted_data_set_are_measured_too():
+    stream = PromptStream(table().with_format("numpy"), tiny_tokenizer(), max_prompt_length=50)
+    assert stream.num_rows == 10

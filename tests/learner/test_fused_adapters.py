@@ -110,6 +110,27 @@ def test_whatever_is_more_than_one_plain_adapter_is_left_to_peft(change, options
     assert adapted(layer, layer.forward, x).equal(expected)
 
 
+def test_what_a_layer_gives_may_be_changed_in_place_as_some_models_do():
+    layer, x = layer_of(), torch.randn(2, 5, 64)
+    mine = adapted(layer, layer.forward, x).clamp_(-1, 1)
+    assert mine.shape == (2, 5, 48)
+    (given,) = torch.autograd.grad(mine.sum(), layer.lora_A["default"].weight)
+    (pefts,) = torch.autograd.grad(layer(x).clamp_(-1, 1).sum(), layer.lora_A["default"].weight)
+    assert near(given, pefts, 1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B"])
+def test_half_of_an_adapter_may_be_frozen(frozen):
+    layer, x = layer_of(), torch.randn(5, 64)
+    getattr(layer, frozen)["default"].weight.requires_grad_(False)
+    adapted(layer, layer.forward, x).sum().backward()
+    mine = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    layer(x).sum().backward()
+    assert list(mine) == [name for name, p in layer.named_parameters() if p.requires_grad]
+    assert all(near(mine[name], p.grad, 1e-5) for name, p in layer.named_parameters() if p.requires_grad)
+
+
 def test_dropout_that_is_switched_off_is_none():
     layer, x = layer_of(lora_dropout=0.5).eval(), torch.randn(5, 64)
     found = adapted(layer, layer.forward, x)
@@ -128,8 +149,9 @@ def test_a_name_of_a_batch_asks_peft():
 def test_a_model_inside_the_context_has_its_layers_computed_so(arch):
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model(arch, layers=2, hidden=64), config).train()
-    names, ids = [], torch.arange(12)[None]
+    names, ids, base = [], torch.arange(12)[None], tiny_model(arch, layers=2, hidden=64)
+    without = base(ids).logits
+    model = peft.get_peft_model(base, config).train()
     expected = model(ids).logits
     with faster(model):
         found = model(ids).logits
@@ -141,5 +163,6 @@ def test_a_model_inside_the_context_has_its_layers_computed_so(arch):
     assert near(found, expected, 1e-5)
     assert not any("forward" in module.__dict__ for module in layers), "outside PEFT computes them"
     with faster(model), model.disable_adapter():
-        assert near(model(ids).logits, model.get_base_model()(ids).logits, 1e-6)
+        assert near(model(ids).logits, without, 1e-5)
+    assert not near(found, without, 1e-2)
     assert fused(model) is fused(model)

@@ -57,10 +57,11 @@ def test_weights_gradients_and_optimizer_are_those_of_a_real_step():
     assert memory.optimizer == size(states)
 
 
+@pytest.mark.parametrize("intermediate", [128, 352])
 @pytest.mark.parametrize("rank", [None, 8])
 @pytest.mark.parametrize("dtype, compute_bytes", [(None, 4), (torch.bfloat16, 2)])
-def test_activations_are_what_a_forward_pass_of_packed_rows_keeps(dtype, compute_bytes, rank):
-    model = tiny_model(**SMALL)
+def test_activations_are_what_a_forward_pass_of_packed_rows_keeps(dtype, compute_bytes, rank, intermediate):
+    model = tiny_model(**SMALL, intermediate_size=intermediate)
     shape = Shape.of_model(model)
     if rank is not None:
         peft = pytest.importorskip("peft")
@@ -173,8 +174,7 @@ def test_every_size_of_product_costs_what_onednn_keeps_of_it():
     assert shape.product_sizes(2) == 3 * 3, "forward, gradient of the input, gradient of the weight"
     assert shape.product_sizes(2, adapter_rank=4) == 2 * 3 + 3 * 4, "frozen weights; 64 and 128 to 4, 4 to 64 and 32"
     halves = {"compute_bytes": 2, "is_on_heap": True}
-    copied = {**halves, "samples_in_copy": True}
-    more = guess(shape, **copied, adapter_rank=4).libraries - guess(shape, **copied).libraries
+    more = guess(shape, **halves, adapter_rank=4).libraries - guess(shape, **halves).libraries
     assert more == 9 * _ROW_COUNTS * products.KEPT
     assert guess(shape, compute_bytes=2).libraries == 0, "on an accelerator"
 
@@ -194,15 +194,11 @@ def test_products_in_pairs_keep_neither_code_nor_cast_weights_nor_padding():
     assert guess(whole, compute_bytes=2) == guess(replace(whole, is_paired=False), compute_bytes=2), "an accelerator"
 
 
-def test_a_sampler_adds_an_adapter_to_a_copy_of_the_layers_weights():
+def test_an_adapter_over_16_bits_leaves_the_holes_of_pefts_own_modules():
     shape = Shape.of(tiny_model(**SMALL).config)
-    values = sum(inside * outside for inside, outside in shape.linears)
-    assert guess(shape).sampler == 0, "the learner's own weights"
-    assert guess(shape, adapter_rank=8).sampler == 4 * values
-    assert guess(shape, adapter_rank=8, samples_in_copy=True).sampler == 2 * shape.num_parameters
-    assert guess(Shape.of(tiny_model("gpt2", **SMALL).config), adapter_rank=8).sampler == 0, (
-        "multiplied by PEFT's layers"
-    )
+    heap = lambda **changed: guess(shape, adapter_rank=8, is_on_heap=True, **changed).heap
+    assert heap(weight_bytes=2, compute_bytes=2) > 0
+    assert heap() == (0 if shape.is_fused else heap(weight_bytes=2))
 
 
 def test_the_words_end_with_the_peak():

@@ -42,8 +42,6 @@ class Shape:
     """Whether it reads logits by kernels too (`covey.compiled.head`)."""
     is_paired: bool = False
     """Whether it multiplies bfloat16 in pairs by kernels (`covey.compiled.linear`)."""
-    adds_adapters: bool = False
-    """Whether the sampler writes out its decoder, and so multiplies with a copy to which adapters are added."""
     is_written_out: bool = False
     """Whether a CPU decodes it a whole step at a time, from whose products the learner can take (`covey.outputs`)."""
 
@@ -76,7 +74,6 @@ class Shape:
             is_fused=would_fuse(model),
             reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
             is_paired=why_not() is None and is_for_this_processor(),
-            adds_adapters=type(model).__name__ in WRITTEN_OUT,
             is_written_out=type(model).__name__ in WRITTEN_OUT and why_not() is None,
         )
 
@@ -109,13 +106,13 @@ class Shape:
 
         A gated layer in float32 keeps 8 hidden, 2 key-value and 4 intermediate values, fused 6, 2 and 2. With products in 16
         bits the residual stream, and unfused the norms, stay in float32. Behind an adapter the norms are frozen and, unfused,
-        keep one value less each; every linear layer keeps `adapter_rank` more, and fused in float32 a gated one its product.
+        keep one value less each; every linear layer keeps `adapter_rank` more, and fused a gated one its product.
         """
         width, keys, inner = self.hidden, self.key_value_width, self.intermediate
         rank = (adapter_rank or 0) * len(self.linears) // self.num_layers
         is_adapted, is_narrow = adapter_rank is not None, compute_bytes < 4
         if self.is_fused:
-            by_width, by_inner = (16, 4) if is_narrow else (24, 12 if is_adapted else 8)
+            by_width, by_inner = (16, 6 if is_adapted else 4) if is_narrow else (24, 12 if is_adapted else 8)
         else:
             by_width, by_inner = (24 if is_adapted else 30, 8) if is_narrow else (24 if is_adapted else 32, 16)
         return by_width * width + 2 * compute_bytes * keys + by_inner * inner + compute_bytes * rank
@@ -147,7 +144,7 @@ class Memory:
     heap: int
     """What a CPU's C library keeps between tensors that come and go; none where large blocks go back to the system at once."""
     sampler: int
-    """The copy of the weights that a CPU samples with in 16 bits, or adds an adapter to, and what 16-bit products of float32 weights need."""
+    """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
     libraries: int
     """On a CPU: what oneDNN keeps for every size of product that it meets, and what small blocks keep of the heap."""
     outputs: int
@@ -210,7 +207,6 @@ def estimate(
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     updated = trained * own_bytes + of_critic * weight_bytes
     drawn = prompts * group * completion_tokens
-    copied = 2 * shape.num_parameters if samples_in_copy else _added_bytes(shape, weight_bytes, adapter_rank)
     activations = tokens * shape.activation_bytes(compute_bytes, is_checkpointed, adapter_rank)
     keeps_holes = is_on_heap and not is_checkpointed
     at_head, at_end = _head_bytes(shape, chunk, compute_bytes, is_cast, adapter_rank is None)
@@ -225,9 +221,9 @@ def estimate(
         optimizer=int(updated * _state_bytes(optimizer, own_bytes) / own_bytes),
         activations=activations,
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
-        heap=int(_holes(shape, adapter_rank) * activations) if keeps_holes else 0,
-        sampler=copied + _cast_bytes(shape, compute_bytes) * is_cast,
-        libraries=kept + (_LIBRARIES if is_on_heap and (samples_in_copy or adapter_rank is None) else 0),
+        heap=int(_holes(shape, weight_bytes, adapter_rank) * activations) if keeps_holes else 0,
+        sampler=_cast_bytes(shape, compute_bytes) * is_cast + 2 * shape.num_parameters * samples_in_copy,
+        libraries=kept + (_LIBRARIES if is_on_heap else 0),
         outputs=min(output_bytes, _output_bytes(shape, drawn, compute_bytes, samples_in_copy, adapter_rank)),
         cache=(prompts * prompt_tokens + drawn) * shape.cache_bytes(2 if samples_in_copy else compute_bytes),
     )
@@ -247,27 +243,21 @@ def _most_tokens(
     return repeating(tokens) if pads else tokens
 
 
-def _holes(shape: Shape, adapter_rank: int | None) -> float:
+def _holes(shape: Shape, weight_bytes: int, adapter_rank: int | None) -> float:
     """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux).
 
-    PEFT's own modules put small tensors between large ones; `covey.fused_adapters`, which comes with the kernels, does not.
+    PEFT's own modules put small tensors between large ones; `covey.fused_adapters`, which comes with the kernels, does not. It
+    leaves to them a base in 16 bits, whose adapters PEFT makes in 32.
     """
     if adapter_rank is None:
         return 0.25
-    return 0.0 if shape.is_fused else 0.4
+    return 0.0 if shape.is_fused and weight_bytes == 4 else 0.4
 
 
 def _cast_bytes(shape: Shape, compute_bytes: int) -> int:
     """What autocast keeps of the weights in 16 bits while a forward pass lasts."""
     left = shape.left_to_onednn(shape.linears, compute_bytes)
     return 2 * sum(inside * outside for inside, outside in shape.linears if (inside, outside) in left)
-
-
-def _added_bytes(shape: Shape, weight_bytes: int, adapter_rank: int | None) -> int:
-    """The copy of the layers' weights that a sampler without a copy in bfloat16 adds an adapter to."""
-    if adapter_rank is None or not shape.adds_adapters:
-        return 0
-    return weight_bytes * sum(inside * outside for inside, outside in shape.linears)
 
 
 def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
@@ -304,8 +294,7 @@ def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_
 
 
 _LIBRARIES = 36 * 2**20
-"""Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside a copy of the weights, and a float32 run
-without adapters as much (with them 0 to 10)."""
+"""Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside the weights and any copy of them."""
 
 _ROW_COUNTS = 6
 """Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts).

@@ -210,7 +210,9 @@ class _Batch:
 
     def _completions(self) -> list[Completion]:
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
-        check_finite(logprobs)
+        # The batch goes on beyond a completion's end.
+        is_own = torch.arange(logprobs.shape[1]) < self.ended.cpu()[:, None]
+        check_finite(logprobs.where(is_own, 0.0))
         ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)
         return [
             completion(
