@@ -40,10 +40,8 @@ def main() -> None:
     learner = learner_of(policy, optimizer, max_completion_length=200, max_rows=32, **as_in_runs())
     learner.reference = reference
     sampler = NativeSampler(model, tokenizer, dtype=str(dtype).removeprefix("torch."))
-    prompts, outputs = (
-        rollout.questions(4, 0),
-        Outputs(bytes_for_outputs(True, model.config.hidden_size, is_checkpointed=False)),
-    )
+    prompts = rollout.questions(4, 0)
+    outputs = Outputs(bytes_for_outputs(True, model.config.hidden_size, is_checkpointed=False))
     sampler.keep(outputs)
     seconds: dict[tuple[str, bool], list[float]] = {}
     gradients: dict[bool, list[torch.Tensor]] = {}

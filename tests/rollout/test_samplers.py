@@ -315,5 +315,19 @@ def test_logits_that_are_not_finite_are_told_in_a_sentence(new_sampler, tokenize
         list(new_sampler(model, tokenizer).sample(["a"], 2, SamplingParams(max_tokens=3)))
 
 
+def test_what_a_batch_computes_beyond_a_completions_end_is_no_error(new_sampler, tokenizer):
+    model, own = tiny_model(), tokenizer("a")["input_ids"]
+    enders = [token for token in range(1, model.config.vocab_size, 16) if token not in own]
+
+    def broken_after_enders(module, args, kwargs, output):
+        output.logits[torch.isin(kwargs["input_ids"][:, -1], torch.tensor(enders))] = torch.nan
+
+    model.register_forward_hook(broken_after_enders, with_kwargs=True)
+    groups = collect(new_sampler(model, tokenizer, eos_ids=enders), ["a"], 16, SamplingParams(max_tokens=12))
+    completions = groups[0].completions
+    assert len({completion.num_tokens for completion in completions}) > 2
+    assert all(completion.logprobs.isfinite().all() for completion in completions)
+
+
 def test_no_prompts_give_no_groups(new_sampler, tokenizer):
     assert list(new_sampler(tiny_model(), tokenizer).sample([], 2, SamplingParams())) == []

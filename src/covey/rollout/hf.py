@@ -212,7 +212,7 @@ class _Batch:
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
         # The batch goes on beyond a completion's end.
         is_own = torch.arange(logprobs.shape[1]) < self.ended.cpu()[:, None]
-        check_finite(logprobs.where(is_own, 0.0))
+        check_finite(logprobs[is_own])
         ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)
         return [
             completion(
