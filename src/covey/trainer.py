@@ -20,7 +20,6 @@ from covey.algorithms import Algorithm
 from covey.build import (
     Given,
     advice_for,
-    as_dict,
     build_evaluator,
     build_parts,
     build_prompts,
@@ -30,18 +29,10 @@ from covey.build import (
     given_algorithm,
 )
 from covey.config import GRPOConfig
-from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError, CoveyError, DataError, InvariantError, StorageError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
-from covey.models import (
-    disable_dropout,
-    load_model,
-    load_tokenizer,
-    prepare_for_training,
-    refuse_quantized,
-    with_adapter,
-)
+from covey.loading import load_for_training
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.monitor.trackers import Trackers
 from covey.parts import Parts
@@ -213,22 +204,15 @@ class GRPOTrainer:
     # -- how it is put together -------------------------------------------------------------------------------------
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
-        args = self.args
-        init_kwargs = as_dict(args.model_init_kwargs)
-        if quantization_config is not None:
-            init_kwargs["quantization_config"] = quantization_config
-        loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code)
-        tokenizer = processing_class or load_tokenizer(loaded, trust_remote_code=args.trust_remote_code)
-        self.processing_class = prepare_tokenizer(tokenizer, loaded)
-        self.eos_ids = eos_ids(loaded, self.processing_class)
-        is_adapted = peft_config is not None or hasattr(loaded, "peft_config")
-        refuse_quantized(loaded, self.world.device, is_adapted)
-        loaded = with_adapter(loaded, peft_config)
-        if args.disable_dropout:
-            disable_dropout(loaded)
-        if not hasattr(loaded, "hf_device_map"):
-            loaded = loaded.to(self.world.device)
-        self.model = prepare_for_training(loaded, args)
+        loaded = load_for_training(
+            model,
+            self.args,
+            self.world.device,
+            tokenizer=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self.model, self.processing_class, self.eos_ids = loaded.model, loaded.tokenizer, loaded.eos_ids
 
     def _build_callbacks(self, callbacks: Sequence[Any] | None) -> CallbackHandler:
         self.trackers = Trackers(self.args.report_to)

@@ -32,6 +32,7 @@ LEVELS = [
     {"recording"},
     {"recovery", "saving"},
     {"build", "view"},
+    {"loading"},
     {"loop", "doctor"},
     {"trainer"},
     {"faults"},

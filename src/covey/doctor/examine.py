@@ -10,15 +10,15 @@ from typing import Any
 from transformers import set_seed
 
 from covey.algorithms.advice import SMALL_MODEL
-from covey.build import Given, advice_for, as_dict, build_algorithm, build_scorer, checked_dataset
+from covey.build import Given, advice_for, build_algorithm, build_scorer, checked_dataset
 from covey.config import GRPOConfig, batch_arithmetic
-from covey.data import eos_ids, prepare_tokenizer
 from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
 from covey.learner.longest import try_longest
+from covey.loading import load_for_training
 from covey.memory import is_out_of_memory
-from covey.models import context_limit, disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter
+from covey.models import context_limit
 from covey.world import World
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
@@ -125,14 +125,8 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
 
 def _load(case: Case, so_far: _Loaded) -> None:
     args = so_far.args
-    loaded = load_model(case.model, as_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
-    tokenizer = load_tokenizer(loaded, trust_remote_code=args.trust_remote_code)
-    so_far.tokenizer = prepare_tokenizer(tokenizer, loaded)
-    so_far.eos = eos_ids(loaded, so_far.tokenizer)
-    loaded = with_adapter(loaded, so_far.peft_config)
-    if args.disable_dropout:
-        disable_dropout(loaded)
-    so_far.model = prepare_for_training(loaded.to(args.device), args)
+    loaded = load_for_training(case.model, args, args.device, peft_config=so_far.peft_config)
+    so_far.model, so_far.tokenizer, so_far.eos = loaded.model, loaded.tokenizer, loaded.eos_ids
 
 
 def _rewards(case: Case, so_far: _Loaded) -> Iterator[Finding]:
