@@ -24,7 +24,6 @@ from covey.compiled import why_not
 from covey.compiled.layers import LANES, kernels_for
 from covey.fused_adapters import adapted, is_adapted
 from covey.fused_operations import Forward, epsilon_of, is_plain, is_watched
-from covey.outputs import Replay, current, replaying
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call to rotate queries and keys, a function of their module."""
@@ -111,16 +110,14 @@ def recomputes_inside(model: Any) -> bool:
 
 
 class _Faster:
-    """Both contexts, which may be entered again once they were left, with what is replayed, if it was another time's."""
+    """Both contexts, which may be entered again once they were left."""
 
-    def __init__(self, model: nn.Module, replay: Replay | None = None) -> None:
-        self.model, self.replay = model, replay
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            if self.replay is not None:
-                stack.enter_context(replaying(self.replay))
             stack.enter_context(products.faster_products(next(self.model.parameters()).device))
             stack.enter_context(fused(self.model))
             self.entered.append(stack.pop_all())
@@ -168,7 +165,7 @@ class Recomputing:
         self.decoder = _decoder(model)  # not the model, of which a copy of the decoder would copy the head too
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return _Faster(self.decoder), _Faster(self.decoder, current())
+        return _Faster(self.decoder), _Faster(self.decoder)
 
 
 def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:

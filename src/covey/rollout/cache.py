@@ -239,8 +239,6 @@ class Decode:
     """A forward pass of one new token for each row in flight."""
 
     cache: KeyValues
-    kept: int | None = None
-    """Where the outputs of its products stay among `covey.outputs`; None: nowhere."""
 
     @property
     def context(self) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from covey.memory import Holes
-from covey.outputs import Outputs
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
@@ -79,9 +78,8 @@ class Flight:
         environment: Environment | None,
         between: Callable[[], None] = lambda: None,
         kernels: Kernels | None = None,
-        outputs: Outputs | None = None,
     ) -> None:
-        self.between, self.kernels, self.outputs = between, kernels, outputs
+        self.between, self.kernels = between, kernels
         self.forward, self.jobs, self.params, self.tokenizer = forward, jobs, params, tokenizer
         self.unfinished = list(jobs)
         self.version, self.environment = version, environment
@@ -104,11 +102,6 @@ class Flight:
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.outside = torch.full_like(self.tokens, -1) if environment is not None else None  # what an environment said
-        self.kept = (
-            torch.full_like(self.tokens, -1) if outputs is not None else None
-        )  # of the token fed with each that is drawn
-        if outputs is not None:
-            outputs.reserve(len(jobs) * self.n * longest)
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
         self.enders = self.stop.enders.to(device)
         self.seen: Tensor | None = None
@@ -203,12 +196,9 @@ class Flight:
         rows, computed = self.rows[:, : self.num_rows], self.rows[:, : self.cache.num_computed]
         if self.cache.begin_step():
             self.holes.give_back()  # of steps of other numbers of rows
-        kept = None if self.outputs is None else self.outputs.take(computed.shape[1])
-        logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache, kept))[: self.num_rows]
+        logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache))[: self.num_rows]
         self.cache.end_step()
         seat, written = rows[SEAT], rows[WRITTEN]
-        if self.kept is not None:
-            self.kept[seat, written] = -1 if kept is None else kept + torch.arange(self.num_rows)
         seen = None if self.seen is None else self.seen[: self.num_rows]
         drawn = draw(logits, self.uniforms[seat, written], self.params, seen=seen, in_place=True)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
@@ -298,10 +288,6 @@ class Flight:
 
     def _close(self, group: _Open) -> Group:
         completions = self._completions(group)
-        if self.outputs is not None and self.kept is not None:
-            for seat, one in zip(group.seats, completions, strict=True):
-                rows = self.kept[seat, 1 : one.num_tokens]  # a completion's first token is fed to draw its second
-                self.outputs.note(one.token_ids, group.job.prompt.token_ids, rows.clone())
         self.unfinished = [job for job in self.unfinished if job is not group.job]
         self.open[group.slot] = None
         self.held -= group.job.cache_bytes(self.forward)
