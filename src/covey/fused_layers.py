@@ -1,5 +1,4 @@
-"""Decoder layers on a CPU with what stands between their products computed by kernels: residual sums, norms, rotations, gated SiLUs;
-and adapters added in place (`covey.fused_adapters`).
+"""Decoder layers on a CPU with what stands between their products computed by kernels: residual sums, norms, rotations, gated SiLUs.
 
 The modules stay transformers' own, adapters included. Inside `fused(model)` those whose formula the kernels know compute it
 in one pass over memory and keep less for the backward: a norm its input and one number a token, a gated layer the outputs
@@ -22,7 +21,6 @@ from covey import fused_operations as operations
 from covey import products
 from covey.compiled import why_not
 from covey.compiled.layers import LANES, kernels_for
-from covey.fused_adapters import adapted, is_adapted
 from covey.fused_operations import Forward, epsilon_of, is_plain, is_watched
 
 ROTATION = "apply_rotary_pos_emb"
@@ -42,9 +40,6 @@ class FusedLayers:
         self._rotations: list[tuple[Any, Forward]] = []
         self._before: list[Forward] = []
         self._recognise(list(_layers(model)))
-        for module in model.modules():
-            if is_adapted(module) and "forward" not in module.__dict__:
-                self._forwards.append((module, partial(adapted, module, module.forward)))
 
     def __enter__(self) -> None:
         self._depth += 1

@@ -171,12 +171,6 @@ def of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return sums.to(weight.dtype)
 
 
-def shaped(out: Tensor, *shape: int) -> Tensor:
-    """`out` in this shape, for a function of autograd to return: what is a view there nobody may change in place afterwards."""
-    found: Tensor = torch.ops.aten._unsafe_view(out, shape)
-    return found
-
-
 class _Linear(torch.autograd.Function):
     """`(x [.., K], weight [N, K], bias [N] or None)` -> [.., N] in the type of `x`, by what is fastest, as is the backward."""
 

@@ -21,7 +21,6 @@ LEVELS = [
     {"world", "state", "options", "arithmetic", "memory", "student"},
     {"products"},
     {"fused_operations"},
-    {"fused_adapters"},
     {"checks", "fused_layers"},
     {"config", "algorithms", "gym"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},

@@ -211,7 +211,7 @@ def estimate(
         optimizer=int(updated * _state_bytes(optimizer, own_bytes) / own_bytes),
         activations=activations,
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
-        heap=int(_holes(shape, weight_bytes, adapter_rank) * activations) if keeps_holes else 0,
+        heap=int(_holes(adapter_rank) * activations) if keeps_holes else 0,
         sampler=_cast_bytes(shape, compute_bytes) * is_cast + 2 * shape.num_parameters * samples_in_copy,
         libraries=kept + (_LIBRARIES if is_on_heap else 0),
         cache=(prompts * prompt_tokens + drawn) * shape.cache_bytes(2 if samples_in_copy else compute_bytes),
@@ -232,15 +232,12 @@ def _most_tokens(
     return repeating(tokens) if pads else tokens
 
 
-def _holes(shape: Shape, weight_bytes: int, adapter_rank: int | None) -> float:
+def _holes(adapter_rank: int | None) -> float:
     """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux).
 
-    PEFT's own modules put small tensors between large ones; `covey.fused_adapters`, which comes with the kernels, does not. It
-    leaves to them a base in 16 bits, whose adapters PEFT makes in 32.
+    PEFT's modules put small tensors between large ones.
     """
-    if adapter_rank is None:
-        return 0.25
-    return 0.0 if shape.is_fused and weight_bytes == 4 else 0.4
+    return 0.25 if adapter_rank is None else 0.4
 
 
 def _cast_bytes(shape: Shape, compute_bytes: int) -> int:
