@@ -36,8 +36,6 @@ class Shape:
     """Whether head and embedding are one parameter."""
     is_fused: bool = False
     """Whether a CPU like this one's computes what stands between the products by kernels (`covey.fused_layers`)."""
-    reads_logits: bool = False
-    """Whether it reads logits by kernels too (`covey.compiled.head`)."""
     is_paired: bool = False
     """Whether it multiplies bfloat16 in pairs by kernels (`covey.compiled.linear`)."""
 
@@ -68,13 +66,12 @@ class Shape:
             linears=tuple((m.in_features, m.out_features) for m in linears),
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
             is_fused=would_fuse(model),
-            reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
             is_paired=why_not() is None and is_for_this_processor(),
         )
 
     def elsewhere(self) -> Shape:
         """On another device than a CPU."""
-        return replace(self, is_fused=False, reads_logits=False, is_paired=False)
+        return replace(self, is_fused=False, is_paired=False)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
@@ -256,12 +253,11 @@ def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
     """Bytes beside the activations while the head's backward runs, and at the end of the backward, before gradients are summed.
 
-    The head holds a chunk's logits, probabilities and their gradient, or one of them where kernels read them. Products in 16
+    The head holds a chunk's logits, probabilities and their gradient. Products in 16
     bits also hold a copy of its weight and one product of its size; in pairs two copies, and the turned gradient. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
     """
     values = shape.vocabulary * shape.hidden
-    held = compute_bytes if shape.reads_logits else 3 * 4
-    chunks, gradient = held * chunk * shape.vocabulary, 4 * values if is_trained else 0
+    chunks, gradient = 3 * 4 * chunk * shape.vocabulary, 4 * values if is_trained else 0
     copies = (4 if is_trained else 2) * values if is_cast else 0
     if not shape.left_to_onednn([(shape.hidden, shape.vocabulary)], compute_bytes):
         copies = 4 * values + (2 * chunk * shape.vocabulary if is_trained else 0)
