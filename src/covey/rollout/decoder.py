@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.compiled import layers
-from covey.memory import Holes
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.compiled import Kernels, Step
 from covey.rollout.forward import ModulesForward
@@ -100,7 +99,6 @@ class DecoderForward:
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
-        holes = Holes()
         self.weights: Weights | None = None  # the old copy goes before the new one is whole
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
@@ -109,7 +107,6 @@ class DecoderForward:
             self.head = self.linear.of(self.model.lm_head)
         self.weights = Weights.of(self.blocks, self.norm, self.head)
         self.any_rows = self.weights is not None
-        holes.give_back()
 
     def _pack(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

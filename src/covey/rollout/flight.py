@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.memory import Holes
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
@@ -91,7 +90,6 @@ class Flight:
         device, seats = forward.device, min(len(jobs), SEATS_PER_ROW * self.max_rows // self.n) * self.n
         longest = max(job.limit for job in jobs)
         forward.reserve(rounded(max(len(job.prompt.token_ids) for job in jobs)) + longest)
-        self.holes = Holes()
         self.cache = self._new_cache(longest)
         self.free_seats = list(range(seats))[::-1]
         self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
@@ -174,7 +172,6 @@ class Flight:
                     break
                 stop += 1
             self._prefill_batch([job.prompt.token_ids[:-1] for job in jobs[start:stop]], slots[start:stop])
-            self.holes.give_back()  # of activations, whose sizes differ by portion
             start = stop
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]], slots: range) -> None:
@@ -194,8 +191,7 @@ class Flight:
     def _step(self) -> list[Group]:
         """One more token for every row. Returns the groups that are finished by it."""
         rows, computed = self.rows[:, : self.num_rows], self.rows[:, : self.cache.num_computed]
-        if self.cache.begin_step():
-            self.holes.give_back()  # of steps of other numbers of rows
+        self.cache.begin_step()
         logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache))[: self.num_rows]
         self.cache.end_step()
         seat, written = rows[SEAT], rows[WRITTEN]
