@@ -45,11 +45,6 @@ def is_onednn_faster() -> bool:
         return False
 
 
-def is_mkls(dtype: torch.dtype) -> bool:
-    """Whether a CPU's products of this type are MKL's, which keeps nothing of their sizes."""
-    return dtype == torch.float32 and torch.backends.mkl.is_available() and not is_onednn_faster()
-
-
 def pays(x: Tensor, weight: Tensor) -> bool:
     """Whether `x` [.., K] times `weight` [N, K] is for oneDNN."""
     return (
@@ -119,24 +114,6 @@ def _pairs_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Kernels | None:
 def fits(inside: int, outside: int) -> bool:
     """Whether a layer of this many inputs and outputs can be multiplied in pairs."""
     return not outside % PANEL and not inside % BLOCK
-
-
-def takes_any_rows(model: Any, dtype: torch.dtype, least: int) -> bool:
-    """Whether nothing is kept for each count of rows from `least` on: in `dtype` all products with this model's weights, beside
-    embeddings and head, are in pairs, or MKL's."""
-    if is_mkls(dtype):
-        return True
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    others |= {id(parameter) for parameter in (head.parameters() if head is not None else ())}
-    own = {id(layer.weight): layer.weight for layer in layers if id(layer.weight) not in others}
-    if dtype != torch.bfloat16 or not own or kernels() is None:
-        return False
-    if any(parameter.ndim > 1 and id(parameter) not in own.keys() | others for parameter in model.parameters()):
-        return False  # multiplied by something else
-    rows = lambda weight: torch.empty(least, weight.shape[1], dtype=dtype)
-    return all(in_pairs(rows(weight), weight) for weight in own.values())
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -122,11 +122,11 @@ def test_a_sampler_computes_no_row_in_vain_and_draws_what_onednn_draws_nearly(mo
     model, tokenizer = tiny_model("qwen2", hidden=64, layers=2), tiny_tokenizer()
     params = SamplingParams(max_tokens=3, seed=3)
     mine = NativeSampler(model, tokenizer, dtype="bfloat16")
-    assert mine.forward.any_rows
+    assert mine.forward.weights
     drawn = ids_of(list(mine.sample(TEXTS, 3, params)))
     monkeypatch.setattr(linear, "kernels", lambda: None)
     theirs = NativeSampler(model, tokenizer, dtype="bfloat16")
-    assert not theirs.forward.any_rows
+    assert not theirs.forward.weights
     same = [
         a == b
         for one, two in zip(drawn, ids_of(list(theirs.sample(TEXTS, 3, params))), strict=True)

@@ -16,7 +16,7 @@ from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
 from covey.memory import free_memory
-from covey.products import KEPT, fits, is_mkls, is_onednn_faster, repeating
+from covey.products import KEPT, fits, is_onednn_faster, repeating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +188,7 @@ def estimate(
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     of_critic = shape.num_parameters if has_critic_model else 0
     kept = _product_bytes(shape, compute_bytes, adapter_rank) if is_on_heap else 0
-    pads = is_on_heap and (kept > 0 if compute_bytes == 2 else not is_mkls(torch.float32))
-    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, pads)
+    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, pads=is_on_heap)
     own_bytes, is_cast = weight_bytes if adapter_rank is None else 4, compute_bytes < weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     updated = trained * own_bytes + of_critic * weight_bytes
