@@ -18,8 +18,7 @@ from covey.compiled import packed_attention
 from covey.compiled.layout import Layout
 from covey.memory import mapped_zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
-from covey.rollout.compiled import Kernels, Step
-from covey.rollout.whole_step import Slabs
+from covey.rollout.compiled import Kernels, Slabs, Step
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.compiled import layers
+from covey.errors import Unsupported
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import Kernels, Step
+from covey.rollout.compiled import Kernels, Step, Weights
 from covey.rollout.forward import ModulesForward
 from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
-from covey.rollout.sampler import Unsupported
-from covey.rollout.whole_step import Weights
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from covey.errors import ConfigError, MemoryLimitError
+from covey.errors import ConfigError, MemoryLimitError, Unsupported
 from covey.memory import is_out_of_memory, release
 from covey.rollout.compiled import Kernels
 from covey.rollout.decoder import CopyForward, DecoderForward
@@ -22,7 +22,7 @@ from covey.rollout.kernels import AttentionChoice, captures, verified_attention,
 from covey.rollout.linear import has_bfloat16
 from covey.rollout.mode import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, Unsupported
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.static_cache import Attention
 from covey.rollout.static_flight import StaticFlight

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from covey.errors import Unsupported
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.compiled import Kernels
 from covey.rollout.mode import accepts, evaluating, unwrapped
-from covey.rollout.sampler import Unsupported
 from covey.rollout.stopping import context_of
 
 UNLIMITED = 2**31

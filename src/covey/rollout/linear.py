@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from covey import products
 from covey.compiled.linear import PANEL, Kernels, Then, kernels
-from covey.rollout.sampler import Unsupported
+from covey.errors import Unsupported
 
 
 class Linear(Protocol):
