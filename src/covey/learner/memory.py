@@ -104,7 +104,9 @@ class Shape:
         rank = (adapter_rank or 0) * len(self.linears) // self.num_layers
         is_adapted, is_narrow = adapter_rank is not None, compute_bytes < 4
         if self.is_fused:
-            by_width, by_inner = (16, 6 if is_adapted else 4) if is_narrow else (24, 12 if is_adapted else 8)
+            by_width, by_inner = (
+                (20 if is_adapted else 16, 6 if is_adapted else 4) if is_narrow else (24, 12 if is_adapted else 8)
+            )
         else:
             by_width, by_inner = (24 if is_adapted else 30, 8) if is_narrow else (24 if is_adapted else 32, 16)
         return by_width * width + 2 * compute_bytes * keys + by_inner * inner + compute_bytes * rank
