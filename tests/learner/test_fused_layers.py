@@ -9,9 +9,11 @@ import pytest
 import torch
 from test_shared import ROWS, assert_same, checkpointing, gradients
 
-from covey import compiled, fused_layers, fused_operations
-from covey.compiled import layers
-from covey.fused_layers import FusedLayers, faster, fused, would_fuse
+from covey.kernels import compile as compiled
+from covey.kernels import fused_functions as fused_operations
+from covey.kernels import fused_model as fused_layers
+from covey.kernels import fused_ops as layers
+from covey.kernels.fused_model import FusedLayers, faster, fused, would_fuse
 from covey.learner import Policy
 from covey.models import checkpoint_activations
 from kit import forgotten, tiny_model

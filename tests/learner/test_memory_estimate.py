@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from covey import products
+from covey.kernels import matmul as products
 from covey.learner.memory import _LIBRARIES, _ROW_COUNTS, Shape, estimate, in_gib
 from covey.learner.packing import rows_of
 from covey.learner.policy import Policy

@@ -8,12 +8,13 @@ from test_shared import row
 from torch import nn
 from torch.nn import functional as F
 
-from covey import compiled, products
-from covey.compiled import linear as pairs
+from covey.kernels import compile as compiled
+from covey.kernels import matmul as products
+from covey.kernels import matmul_bf16 as pairs
+from covey.kernels.matmul import FasterProducts
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.policy import Policy
 from covey.models import checkpoint_activations
-from covey.products import FasterProducts
 from kit import forgotten, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")

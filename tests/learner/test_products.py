@@ -6,11 +6,11 @@ from test_shared import checkpointing, row
 from torch import nn
 from torch.nn import functional as F
 
-from covey import products
+from covey.kernels import matmul as products
+from covey.kernels.matmul import FasterProducts
 from covey.learner.policy import Policy
 from covey.learner.shared import share_rows
 from covey.models import checkpoint_activations
-from covey.products import FasterProducts
 from kit import tiny_model, tiny_tokenizer
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")

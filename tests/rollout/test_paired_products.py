@@ -7,11 +7,12 @@ import torch
 from test_samplers import TEXTS, ids_of
 from torch.nn import functional as F
 
-from covey import compiled
-from covey.compiled import linear as pairs
-from covey.compiled.linear import Then
-from covey.rollout import NativeSampler, SamplingParams, linear
-from covey.rollout.linear import Live, Packed, Paired
+from covey.kernels import compile as compiled
+from covey.kernels import matmul_bf16 as pairs
+from covey.kernels import sampler_linear as linear
+from covey.kernels.matmul_bf16 import Then
+from covey.kernels.sampler_linear import Live, Packed, Paired
+from covey.rollout import NativeSampler, SamplingParams
 from kit import forgotten, threads, tiny_model, tiny_tokenizer
 
 needs_kernel = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")

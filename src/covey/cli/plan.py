@@ -15,9 +15,9 @@ from covey.cli import output
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.errors import ModelError
+from covey.kernels.sampler_linear import has_bfloat16
 from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
 from covey.rollout.engine import BFLOAT16_FROM
-from covey.rollout.linear import has_bfloat16
 
 _CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is not loaded for an estimate
 

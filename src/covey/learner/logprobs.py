@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from covey.kernels.matmul import faster_products, in_pairs, repeating
 from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
-from covey.products import faster_products, in_pairs, repeating
 
 R = TypeVar("R")
 

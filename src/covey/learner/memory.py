@@ -10,13 +10,13 @@ import psutil
 import torch
 from torch import nn
 
-from covey.compiled import why_not
-from covey.compiled.linear import is_for_this_processor
-from covey.fused_layers import would_fuse
+from covey.kernels.compile import why_not
+from covey.kernels.fused_model import would_fuse
+from covey.kernels.matmul import KEPT, fits, is_onednn_faster, repeating
+from covey.kernels.matmul_bf16 import is_for_this_processor
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
 from covey.memory import free_memory
-from covey.products import KEPT, fits, is_onednn_faster, repeating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class Shape:
     is_tied: bool = True
     """Whether head and embedding are one parameter."""
     is_fused: bool = False
-    """Whether a CPU like this one's computes what stands between the products by kernels (`covey.fused_layers`)."""
+    """Whether a CPU like this one's computes what stands between the products by kernels (`covey.kernels.fused_model`)."""
     is_paired: bool = False
-    """Whether it multiplies bfloat16 in pairs by kernels (`covey.compiled.linear`)."""
+    """Whether it multiplies bfloat16 in pairs by kernels (`covey.kernels.matmul_bf16`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
-from covey.fused_layers import faster
-from covey.learner import shared, shared_flex
+from covey.kernels import flex_attention as shared_flex
+from covey.kernels.flex_attention import Heads
+from covey.kernels.fused_model import faster
+from covey.learner import shared
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
-from covey.learner.shared_flex import Heads
 from covey.types import Completion, Prompt
 from covey.world import autocast
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from covey.compiled.layout import Layout
-from covey.learner import shared_flex
+from covey.kernels import flex_attention as shared_flex
+from covey.kernels.flex_attention import Heads
+from covey.kernels.layout import Layout
+from covey.kernels.matmul import repeating
+from covey.kernels.shared_attention import SharedAttention, runs_here
 from covey.learner.packing import Row
-from covey.learner.shared_attention import SharedAttention, runs_here
-from covey.learner.shared_flex import Heads
-from covey.products import repeating
 
 logger = logging.getLogger(__name__)
 

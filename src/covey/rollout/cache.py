@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.compiled import packed_attention
-from covey.compiled.layout import Layout
+from covey.kernels import packed_attention
+from covey.kernels.decode import Kernels, Slabs, Step
+from covey.kernels.layout import Layout
 from covey.memory import mapped_zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
-from covey.rollout.compiled import Kernels, Slabs, Step
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""

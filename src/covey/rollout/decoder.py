@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.compiled import layers
 from covey.errors import Unsupported
+from covey.kernels import fused_ops as layers
+from covey.kernels.decode import Kernels, Step, Weights
+from covey.kernels.sampler_linear import Linear, Live, Paired
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import Kernels, Step, Weights
 from covey.rollout.forward import ModulesForward
-from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
 
 Attend = Callable[[int, Tensor], "Tensor | None"]

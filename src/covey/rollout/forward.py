@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
+from covey.kernels.decode import Kernels
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import Kernels
 from covey.rollout.mode import accepts, evaluating, unwrapped
 from covey.rollout.stopping import context_of
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, largest_gap, proven
+from covey.kernels.compile import NUMBERS, largest_gap, proven
 
-SOURCE = Path(__file__).with_name("layers.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
 LANES = 16
 """Numbers that are computed at a time: widths must be multiples."""
 _EXACT, _ROUNDED = 1e-5, 2e-2

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from covey.compiled import NUMBERS
-from covey.compiled.linear import BLOCK, PANEL, Kernels, kernels
+from covey.kernels.compile import NUMBERS
+from covey.kernels.matmul_bf16 import BLOCK, PANEL, Kernels, kernels
 
 KEPT = 580 * 2**10
 """Bytes that oneDNN keeps of each size of product that it meets, in any type of numbers, for as long as the process lives

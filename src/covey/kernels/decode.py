@@ -1,4 +1,4 @@
-"""The kernels of decode.cpp, called on torch's memory; `covey.compiled` makes the library."""
+"""The kernels of decode.cpp, called on torch's memory; `covey.kernels.compile` makes the library."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, library, live
-from covey.rollout.linear import Live, Paired
+from covey.kernels import matmul_fp32 as live
+from covey.kernels.compile import NUMBERS, library
+from covey.kernels.sampler_linear import Live, Paired
 
-SOURCE = Path(__file__).with_name("decode.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
 WIDTHS = range(16, 257, 16)
 """Widths of heads that the kernels can be compiled for."""
 

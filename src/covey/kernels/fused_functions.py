@@ -1,4 +1,4 @@
-"""What the layers of `covey.fused_layers` compute by kernels, with gradients: norms, gated layers, rotations.
+"""What the layers of `covey.kernels.fused_model` compute by kernels, with gradients: norms, gated layers, rotations.
 
 Each function takes the module, or function, and what it computes itself, which is called where the kernels do not fit.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from covey import products
-from covey.compiled.layers import LANES, Kernels, kernels_for
+from covey.kernels import matmul as products
+from covey.kernels.fused_ops import LANES, Kernels, kernels_for
 
 Forward = Callable[..., Any]
 

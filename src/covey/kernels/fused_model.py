@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey import fused_operations as operations
-from covey import products
-from covey.compiled import why_not
-from covey.compiled.layers import LANES, kernels_for
-from covey.fused_operations import Forward, epsilon_of, is_plain
+from covey.kernels import fused_functions as operations
+from covey.kernels import matmul as products
+from covey.kernels.compile import why_not
+from covey.kernels.fused_functions import Forward, epsilon_of, is_plain
+from covey.kernels.fused_ops import LANES, kernels_for
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call to rotate queries and keys, a function of their module."""
