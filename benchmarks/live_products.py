@@ -23,7 +23,7 @@ BYTES = 64e6
 
 
 def main() -> None:
-    kernels = live.kernels()
+    kernels = live.fp32_matmul()
     if kernels is None:
         raise SystemExit("There are no such kernels for this processor, or no compiler.")
     print(f"PyTorch / kernels, {torch.get_num_threads()} threads")
@@ -34,7 +34,7 @@ def main() -> None:
         print(f"| {rows} | {' | '.join(cells)} |", flush=True)
 
 
-def rates(kernels: live.Kernels, rows: int, inside: int, outside: int) -> list[float]:
+def rates(kernels: live.Fp32Matmul, rows: int, inside: int, outside: int) -> list[float]:
     """GFLOP/s of PyTorch and of the kernels."""
     weights = [torch.randn(outside, inside) for _ in range(max(1, round(BYTES / (4 * inside * outside))))]
     x = torch.randn(rows, inside)

@@ -215,9 +215,9 @@ AVX2_ALONE = ("-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma")
 """Flags that compile kernels as on a processor without AVX-512."""
 
 
-def live_kernels() -> live.Kernels:
+def live_kernels() -> live.Fp32Matmul:
     """Those of a processor without AVX-512, on this one."""
-    return live.kernels() or live.Kernels(ctypes.CDLL(str(compiled.built(live.SOURCE, (), AVX2_ALONE))))
+    return live.fp32_matmul() or live.Fp32Matmul(ctypes.CDLL(str(compiled.built(live.SOURCE, (), AVX2_ALONE))))
 
 
 @contextmanager

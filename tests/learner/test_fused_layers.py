@@ -13,12 +13,12 @@ from covey.kernels import compile as compiled
 from covey.kernels import fused_functions as fused_operations
 from covey.kernels import fused_model as fused_layers
 from covey.kernels import fused_ops as layers
-from covey.kernels.fused_model import FusedLayers, faster, fused, would_fuse
+from covey.kernels.fused_model import FusedLayers, fused, learning, would_fuse
 from covey.learner import Policy
 from covey.models import checkpoint_activations
 from kit import forgotten, tiny_model
 
-REASON = compiled.why_not()
+REASON = compiled.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 WIDE = {"layers": 2, "hidden": 64}
@@ -53,15 +53,15 @@ def computed_by_kernels(monkeypatch):
     """The names of the kernels that are called from now on."""
     seen = set()
     for types in TYPES:
-        layers.kernels_for(*types)  # which calls each the first time
+        layers.layer_kernels(*types)  # which calls each the first time
     for name in ALL:
-        original = getattr(layers.Kernels, name)
+        original = getattr(layers.LayerKernels, name)
 
         def watched(self, *args, _name=name, _original=original, **kwargs):
             seen.add(_name)
             return _original(self, *args, **kwargs)
 
-        monkeypatch.setattr(layers.Kernels, name, watched)
+        monkeypatch.setattr(layers.LayerKernels, name, watched)
     return seen
 
 
@@ -215,7 +215,7 @@ def test_a_graph_whose_activations_are_computed_again_may_be_gone_through_twice(
 def test_blocks_recomputed_by_means_that_are_not_known_are_left_unfused():
     model = tiny_model(**WIDE).train()
     model.model.gradient_checkpointing = True  # as models of an older kind say it, with a function of their own
-    assert isinstance(faster(model), nullcontext)
+    assert isinstance(learning(model), nullcontext)
 
 
 @pytest.mark.parametrize("rows, tokens", [(1, 5), (3, 5), (3, 1)])
@@ -299,7 +299,7 @@ def test_switched_off_or_in_float64_there_is_no_context(monkeypatch):
     assert isinstance(fused(tiny_model(**WIDE)), FusedLayers)
     assert isinstance(fused(tiny_model(**WIDE).double()), nullcontext)
     monkeypatch.setenv("COVEY_CPU_KERNELS", "0")
-    with forgotten(layers._verified, compiled.library):
+    with forgotten(layers._verified, compiled.load):
         assert isinstance(fused(tiny_model(**WIDE)), nullcontext)
         assert not would_fuse(tiny_model(**WIDE))
 
@@ -307,7 +307,7 @@ def test_switched_off_or_in_float64_there_is_no_context(monkeypatch):
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 7, 700])
 def test_the_kernels_give_the_formulas_values_and_gradients(types, rows):
-    kernels = layers.kernels_for(*types)
+    kernels = layers.layer_kernels(*types)
     stream, products = types
     torch.manual_seed(0)
     slack = {"rtol": 1e-4, "atol": 1e-4} if products == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
@@ -335,7 +335,7 @@ def test_the_kernels_give_the_formulas_values_and_gradients(types, rows):
 
 
 def test_what_is_not_finite_stays_so():
-    kernels = layers.kernels_for(torch.float32, torch.float32)
+    kernels = layers.layer_kernels(torch.float32, torch.float32)
     broken = torch.ones(2, 16)
     broken[0, 3] = float("nan")
     assert kernels.norm(broken, torch.ones(16), 1e-6, torch.float32)[0][0].isnan().all()

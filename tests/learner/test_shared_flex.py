@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.kernels import flex_attention as shared_flex
-from covey.kernels.flex_attention import Heads, _Seen, mask_of, tried
+from covey.kernels.flex_attention import AttentionHeads, _Seen, mask_of, tried
 from covey.kernels.layout import Layout
 from covey.learner.policy import Policy
 from kit import tiny_model, tiny_tokenizer
@@ -50,7 +50,7 @@ def test_a_token_sees_its_prompt_and_its_own_completion_up_to_itself():
 
 
 def heads(dtype=torch.float32, device="cpu"):
-    return Heads(4, 2, 16, 16, dtype, torch.device(device))
+    return AttentionHeads(4, 2, 16, 16, dtype, torch.device(device))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16])

@@ -6,23 +6,24 @@ import weakref
 import pytest
 import torch
 
-from covey.memory import collecting_new_garbage_only, is_out_of_memory, mapped_zeros
+from covey.kernels import zeros
+from covey.memory import collecting_new_garbage_only, is_out_of_memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_of_their_own_are_a_tensor_of_zeros_like_any_other(dtype):
-    found = mapped_zeros((2, 3, 5), dtype)
+    found = zeros((2, 3, 5), dtype)
     assert found.shape == (2, 3, 5)
     assert found.dtype == dtype
     assert not found.any()
     found[1] = 2
     assert found.sum() == 30
-    assert mapped_zeros((2, 0, 5), dtype).shape == (2, 0, 5)
+    assert zeros((2, 0, 5), dtype).shape == (2, 0, 5)
 
 
 def test_pages_that_cannot_be_had_are_memory_that_ran_out():
     with pytest.raises(MemoryError) as caught:
-        mapped_zeros((2**60,), torch.float32)
+        zeros((2**60,), torch.float32)
     assert is_out_of_memory(caught.value)
 
 

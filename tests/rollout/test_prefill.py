@@ -5,12 +5,12 @@ import torch
 
 from covey.kernels import compile as compiled
 from covey.kernels import packed_attention
-from covey.kernels.decode import kernels_for
+from covey.kernels.decode import decode_kernels
 from covey.rollout.attention import causal
 from covey.rollout.cache import KeyValues, LayerShape, Prefill
 
 CPU = torch.device("cpu")
-REASON = compiled.why_not()
+REASON = compiled.unavailable_reason()
 LENGTHS, BEYOND, WIDTH, HEADS, REPEATS = (7, 0, 150, 33), 5, 32, 2, 3
 """Prompts of less than a block, of no tokens, of several blocks; and tokens that only round their number up."""
 TOKENS = sum(LENGTHS) + BEYOND
@@ -25,7 +25,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def prefill(dtype, by_kernels, lengths=LENGTHS, context=4096):
-    kernels = kernels_for(CPU, dtype, WIDTH) if by_kernels else None
+    kernels = decode_kernels(CPU, dtype, WIDTH) if by_kernels else None
     cache = KeyValues([LayerShape(HEADS, WIDTH)], CPU, dtype, context, kernels)
     cache.add_prompts([3])  # one that is there already
     return Prefill(cache, cache.add_prompts(list(lengths)))
@@ -96,8 +96,10 @@ def test_prompts_up_to_the_context_are_not_padded_beyond_it():
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_kernels_do_it_where_they_decode(monkeypatch):
     calls = []
-    forward = packed_attention.Kernels.forward
-    monkeypatch.setattr(packed_attention.Kernels, "forward", lambda *given: calls.append(given) or forward(*given))
+    forward = packed_attention.PackedAttention.forward
+    monkeypatch.setattr(
+        packed_attention.PackedAttention, "forward", lambda *given: calls.append(given) or forward(*given)
+    )
     prefill(torch.bfloat16, True).attend_end_to_end(0, *numbers(torch.bfloat16), 0.2)
     assert len(calls) == 1
     prefill(torch.bfloat16, False).attend_end_to_end(0, *numbers(torch.bfloat16), 0.2)

@@ -8,7 +8,7 @@ from covey.kernels import matmul_bf16 as pairs
 from covey.rollout import NativeSampler, SamplingParams, decoder
 from kit import threads, tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
+pytestmark = pytest.mark.skipif(pairs.bf16_matmul() is None, reason="no kernel for this processor or compiler")
 PARAMS = SamplingParams(max_tokens=90, seed=3)
 """Long enough for buffers to grow, with completions that end on the way."""
 
@@ -65,6 +65,6 @@ def test_without_kernels_of_attention_the_step_is_called_one_by_one(monkeypatch)
     """As where heads have a width that decode.cpp was not written for."""
     model = tiny_model(hidden=64, layers=2)
     called = []
-    monkeypatch.setattr("covey.kernels.decode.Kernels.decode", lambda *given: called.append(1))
+    monkeypatch.setattr("covey.kernels.decode.DecodeKernels.decode", lambda *given: called.append(1))
     drawn(model, count=1, params=SamplingParams(max_tokens=3, seed=0), attention="torch")
     assert not called

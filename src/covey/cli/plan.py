@@ -15,7 +15,7 @@ from covey.cli import output
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.errors import ModelError
-from covey.kernels.sampler_linear import has_bfloat16
+from covey.kernels import SamplerLinear
 from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
 from covey.rollout.engine import BFLOAT16_FROM
 
@@ -102,7 +102,7 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
         samples_in_copy=on_cpu
         and weight_bytes == 4
         and shape.num_parameters >= BFLOAT16_FROM
-        and has_bfloat16(torch.device("cpu")),
+        and SamplerLinear.has_bfloat16(torch.device("cpu")),
     )
 
 

@@ -49,22 +49,22 @@ NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
 @functools.cache
-def library(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | None:
+def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | None:
     """`source`, compiled with `defines` if it was not before.
 
     None where that is not possible, with a line of the log that says why PyTorch's own operations are `doing` it.
     """
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is None:
         try:
             return ctypes.CDLL(str(built(source, defines)))
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
             reason = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
-    tell_fallback(doing, reason, logging.INFO)
+    log_fallback(doing, reason, logging.INFO)
     return None
 
 
-def proven(
+def load_verified(
     source: Path,
     defines: tuple[str, ...],
     doing: str,
@@ -77,7 +77,7 @@ def proven(
 
     None otherwise, and the log says why PyTorch's own operations are `doing` it; `what` differs.
     """
-    found = library(source, defines, doing)
+    found = load(source, defines, doing)
     if found is None:
         return None
     made = make(found)
@@ -86,7 +86,7 @@ def proven(
         far = gap(made)
     if far < most:
         return made
-    tell_fallback(doing, f"{what} by {far:.1g}")
+    log_fallback(doing, f"{what} by {far:.1g}")
     return None
 
 
@@ -96,12 +96,12 @@ def largest_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return float(torch.stack(gaps).max())
 
 
-def tell_fallback(doing: str, reason: object, level: int = logging.WARNING) -> None:
+def log_fallback(doing: str, reason: object, level: int = logging.WARNING) -> None:
     """Say in the log that PyTorch's own operations are `doing` what kernels could, and why."""
     logger.log(level, "%s with PyTorch's own operations, not with compiled kernels: %s.", doing, reason)
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """What keeps kernels from being compiled here; None when nothing does. Raises ConfigError for a switch that says neither."""
     said = os.environ.get(SWITCH, "").strip()
     if said not in ("", "0", "1"):
@@ -142,7 +142,7 @@ def built(source: Path, defines: Sequence[str], more: Sequence[str] = ()) -> Pat
     Raises OSError or SubprocessError.
     """
     compiler = _compiler()
-    assert compiler is not None  # `why_not` has looked
+    assert compiler is not None  # `unavailable_reason` has looked
     flags = [*FLAGS, *(f"-D{name}" for name in defines), *more]
     target = cache_folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
     if not target.is_file():

@@ -10,16 +10,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from covey.kernels import matmul_fp32 as live
-from covey.kernels.compile import NUMBERS, library
-from covey.kernels.sampler_linear import Live, Paired
+from covey.kernels.compile import NUMBERS, load
+from covey.kernels.layout import Layout
+from covey.kernels.matmul_fp32 import fp32_matmul, transposed_size
+from covey.kernels.packed_attention import packed_attention_for
+from covey.kernels.sampler_linear import Bf16PairLinear, InPlaceLinear
 
 SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
 WIDTHS = range(16, 257, 16)
 """Widths of heads that the kernels can be compiled for."""
 
 
-class Step(ctypes.Structure):
+class DecodeStep(ctypes.Structure):
     """What all layers of a decode step share; the same layout as in decode.cpp."""
 
     _fields_ = (
@@ -40,7 +42,7 @@ class _Heads(ctypes.Structure):
         return cls(x.data_ptr(), x.stride(0), x.stride(1))
 
 
-class Slab(ctypes.Structure):
+class CacheTable(ctypes.Structure):
     """One layer's cache; the same layout as in decode.cpp."""
 
     _fields_ = (
@@ -51,17 +53,17 @@ class Slab(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, x: Tensor) -> Slab:
+    def of(cls, x: Tensor) -> CacheTable:
         """`x` [2, R, H, columns, D], contiguous in its last two."""
         return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
 
 
-class Slabs:
+class CacheTables:
     """A cache of all layers: `own` and `prompts`, each [2, .., H, columns, D]."""
 
     def __init__(self, own: Sequence[Tensor], prompts: Sequence[Tensor]) -> None:
-        kind = Slab * len(own)
-        self.own, self.prompts = kind(*map(Slab.of, own)), kind(*map(Slab.of, prompts))
+        kind = CacheTable * len(own)
+        self.own, self.prompts = kind(*map(CacheTable.of, own)), kind(*map(CacheTable.of, prompts))
 
 
 class Block(Protocol):
@@ -85,9 +87,9 @@ class _Linear(ctypes.Structure):
     )
 
     @classmethod
-    def each(cls, linear: Live | Paired) -> list[_Linear]:
+    def each(cls, linear: InPlaceLinear | Bf16PairLinear) -> list[_Linear]:
         """One, or as many as it is made of."""
-        if isinstance(linear, Paired):
+        if isinstance(linear, Bf16PairLinear):
             return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.inside, linear.outside)]
         return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]
 
@@ -115,11 +117,16 @@ class _Decoder(ctypes.Structure):
     )
 
 
-class Weights:
+class DecodeWeights:
     """Where all weights of a decoder are."""
 
     def __init__(
-        self, blocks: Sequence[Block], norm: Tensor, head: Live | Paired, share: int | None, turn: int | None
+        self,
+        blocks: Sequence[Block],
+        norm: Tensor,
+        head: InPlaceLinear | Bf16PairLinear,
+        share: int | None,
+        turn: int | None,
     ) -> None:
         self.held = blocks, norm, head
         self._layers = (_Layer * len(blocks))(*map(_Layer.of, blocks))
@@ -133,23 +140,23 @@ class Weights:
 
     def scratch(self, rows: int) -> int:
         """Numbers that so many rows need on their way."""
-        return rows * self._a_row + live.turned_size(rows, self._widest)
+        return rows * self._a_row + transposed_size(rows, self._widest)
 
     @staticmethod
-    def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> Weights | None:
+    def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> DecodeWeights | None:
         """None where another library multiplies, or layers differ in their sizes."""
         used = [*(linear for block in blocks for linear in block.products), head]
-        if all(isinstance(linear, Paired) for linear in used):
-            share, turn = head.kernels.share_address, None
-        elif all(isinstance(linear, Live) and linear.is_plain for linear in used) and (found := live.kernels()):
-            share, turn = found.share_address, found.turn_address
+        if all(isinstance(linear, Bf16PairLinear) for linear in used):
+            share, turn = head.kernels.function_pointer, None
+        elif all(isinstance(linear, InPlaceLinear) and linear.is_plain for linear in used) and (found := fp32_matmul()):
+            share, turn = found.function_pointer, found.transpose_pointer
         else:
             return None
         sizes = {tuple((linear.inside, linear.outside) for linear in block.products) for block in blocks}
-        return Weights(blocks, norm, head, share, turn) if len(sizes) == 1 else None
+        return DecodeWeights(blocks, norm, head, share, turn) if len(sizes) == 1 else None
 
 
-class Kernels:
+class DecodeKernels:
     """The compiled functions for one precision and one width of heads."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -161,9 +168,20 @@ class Kernels:
         self._decode.argtypes = [pointer] * 7
         self._attend.restype = self._add_norm.restype = self._decode.restype = None
 
+    @staticmethod
+    def of(device: torch.device, dtype: torch.dtype, width: int) -> DecodeKernels | None:
+        """The kernels for heads of this width; None where they do not run."""
+        return decode_kernels(device, dtype, width)
+
+    @staticmethod
+    def prefill(query: Tensor, key: Tensor, value: Tensor, layouts: Sequence[Layout], scale: float) -> Tensor | None:
+        """Attention [Hq, S, D] of whole prompts from `query` [Hq, S, D], `key`, `value` [Hkv, S, D]; None where PyTorch computes it."""
+        kernels = packed_attention_for(query, key, layouts)
+        return None if kernels is None else kernels.forward(query, key, value, layouts, scale)[0]
+
     def attend(
         self,
-        step: Step,
+        step: DecodeStep,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -187,21 +205,21 @@ class Kernels:
             by(_Heads.of(value)),
             None if query_norm is None else query_norm.data_ptr(),
             None if key_norm is None else key_norm.data_ptr(),
-            by(Slab.of(own)),
-            by(Slab.of(prompts)),
+            by(CacheTable.of(own)),
+            by(CacheTable.of(prompts)),
             out.data_ptr(),
         )
         return out
 
-    def decode(self, step: Step, weights: Weights, slabs: Slabs, x: Tensor) -> Tensor:
+    def decode(self, step: DecodeStep, weights: DecodeWeights, tables: CacheTables, x: Tensor) -> Tensor:
         """[R, V] logits of the embedded tokens `x` [R, hidden] float32, which are overwritten: one step through all layers.
 
-        Keys and values go into `slabs`. Rotations are those that `step` describes.
+        Keys and values go into `tables`. Rotations are those that `step` describes.
         """
         out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
         scratch = torch.empty(weights.scratch(len(x)), dtype=self.dtype)  # torch's, which says when there is no memory
         by, places = ctypes.byref, (tensor.data_ptr() for tensor in (x, scratch, out))
-        self._decode(by(step), by(weights.decoder), slabs.own, slabs.prompts, *places)
+        self._decode(by(step), by(weights.decoder), tables.own, tables.prompts, *places)
         return out
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -220,12 +238,12 @@ class Kernels:
         return out
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, width: int) -> Kernels | None:
+def decode_kernels(device: torch.device, dtype: torch.dtype, width: int) -> DecodeKernels | None:
     """The kernels for heads of this width; None where they do not run."""
     if device.type != "cpu" or dtype not in NUMBERS or width not in WIDTHS:
         return None
-    found = library(SOURCE, defines(dtype, width), "Decoding")
-    return None if found is None else Kernels(found, dtype)
+    found = load(SOURCE, defines(dtype, width), "Decoding")
+    return None if found is None else DecodeKernels(found, dtype)
 
 
 def defines(dtype: torch.dtype, width: int) -> tuple[str, ...]:

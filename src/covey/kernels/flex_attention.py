@@ -31,7 +31,7 @@ FEWEST = 2 * BLOCK
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """What the kernel is compiled for: a model's layers may differ."""
 
     query: int
@@ -143,7 +143,7 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def reason_against(heads: Heads) -> str | None:
+def reason_against(heads: AttentionHeads) -> str | None:
     """Why FlexAttention is not for layers of this shape here; None once a trial agreed, forward and backward."""
     if heads.device.type != "cuda":
         return f"it is compiled for CUDA, and the model is on {heads.device.type}"
@@ -156,7 +156,7 @@ def reason_against(heads: Heads) -> str | None:
 
 
 @lru_cache
-def tried(heads: Heads) -> str | None:
+def tried(heads: AttentionHeads) -> str | None:
     """None when a forward and a backward at two lengths give what SDPA gives with the mask written out, else what went wrong."""
     for layout in (Layout(0, 40, (150, 30)), Layout(0, 300, (1, 0, 200, 180))):
         try:
@@ -172,7 +172,7 @@ def tried(heads: Heads) -> str | None:
     return None
 
 
-def _gap(heads: Heads, layout: Layout) -> float:
+def _gap(heads: AttentionHeads, layout: Layout) -> float:
     """The largest relative difference to SDPA, of the output and of the three gradients, on random numbers."""
     tokens = layout.length + sum(layout.counts)
     size = padded(tokens)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from covey.kernels import matmul as products
-from covey.kernels.fused_ops import LANES, Kernels, kernels_for
+from covey.kernels import matmul
+from covey.kernels.fused_ops import LANES, LayerKernels, layer_kernels
 
 Forward = Callable[..., Any]
 
@@ -30,7 +30,7 @@ def is_plain(*tensors: Any) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether somebody has hooked into it, or put a `forward` of their own there."""
-    return "forward" in module.__dict__ or _is_hooked(module)
+    return ("forward" in module.__dict__ and not matmul.is_routed(module)) or _is_hooked(module)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def epsilon_of(norm: Any) -> float | None:
 def normed(norm: Any, original: Forward, x: Tensor) -> Any:
     dtype = products_type(x)
     fits = is_plain(x, norm.weight) and x.is_contiguous() and products_type(norm.weight) == dtype
-    kernels = kernels_for(x.dtype, dtype) if fits else None
+    kernels = layer_kernels(x.dtype, dtype) if fits else None
     return original(x) if kernels is None else _Norm.apply(x, norm.weight, epsilon_of(norm), dtype, kernels)
 
 
@@ -55,7 +55,7 @@ def gated(mlp: Any, original: Forward, x: Tensor) -> Any:
         return original(x)
     gate, up, down = mlp.gate_proj(x), mlp.up_proj(x), mlp.down_proj
     fits = is_plain(gate, up) and up.dtype == gate.dtype and not gate.shape[-1] % LANES
-    kernels = kernels_for(gate.dtype, gate.dtype) if fits else None
+    kernels = layer_kernels(gate.dtype, gate.dtype) if fits else None
     if kernels is None:
         return down(mlp.act_fn(gate) * up)
     gate, up = gate.contiguous(), up.contiguous()
@@ -71,7 +71,7 @@ def rotated(
     angles = (torch.Size([batch, query.shape[2], size]) for batch in (1, len(query)))
     fits = not more and not kinds and is_plain(query, key, cosines, sines) and query.dtype == key.dtype
     fits = fits and size % (2 * LANES) == 0 and cosines.shape in angles and sines.shape == cosines.shape
-    kernels = kernels_for(query.dtype, query.dtype) if fits else None
+    kernels = layer_kernels(query.dtype, query.dtype) if fits else None
     if kernels is None:
         return original(query, key, cosines, sines, *more, **kinds)
     spread = lambda x: x.expand(len(query), -1, -1).reshape(-1, size).float().contiguous()
@@ -88,7 +88,9 @@ class _Norm(torch.autograd.Function):
     """`(x [.., D], weight [D], epsilon, dtype, kernels)` -> [.., D] in `dtype`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, kernels: Kernels) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, kernels: LayerKernels
+    ) -> Tensor:
         out, scales = kernels.norm(x, weight.float(), epsilon, dtype)
         ctx.save_for_backward(x, weight, scales)
         ctx.kernels = kernels
@@ -106,7 +108,7 @@ class _Gate(torch.autograd.Function):
     """`(gate [.., F], up [.., F], kernels)` -> `silu(gate) * up`."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: LayerKernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         return kernels.gate(gate, up)
@@ -124,21 +126,23 @@ class _GatedDown(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        known = weight if products.in_pairs(gate, weight) else weight.to(gate.dtype)
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, kernels: LayerKernels
+    ) -> Tensor:
+        known = weight if matmul.bf16_for(gate, weight) else weight.to(gate.dtype)
         ctx.save_for_backward(gate, up, known)
         ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
-        return products.forward(kernels.gate(gate, up), known, bias)
+        return matmul.linear_forward(kernels.gate(gate, up), known, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        inner = products.of_input(flat, weight)
+        inner = matmul.input_gradient(flat, weight)
         of_gate, of_up = ctx.kernels.gate_backward(inner, gate, up, repeats=True)
         wants_weight, wants_bias = ctx.needs_input_grad[2:4]
-        of_weight = products.of_weight(flat, inner, weight).to(ctx.dtype) if wants_weight else None
+        of_weight = matmul.weight_gradient(flat, inner, weight).to(ctx.dtype) if wants_weight else None
         return of_gate, of_up, of_weight, flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None, None
 
 
@@ -146,7 +150,7 @@ class _Rotation(torch.autograd.Function):
     """`(query [B, H, S, D], key [B, K, S, D], cosines [B * S, D], sines [B * S, D], kernels)` -> both, rotated."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, kernels: Kernels) -> Any:
+    def forward(ctx: Any, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, kernels: LayerKernels) -> Any:
         ctx.save_for_backward(cosines, sines)
         ctx.kernels = kernels
         return tuple(kernels.rotate(_heads_in_rows(x), cosines, sines) for x in (query, key))

@@ -12,23 +12,23 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.kernels import fused_functions as operations
-from covey.kernels import matmul as products
-from covey.kernels.compile import why_not
+from covey.kernels.compile import unavailable_reason
 from covey.kernels.fused_functions import Forward, epsilon_of, is_plain
-from covey.kernels.fused_ops import LANES, kernels_for
+from covey.kernels.fused_ops import LANES, layer_kernels
+from covey.kernels.matmul import FasterLinears
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call to rotate queries and keys, a function of their module."""
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """The children of a layer whose norms are read by products alone, never by the residual stream."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_KEPT = "_covey_fused_layers"
 
 
 class FusedLayers:
@@ -63,10 +63,6 @@ class FusedLayers:
         for (home, _), before in zip(self._rotations, self._before, strict=True):
             setattr(home, ROTATION, before)
 
-    def __reduce__(self) -> Any:
-        """A copy of the model recognises its own modules."""
-        return type(None), ()
-
     @torch.no_grad()
     def _recognise(self, layers: list[Any]) -> None:
         """Which modules compute what the kernels do."""
@@ -86,58 +82,69 @@ class FusedLayers:
                     self._rotations.append((home, partial(operations.rotated, original)))
 
 
-def faster(model: Any) -> AbstractContextManager[Any]:
-    """Inside, this model computes by `products.FasterProducts` and `FusedLayers`, where its device has any.
+def learning(model: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which this model's forward and backward passes run faster on a CPU; elsewhere it does nothing.
 
-    Not where its blocks are computed again by somebody's own means, outside of this context: both times must be alike.
+    Linear layers compute `matmul.faster_linear`, and decoder layers of known formula run in fused kernels. Both are put back on
+    leaving. A no-op if activations are recomputed by another `context_fn` than `Recomputing`: forward and recomputation must
+    use the same kernels.
     """
-    return _Faster(model) if recomputes_inside(model) else nullcontext()
+    return _Learning(model) if _recomputes_inside(model) else nullcontext()
 
 
-def recomputes_inside(model: Any) -> bool:
-    """Whether whatever this model computes again is computed inside of `faster`."""
+def _recomputes_inside(model: nn.Module) -> bool:
+    """True if every block that recomputes its activations does so inside of `learning`."""
     return all(isinstance(found, Recomputing) for found in _contexts_of_recomputing(model))
 
 
-class _Faster:
-    """Both contexts, which may be entered again once they were left."""
+class _Learning:
+    """`FasterLinears` and `FusedLayers` of these modules; reusable and reentrant, as a graph may be gone through twice."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = modules
         self.entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(products.faster_products(next(self.model.parameters()).device))
-            stack.enter_context(fused(self.model))
+            for module in self.modules:
+                stack.enter_context(_linears(module))
+                stack.enter_context(fused(module))
             self.entered.append(stack.pop_all())
 
     def __exit__(self, *raised: Any) -> None:
         self.entered.pop().__exit__(*raised)
 
 
-def fused(model: Any) -> AbstractContextManager[Any]:
+def _linears(module: nn.Module) -> AbstractContextManager[Any]:
+    first = next(module.parameters(), None)
+    return FasterLinears(module.modules()) if first is not None and first.device.type == "cpu" else nullcontext()
+
+
+def fused(model: nn.Module) -> AbstractContextManager[Any]:
     """`FusedLayers` of this model on a CPU that has the kernels, else a context that does nothing."""
     decoder = _decoder(model)
     if not _runs_here(decoder):
         return nullcontext()
-    found = decoder.__dict__.get(_KEPT)
-    if found is None:  # kept with the model, whose blocks it must find again when they are recomputed
-        found = decoder.__dict__[_KEPT] = FusedLayers(decoder)
-    assert isinstance(found, FusedLayers)
-    return found
+    if decoder not in _fused:  # one for each decoder, so that recomputed blocks enter the same one again
+        _fused[decoder] = FusedLayers(decoder)
+    return _fused[decoder]
+
+
+_fused: WeakKeyDictionary[nn.Module, FusedLayers] = WeakKeyDictionary()
 
 
 def _runs_here(decoder: nn.Module) -> bool:
-    """Whether this model is on a CPU that can compile kernels, in a precision that they know."""
+    """True for a model with decoder layers on a CPU that can compile the kernels, in a precision that they know."""
     first = next(decoder.parameters(), None)
-    return first is not None and first.device.type == "cpu" and kernels_for(first.dtype, first.dtype) is not None
+    if first is None or first.device.type != "cpu" or next(_layers(decoder), None) is None:
+        return False
+    return layer_kernels(first.dtype, first.dtype) is not None
 
 
 def would_fuse(model: Any) -> bool:
     """Whether a model of this shape, loaded or without storage, has layers that `fused` knows by name, on this machine."""
     layer = next(_layers(_decoder(model)), None)
-    if layer is None or why_not() is not None or not _has_parts(layer.mlp):
+    if layer is None or unavailable_reason() is not None or not _has_parts(layer.mlp):
         return False
     weight = getattr(layer.input_layernorm, "weight", None)
     if weight is None or epsilon_of(layer.input_layernorm) is None or not _is_silu(getattr(layer.mlp, "act_fn", None)):
@@ -146,16 +153,18 @@ def would_fuse(model: Any) -> bool:
 
 
 class Recomputing:
-    """What `torch.utils.checkpoint` wants as `context_fn`: what is computed again must be saved as it was the first time.
+    """A `context_fn` for `torch.utils.checkpoint`: recomputation runs inside of `learning`, as the first forward did.
 
-    The autograd engine computes it outside of any context, so both times have the same ones.
+    Autograd recomputes activations outside of any context, so the checkpoint enters one itself.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.decoder = _decoder(model)  # not the model, of which a copy of the decoder would copy the head too
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = tuple(
+            map(_decoder, modules)
+        )  # not the whole model: a copy of its decoder would copy the head too
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return _Faster(self.decoder), _Faster(self.decoder)
+        return _Learning(*self.modules), _Learning(*self.modules)
 
 
 def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.kernels.compile import NUMBERS, largest_gap, proven
+from covey.kernels.compile import NUMBERS, largest_gap, load_verified
 
 SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
 LANES = 16
@@ -28,7 +28,7 @@ class _Heads(ctypes.Structure):
         return ctypes.byref(cls(x.data_ptr(), x.stride(1), x.stride(2), x.shape[1]))
 
 
-class Kernels:
+class LayerKernels:
     """For a residual stream in one precision and products in another, or the same. All tensors are contiguous unless said."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
@@ -98,7 +98,7 @@ class Kernels:
         return out
 
 
-def kernels_for(stream: torch.dtype, products: torch.dtype) -> Kernels | None:
+def layer_kernels(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
     """The kernels for a residual stream and for products in these precisions; None where there are none.
 
     They are compiled, and compared with PyTorch's operations, the first time that they are asked for.
@@ -108,14 +108,14 @@ def kernels_for(stream: torch.dtype, products: torch.dtype) -> Kernels | None:
 
 
 @functools.cache
-def _verified(stream: torch.dtype, products: torch.dtype) -> Kernels | None:
+def _verified(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
     defines = f"STREAM={NUMBERS[stream]}", f"NUMBER={NUMBERS[products]}"
     most = _EXACT if products == torch.float32 else _ROUNDED
     gap = lambda kernels: _gap(kernels, stream, products)
-    return proven(SOURCE, defines, "Computing layers", Kernels, gap, most, "they differ")
+    return load_verified(SOURCE, defines, "Computing layers", LayerKernels, gap, most, "they differ")
 
 
-def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
+def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> float:
     """The largest difference to the formulas in float32, of values and gradients, as a share of the largest number.
 
     By hand: this may run inside somebody's forward, whose hooks count what autograd saves.

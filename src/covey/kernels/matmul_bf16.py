@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from covey.kernels.compile import largest_gap, processor_has, proven
+from covey.kernels.compile import largest_gap, load_verified, processor_has
 
 SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
 PANEL = 16
@@ -24,26 +24,26 @@ CROWDED = 512
 """Columns, or a multiple of them, that follow each other in too few places of the cache."""
 
 
-class Then(IntEnum):
+class Epilogue(IntEnum):
     """What is done with a product before it is written, as in vectors.h."""
 
-    NOTHING_MORE, SILU, TIMES, SUMS, MORE_SUMS = range(5)
+    NONE, SILU, MUL, FP32_OUT, FP32_ACCUMULATE = range(5)
 
 
-class Kernels:
+class Bf16Matmul:
     """Everything is contiguous; a weight in pairs is [N / 16, K / 2, 16, 2] bfloat16."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._multiply, self._turn = found.covey_linear, found.covey_turned
+        self._multiply, self._transpose = found.covey_linear, found.covey_turned
         self._pair_rows, self._pair_columns = found.covey_pair_rows, found.covey_pair_columns
         self._multiply.argtypes = [pointer, *[size] * 3, *[pointer] * 4, size, size]
-        self._turn.argtypes = [pointer, *[size] * 3, pointer, size]
+        self._transpose.argtypes = [pointer, *[size] * 3, pointer, size]
         self._pair_rows.argtypes = [pointer, *[size] * 4, pointer, size]
         self._pair_columns.argtypes = [pointer, *[size] * 3, pointer, size]
-        for function in (self._multiply, self._turn, self._pair_rows, self._pair_columns):
+        for function in (self._multiply, self._transpose, self._pair_rows, self._pair_columns):
             function.restype = None
-        self.share_address = ctypes.cast(found.covey_linear_share, pointer).value
+        self.function_pointer = ctypes.cast(found.covey_linear_share, pointer).value
         """For kernels whose threads each call it."""
 
     def multiply(
@@ -53,15 +53,15 @@ class Kernels:
         weight: Tensor,
         bias: Tensor | None = None,
         factor: Tensor | None = None,
-        then: Then = Then.NOTHING_MORE,
+        epilogue: Epilogue = Epilogue.NONE,
     ) -> Tensor:
-        """`out` [.., N]: `x` [.., K] bfloat16 times the paired `weight` plus `bias` [N] float32, `then` SiLU of it, or it
+        """`out` [.., N]: `x` [.., K] bfloat16 times the paired `weight` plus `bias` [N] float32, `epilogue` SiLU of it, or it
         times `factor` [.., N], in bfloat16; or its SUMS, or MORE_SUMS beside what `out` holds, in float32."""
         inside, outside = 2 * weight.shape[1], PANEL * weight.shape[0]
         self._multiply(
             x.data_ptr(), x.numel() // inside, inside, outside, weight.data_ptr(),
             None if bias is None else bias.data_ptr(), None if factor is None else factor.data_ptr(),
-            out.data_ptr(), then, torch.get_num_threads(),
+            out.data_ptr(), epilogue, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -83,21 +83,21 @@ class Kernels:
         )
         return out
 
-    def turned(self, x: Tensor, length: int) -> Tensor:
+    def transposed(self, x: Tensor, length: int) -> Tensor:
         """`x.T` [K, length] of `x` [N, K] bfloat16, with zeros behind."""
         out = x.new_empty(x.shape[1], length)
-        self._turn(x.data_ptr(), *x.shape, length, out.data_ptr(), torch.get_num_threads())
+        self._transpose(x.data_ptr(), *x.shape, length, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def outer(self, gradient: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+    def weight_gradient(self, gradient: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
         """`gradient.T @ x` [N, K] float32 of `gradient` [M, N] and `x` [M, K] bfloat16, added to `total` if there is one."""
         out = x.new_empty(gradient.shape[1], x.shape[1], dtype=torch.float32) if total is None else total
-        then = Then.SUMS if total is None else Then.MORE_SUMS
+        epilogue = Epilogue.FP32_OUT if total is None else Epilogue.FP32_ACCUMULATE
         for some, others in zip(gradient.split(SLICE), x.split(SLICE), strict=True):
             length = -(-len(some) // BLOCK) * BLOCK
             length += BLOCK if not length % CROWDED else 0
-            self.multiply(out, self.turned(some, length), self.pair_rows(others, length), then=then)
-            then = Then.MORE_SUMS
+            self.multiply(out, self.transposed(some, length), self.pair_rows(others, length), epilogue=epilogue)
+            epilogue = Epilogue.FP32_ACCUMULATE
         return out
 
 
@@ -107,22 +107,22 @@ def is_for_this_processor() -> bool:
 
 
 @functools.cache
-def kernels() -> Kernels | None:
+def bf16_matmul() -> Bf16Matmul | None:
     """The products of linear.cpp; None where there are none, where oneDNN has tiles (AMX) to multiply with, or if they are wrong."""
     if not is_for_this_processor():
         return None
-    return proven(SOURCE, (), "Multiplying", Kernels, _gap, 1e-2, "products differ")
+    return load_verified(SOURCE, (), "Multiplying", Bf16Matmul, _gap, 1e-2, "products differ")
 
 
-def _gap(found: Kernels) -> float:
+def _gap(found: Bf16Matmul) -> float:
     """The largest difference to products in float32, with SiLU, and of gradients, as a share of the largest number."""
     generator = torch.Generator().manual_seed(0)
     x, weight, gradient = (torch.randn(size, generator=generator) for size in ((9, 64), (112, 64), (9, 112)))
     x, weight, gradient = x.bfloat16(), weight.bfloat16().float(), gradient.bfloat16()
     mine = [
-        found.multiply(gradient.new_empty(9, 112), x, found.pair_columns(weight), then=Then.SILU),
+        found.multiply(gradient.new_empty(9, 112), x, found.pair_columns(weight), epilogue=Epilogue.SILU),
         found.multiply(x.new_empty(9, 64), gradient, found.pair_rows(weight, 112)),
-        found.outer(gradient, x),
+        found.weight_gradient(gradient, x),
     ]
     wide, grown = x.float(), gradient.float()
     return largest_gap(mine, [F.silu(wide @ weight.t()), grown @ weight, grown.t() @ wide])

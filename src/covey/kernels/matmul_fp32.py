@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from covey.kernels.compile import largest_gap, proven
-from covey.kernels.matmul_bf16 import Then
+from covey.kernels.compile import largest_gap, load_verified
+from covey.kernels.matmul_bf16 import Epilogue
 
 SOURCE = Path(__file__).parent / "cpp" / "live.cpp"
 PANEL = 16
 """Rows that are turned together."""
 
 
-class Kernels:
+class Fp32Matmul:
     """Everything is float32 and contiguous."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._multiply = found.covey_live
         self._multiply.argtypes, self._multiply.restype = [pointer, *[size] * 3, *[pointer] * 5, size, size], None
-        self.share_address = ctypes.cast(found.covey_live_share, pointer).value
-        self.turn_address = ctypes.cast(found.covey_live_turn, pointer).value
+        self.function_pointer = ctypes.cast(found.covey_live_share, pointer).value
+        self.transpose_pointer = ctypes.cast(found.covey_live_turn, pointer).value
         """Both for kernels whose threads each call them."""
 
     def multiply(
@@ -35,20 +35,20 @@ class Kernels:
         weight: Tensor,
         bias: Tensor | None = None,
         factor: Tensor | None = None,
-        then: Then = Then.NOTHING_MORE,
+        epilogue: Epilogue = Epilogue.NONE,
     ) -> Tensor:
         """[M, N]: `x` [M, K] times `weight` [N, K] plus `bias` [N], `then` SiLU of it, or it times `factor` [M, N]."""
         (rows, inside), outside = x.shape, len(weight)
-        out, room = x.new_empty(rows, outside), x.new_empty(turned_size(rows, inside))
+        out, room = x.new_empty(rows, outside), x.new_empty(transposed_size(rows, inside))
         self._multiply(
             x.data_ptr(), rows, inside, outside, weight.data_ptr(),
             None if bias is None else bias.data_ptr(), None if factor is None else factor.data_ptr(),
-            out.data_ptr(), room.data_ptr(), then, torch.get_num_threads(),
+            out.data_ptr(), room.data_ptr(), epilogue, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
 
-def turned_size(rows: int, inside: int) -> int:
+def transposed_size(rows: int, inside: int) -> int:
     """Numbers of so many rows that are turned."""
     return -(-rows // PANEL) * PANEL * inside
 
@@ -59,7 +59,7 @@ def is_for_live_weights() -> bool:
 
 
 @functools.cache
-def kernels() -> Kernels | None:
+def fp32_matmul() -> Fp32Matmul | None:
     """The products of live.cpp; None where there are none, if they are wrong, or where the processor has AVX-512.
 
     Beside MKL, two threads of a Zen 3, they are mostly two to three times as fast at 4 to 16 rows and 0.9 to 1.5 times at 256
@@ -67,10 +67,10 @@ def kernels() -> Kernels | None:
     """
     if not is_for_live_weights():
         return None
-    return proven(SOURCE, (), "Multiplying while sampling", Kernels, _gap, 1e-5, "products differ")
+    return load_verified(SOURCE, (), "Multiplying while sampling", Fp32Matmul, _gap, 1e-5, "products differ")
 
 
-def _gap(found: Kernels) -> float:
+def _gap(found: Fp32Matmul) -> float:
     """The largest difference to PyTorch's products, as a share of the largest number, in panels that are whole and that are not."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, factor = (
@@ -78,8 +78,8 @@ def _gap(found: Kernels) -> float:
     )
     plain = F.linear(x, weight, bias)
     mine = [
-        found.multiply(x, weight, bias, then=Then.SILU),
-        found.multiply(x, weight, bias, factor, Then.TIMES),
+        found.multiply(x, weight, bias, epilogue=Epilogue.SILU),
+        found.multiply(x, weight, bias, factor, Epilogue.MUL),
         found.multiply(x[:3].contiguous(), weight, bias),
     ]
     return largest_gap(mine, [F.silu(plain), plain * factor, plain[:3]])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.kernels.compile import NUMBERS, largest_gap, processor_has, proven
+from covey.kernels.compile import NUMBERS, largest_gap, load_verified, processor_has
 from covey.kernels.layout import Layout
 
 SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
@@ -47,7 +47,7 @@ class _Packed(ctypes.Structure):
     """What the threads work in."""
 
 
-class Kernels:
+class PackedAttention:
     """Attention of packed rows in one precision, for a whole row at once."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
@@ -133,7 +133,7 @@ def _most(layouts: Sequence[Layout]) -> int:
     return max(layout.length + max(layout.counts, default=0) for layout in layouts)
 
 
-def kernels_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> Kernels | None:
+def packed_attention_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> PackedAttention | None:
     """The kernels for `query` [H, S, D] and `key` [K, S, D]; None where PyTorch's operations are taken.
 
     That is: other precisions and widths, keys too many for a thread's room or better left to AMX, and fewer tasks (a prompt
@@ -150,14 +150,16 @@ def kernels_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> Kernel
 
 
 @functools.cache
-def _verified(dtype: torch.dtype) -> Kernels | None:
+def _verified(dtype: torch.dtype) -> PackedAttention | None:
     """The kernels for one precision, where they can be compiled and give what plain attention gives, forward and backward."""
     most = 1e-4 if dtype == torch.float32 else 5e-2
     gap = lambda kernels: _gap(kernels, dtype)
-    return proven(SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Attending", Kernels, gap, most, "attention differs")
+    return load_verified(
+        SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Attending", PackedAttention, gap, most, "attention differs"
+    )
 
 
-def _gap(kernels: Kernels, dtype: torch.dtype) -> float:
+def _gap(kernels: PackedAttention, dtype: torch.dtype) -> float:
     """The largest difference to plain attention in float32, of outputs and gradients, on a prompt with two completions."""
     layout = Layout(0, 20, (3, 30))
     generator = torch.Generator().manual_seed(0)

@@ -3,50 +3,70 @@
 from __future__ import annotations
 
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.errors import Unsupported
-from covey.kernels import matmul as products
-from covey.kernels.matmul_bf16 import PANEL, Kernels, Then, kernels
+from covey.kernels.fused_ops import layer_kernels
+from covey.kernels.matmul import PLAIN, plain_linear
+from covey.kernels.matmul_bf16 import PANEL, Bf16Matmul, Epilogue, bf16_matmul
 
 
-class Linear(Protocol):
-    """[.., K] -> [.., N]."""
+class SamplerLinear(ABC):
+    """A linear layer [.., K] -> [.., N] while sampling."""
 
+    @staticmethod
+    def make(*linears: Any, copies: bool) -> SamplerLinear:
+        """These layers side by side: their live weights, or with `copies` a bfloat16 copy with active LoRA adapters added.
+
+        Raises Unsupported for other kinds of layers.
+        """
+        return Bf16PairLinear.of(*linears) if copies else InPlaceLinear.of(*linears)
+
+    @staticmethod
+    def has_bfloat16(device: torch.device) -> bool:
+        """True on an x86 CPU that multiplies bfloat16 in hardware, under a torch that has oneDNN."""
+        return has_bfloat16(device)
+
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    @abstractmethod
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        """The layer's output cut into parts of these widths, the layers that it was made of."""
-        ...
+        """The output cut into parts of these widths: those of the layers that it was made of."""
 
+    @abstractmethod
     def silu(self, x: Tensor) -> Tensor:
-        """SiLU of the layer's output."""
-        ...
+        """SiLU of the output."""
 
+    @abstractmethod
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The layer's output multiplied by `factor`, which may be overwritten."""
-        ...
+        """The output multiplied by `factor`, which may be overwritten."""
+
+    def gated(self, up: SamplerLinear, x: Tensor) -> Tensor:
+        """`silu(self(x)) * up(x)`."""
+        return up.times(x, self.silu(x))
 
 
 @dataclass(frozen=True, eq=False)
-class Live:
+class InPlaceLinear(SamplerLinear):
     """The trainer's own parameters, side by side: their outputs are concatenated. Nothing is copied."""
 
     parts: tuple[tuple[Tensor, Tensor | None], ...]
 
     @staticmethod
-    def of(*linears: Any) -> Live:
+    def of(*linears: Any) -> InPlaceLinear:
         """Raises Unsupported for anything but plain linear layers."""
         for linear in linears:
             if type(linear) is not nn.Linear:
                 raise Unsupported(f"layers of kind {type(linear).__name__} are not plain linear layers")
-        return Live(tuple(effective(linear) for linear in linears))
+        return InPlaceLinear(tuple(effective(linear) for linear in linears))
 
     @property
     def inside(self) -> int:
@@ -62,16 +82,14 @@ class Live:
     def is_plain(self) -> bool:
         """Whether all of it is float32 numbers of a CPU, one after another."""
         tensors = [tensor for part in self.parts for tensor in part if tensor is not None]
-        return all(
-            x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in products.PLAIN for x in tensors
-        )
+        return all(x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in PLAIN for x in tensors)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = [products.product(x, weight, bias) for weight, bias in self.parts]
+        out = [plain_linear(x, weight, bias) for weight, bias in self.parts]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        return [products.product(x, weight, bias) for weight, bias in self.parts]
+        return [plain_linear(x, weight, bias) for weight, bias in self.parts]
 
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(self(x), inplace=True)
@@ -81,22 +99,22 @@ class Live:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class OneDnnLinear(SamplerLinear):
     """A bfloat16 copy in oneDNN's own layout, bfloat16 in and out."""
 
     weight: Tensor
     bias: Tensor | None
 
     @staticmethod
-    def of(*linears: Any) -> Packed:
+    def of(*linears: Any) -> OneDnnLinear:
         """These layers side by side, their active LoRA adapters added. Raises Unsupported for other kinds."""
-        return Packed.from_bfloat16(*_side_by_side(linears))
+        return OneDnnLinear.from_bfloat16(*_side_by_side(linears))
 
     @staticmethod
-    def from_bfloat16(weight: Tensor, bias: Tensor | None) -> Packed:
+    def from_bfloat16(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
         """Of `weight` [N, K] bfloat16."""
         half = None if bias is None else bias.to(torch.bfloat16)
-        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight, None), half)
+        return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, None), half)
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -115,7 +133,7 @@ class Packed:
 
 
 @dataclass(frozen=True, eq=False)
-class Paired:
+class Bf16PairLinear(SamplerLinear):
     """A bfloat16 copy for the kernel of `covey.kernels.matmul_bf16`, bfloat16 in and out.
 
     It costs the same for every number of rows, where oneDNN builds, and keeps, 0.6 MiB of code for each that it meets.
@@ -125,16 +143,16 @@ class Paired:
     """[N / 16, K / 2, 16, 2]"""
     bias: Tensor | None
     """[N] float32"""
-    kernels: Kernels
+    kernels: Bf16Matmul
 
     @staticmethod
-    def of(*linears: Any) -> Paired | Packed:
-        """These layers side by side, as `Packed`, which it is where a size is not a whole number of pairs or of panels."""
+    def of(*linears: Any) -> Bf16PairLinear | OneDnnLinear:
+        """These layers side by side, as `OneDnnLinear`, which it is where a size is not a whole number of pairs or of panels."""
         weight, bias = _side_by_side(linears)
-        found = kernels()
+        found = bf16_matmul()
         if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
-            return Packed.from_bfloat16(weight, bias)
-        return Paired(found.pair_columns(weight), None if bias is None else bias.float(), found)
+            return OneDnnLinear.from_bfloat16(weight, bias)
+        return Bf16PairLinear(found.pair_columns(weight), None if bias is None else bias.float(), found)
 
     @property
     def inside(self) -> int:
@@ -153,15 +171,20 @@ class Paired:
         return self(x).split(widths, -1)
 
     def silu(self, x: Tensor) -> Tensor:
-        return self._product(x, Then.SILU)
+        return self._product(x, Epilogue.SILU)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         factor = factor.contiguous()
-        return self.kernels.multiply(factor, x.contiguous(), self.weight, self.bias, factor, Then.TIMES)
+        return self.kernels.multiply(factor, x.contiguous(), self.weight, self.bias, factor, Epilogue.MUL)
 
-    def _product(self, x: Tensor, then: Then = Then.NOTHING_MORE) -> Tensor:
+    def gated(self, up: SamplerLinear, x: Tensor) -> Tensor:
+        """Rounded as in a decode step of one call, to the bit."""
+        kernels = layer_kernels(x.dtype, x.dtype) if isinstance(up, Bf16PairLinear) else None
+        return super().gated(up, x) if kernels is None else kernels.gate(self(x), up(x))
+
+    def _product(self, x: Tensor, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
         out = x.new_empty(*x.shape[:-1], self.outside)
-        return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, then=then)
+        return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, epilogue=epilogue)
 
 
 def has_bfloat16(device: torch.device) -> bool:

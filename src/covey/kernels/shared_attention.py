@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels.layout import Layout
-from covey.kernels.packed_attention import empty_like, kernels_for
+from covey.kernels.packed_attention import empty_like, packed_attention_for
 
 
 class SharedAttention(torch.autograd.Function):
@@ -24,7 +24,7 @@ class SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layouts: Sequence[Layout], scale: float) -> Tensor:
         ctx.layouts, ctx.scale = layouts, scale
-        ctx.kernels = kernels_for(query, key, layouts)
+        ctx.kernels = packed_attention_for(query, key, layouts)
         if ctx.kernels is not None:
             out, normalizer = ctx.kernels.forward(query, key, value, layouts, scale)
             ctx.save_for_backward(query, key, value, out, normalizer)

@@ -10,10 +10,7 @@ import psutil
 import torch
 from torch import nn
 
-from covey.kernels.compile import why_not
-from covey.kernels.fused_model import would_fuse
-from covey.kernels.matmul import KEPT, fits, is_onednn_faster, repeating
-from covey.kernels.matmul_bf16 import is_for_this_processor
+from covey.kernels import Footprint, footprint
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
 from covey.memory import free_memory
@@ -35,9 +32,9 @@ class Shape:
     is_tied: bool = True
     """Whether head and embedding are one parameter."""
     is_fused: bool = False
-    """Whether a CPU like this one's computes what stands between the products by kernels (`covey.kernels.fused_model`)."""
+    """Whether a CPU like this one's computes what stands between the products by kernels (`covey.kernels`)."""
     is_paired: bool = False
-    """Whether it multiplies bfloat16 in pairs by kernels (`covey.kernels.matmul_bf16`)."""
+    """Whether it multiplies bfloat16 in pairs by kernels (`covey.kernels`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -65,8 +62,8 @@ class Shape:
             key_value_width=size * (getattr(text, "num_key_value_heads", None) or heads),
             linears=tuple((m.in_features, m.out_features) for m in linears),
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
-            is_fused=would_fuse(model),
-            is_paired=why_not() is None and is_for_this_processor(),
+            is_fused=footprint(model).fuses_layers,
+            is_paired=footprint().multiplies_bf16,
         )
 
     def elsewhere(self) -> Shape:
@@ -79,7 +76,7 @@ class Shape:
 
     def left_to_onednn(self, sizes: Iterable[tuple[int, int]], compute_bytes: int) -> set[tuple[int, int]]:
         """Which of these (in, out) are not multiplied in pairs: it keeps code for each count of rows, torch a cast weight."""
-        return {size for size in sizes if not (self.is_paired and compute_bytes == 2 and fits(*size))}
+        return {size for size in sizes if not (self.is_paired and compute_bytes == 2 and Footprint.fits_bf16(*size))}
 
     def product_sizes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
         """Sizes of oneDNN's products that a forward and backward pass meets in the linear layers, for one count of rows.
@@ -227,7 +224,7 @@ def _most_tokens(
     every = rows * completion + groups * prompt
     limit = limit_of(whole, max_tokens, enough_tokens)
     tokens = every if limit is None else min(every, max(limit, prompt + completion))
-    return repeating(tokens) if pads else tokens
+    return Footprint.padded(tokens) if pads else tokens
 
 
 def _holes(adapter_rank: int | None) -> float:
@@ -246,9 +243,9 @@ def _cast_bytes(shape: Shape, compute_bytes: int) -> int:
 
 def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
     """What oneDNN keeps of a CPU's products, where they are its: those in 16 bits, and in float32 where it is the faster one."""
-    if compute_bytes != 2 and not is_onednn_faster():
+    if compute_bytes != 2 and not footprint().multiplies_fp32_by_onednn:
         return 0
-    return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * KEPT
+    return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * footprint().bytes_per_shape
 
 
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
-from covey.kernels import flex_attention as shared_flex
-from covey.kernels.flex_attention import Heads
-from covey.kernels.fused_model import faster
+from covey.kernels import AttentionHeads, SharedPromptAttention, learning
 from covey.learner import shared
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
@@ -100,7 +98,7 @@ class Policy:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Everything that is computed of the model is computed inside."""
-        with faster(self.model), autocast(self.device, self.compute_dtype):
+        with learning(self.model), autocast(self.device, self.compute_dtype):
             yield
 
     def parameters(self) -> list[nn.Parameter]:
@@ -203,7 +201,7 @@ class Policy:
         try:
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
             config._attn_implementation = shared.ATTENTION
-            heads: set[Heads] = set()
+            heads: set[AttentionHeads] = set()
             together = self._measure(replace(share_rows(rows, self.device), heads=heads), True)
             gap = (apart.logp - together.logp).abs().max().item()
             reason = (
@@ -221,7 +219,7 @@ class Policy:
             self._kernel = self._choose_kernel(heads)
         return reason
 
-    def _choose_kernel(self, heads: set[Heads]) -> str:
+    def _choose_kernel(self, heads: set[AttentionHeads]) -> str:
         """The kernel for layers like these. Raises ConfigError where FlexAttention was asked for and cannot be had."""
         if self.shared_attention == "sdpa" or (self.shared_attention == "auto" and self.device.type == "cpu"):
             return "sdpa" if self.shared_attention == "sdpa" else "own"
@@ -231,7 +229,9 @@ class Policy:
             else None
         )
         unseen = None if heads else "its layers cannot be looked at from here"
-        reason = dropped or unseen or next(filter(None, map(shared_flex.reason_against, heads)), None)
+        reason = (
+            dropped or unseen or next(filter(None, map(SharedPromptAttention.flex_unavailable_reason, heads)), None)
+        )
         if reason is None:
             return "flex"
         if self.shared_attention == "flex":

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.kernels import packed_attention
-from covey.kernels.decode import Kernels, Slabs, Step
-from covey.kernels.layout import Layout
-from covey.memory import mapped_zeros
+from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Layout, zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
 
 STEP = 32
@@ -55,7 +52,7 @@ class KeyValues:
         device: torch.device,
         dtype: torch.dtype,
         context: int,
-        kernels: Kernels | None = None,
+        kernels: DecodeKernels | None = None,
     ) -> None:
         """`kernels` attend while decoding; without them, PyTorch's operations do."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
@@ -75,12 +72,12 @@ class KeyValues:
         # Starts, owners and prompt lengths, for the kernels. `arrange`, which follows whatever comes or goes, makes them void,
         # and `_resize` does, which alone may come between two steps.
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
-        self._slabs: Slabs | None = None  # void where `prefix` or `suffix` become other tensors
+        self._slabs: CacheTables | None = None  # void where `prefix` or `suffix` become other tensors
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         shape = (2, rows, layer.heads, columns, layer.width)
         if self.device.type == "cpu":
-            return mapped_zeros(shape, self.dtype)
+            return zeros(shape, self.dtype)
         return torch.zeros(shape, device=self.device, dtype=self.dtype)
 
     @property
@@ -169,19 +166,19 @@ class KeyValues:
         return self._places
 
     @property
-    def slabs(self) -> Slabs:
+    def slabs(self) -> CacheTables:
         """Where the keys and values of all layers are, as the kernels want it."""
         if self._slabs is None:
-            self._slabs = Slabs(self.suffix, self.prefix)
+            self._slabs = CacheTables(self.suffix, self.prefix)
         return self._slabs
 
-    def step(self, heads: int, repeats: int, width: int, scale: float) -> Step:
+    def step(self, heads: int, repeats: int, width: int, scale: float) -> DecodeStep:
         """This decode step, as the kernels want it; rotation and norms are not in it."""
         if self._tables is None:
             starts, owners, lengths = map(torch.tensor, (self.starts, self.owners, self.prompt_lengths))
             self._tables = starts, owners, lengths
         starts, owners, lengths = self._tables
-        return Step(
+        return DecodeStep(
             rows=self.num_rows,
             heads=heads,
             repeats=repeats,
@@ -344,5 +341,4 @@ class Prefill:
         """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where they do not run."""
         if self.cache.kernels is None or not layouts or not query.dtype == key.dtype == value.dtype:
             return None
-        kernels = packed_attention.kernels_for(query, key, layouts)
-        return None if kernels is None else kernels.forward(query, key, value, layouts, scale)[0]
+        return self.cache.kernels.prefill(query, key, value, layouts, scale)

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 
 from covey.errors import ConfigError, MemoryLimitError, Unsupported
-from covey.kernels.decode import Kernels
-from covey.kernels.sampler_linear import has_bfloat16
+from covey.kernels import DecodeKernels, SamplerLinear
 from covey.memory import is_out_of_memory, release
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
@@ -42,9 +41,9 @@ def best_forward(model: Any, dtype: Precision) -> Forward:
     live = next(unwrapped(model).parameters())
     wanted = live.dtype if dtype == "auto" else getattr(torch, dtype)
     is_large = sum(parameter.numel() for parameter in unwrapped(model).parameters()) >= BFLOAT16_FROM
-    if dtype == "auto" and live.dtype == torch.float32 and has_bfloat16(live.device) and is_large:
+    if dtype == "auto" and live.dtype == torch.float32 and SamplerLinear.has_bfloat16(live.device) and is_large:
         wanted = torch.bfloat16
-    if wanted != live.dtype and not (wanted == torch.bfloat16 and has_bfloat16(live.device)):
+    if wanted != live.dtype and not (wanted == torch.bfloat16 and SamplerLinear.has_bfloat16(live.device)):
         raise Unsupported(f"the model is in {live.dtype} and cannot be sampled from in {wanted} on this processor")
     try:
         return DecoderForward(model, wanted)
@@ -118,7 +117,7 @@ class NativeSampler:
         """Whose kernels attend while decoding."""
         self.is_static = device.type == "cuda" or self.asked_attention == "triton"
         """Whether steps run on buffers that keep their places, which only a GPU gains from."""
-        self.kernels: Kernels | None = None
+        self.kernels: DecodeKernels | None = None
         """What a CPU decodes with, instead of PyTorch's operations."""
         if self.is_static:
             self.attention = verified_attention(self.forward, model, self.asked_attention)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.kernels.decode import Kernels
+from covey.kernels import DecodeKernels
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, plain_cache
@@ -76,7 +76,7 @@ class Flight:
         version: int,
         environment: Environment | None,
         between: Callable[[], None] = lambda: None,
-        kernels: Kernels | None = None,
+        kernels: DecodeKernels | None = None,
     ) -> None:
         self.between, self.kernels = between, kernels
         self.forward, self.jobs, self.params, self.tokenizer = forward, jobs, params, tokenizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
-from covey.kernels.decode import Kernels
+from covey.kernels import DecodeKernels
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.mode import accepts, evaluating, unwrapped
@@ -151,7 +151,7 @@ NewCache = Callable[[Forward, int], KeyValues]
 """A cache for a forward pass and a context."""
 
 
-def plain_cache(forward: Forward, context: int, kernels: Kernels | None = None) -> KeyValues:
+def plain_cache(forward: Forward, context: int, kernels: DecodeKernels | None = None) -> KeyValues:
     return KeyValues(forward.layers, forward.device, forward.dtype, context, kernels)
 
 
