@@ -42,6 +42,7 @@ class Parts:
 
     def close(self) -> None:
         """Give back what a run holds only while it goes on."""
+        self.learner.policy.release()
         self.session.monitor.close()
         self.session.display.close()
 

@@ -154,6 +154,7 @@ class Policy:
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
         if isinstance(rows, SharedRows):
+            shared.switch(_inner(self.model))
             return _decoder(self.model)(use_cache=False, **shared.forward_kwargs(rows)).last_hidden_state, None
         extra: dict[str, Any] = {"use_cache": False}
         if self.auxiliary_coefficient:
@@ -166,6 +167,10 @@ class Policy:
         if self._splits():
             return _decoder(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
         return self.model(input_ids=rows.input_ids, **extra).logits, None
+
+    def release(self) -> None:
+        """Give the model back the attention that it had; shared prompts switch it again."""
+        shared.release(_inner(self.model))
 
     def shares_prompts(self) -> bool:
         """Whether the completions of a group share the computation of their prompt."""
@@ -194,13 +199,11 @@ class Policy:
     def _try_sharing(self) -> str | None:
         """Switch the model to the shared attention, which is SDPA wherever no prompt is shared. A reason if it differs."""
         rows = [_short_row(self.model, count) for count in (3, 2)]
-        config = _inner(self.model).config.get_text_config()
-        was_training, before = self.model.training, config._attn_implementation
+        was_training = self.model.training
         shared.install()
         self.model.eval()
         try:
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
-            config._attn_implementation = shared.ATTENTION
             heads: set[AttentionHeads] = set()
             together = self._measure(replace(share_rows(rows, self.device), heads=heads), True)
             gap = (apart.logp - together.logp).abs().max().item()
@@ -214,7 +217,7 @@ class Policy:
         finally:
             self.model.train(was_training)
         if reason is not None:
-            config._attn_implementation = before
+            self.release()
         else:
             self._kernel = self._choose_kernel(heads)
         return reason

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -226,6 +227,24 @@ def install() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+
+
+def switch(model: Any) -> None:
+    """Let this model attend by `attention` until `release`; gradient checkpointing calls it again in the backward pass."""
+    config = model.config.get_text_config()
+    if config._attn_implementation != ATTENTION:
+        _before[model] = config._attn_implementation
+        config._attn_implementation = ATTENTION
+
+
+def release(model: Any) -> None:
+    """Undo `switch`."""
+    if model in _before:
+        model.config.get_text_config()._attn_implementation = _before.pop(model)
+
+
+_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The attention implementation that each switched model had."""
 
 
 def drops(model: Any) -> bool:
