@@ -18,6 +18,9 @@ BY_OPTION = {"training", "gradient_checkpointing", "_gradient_checkpointing_func
 """Attributes of modules that options change for good."""
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGRTMAX)
+
+
 def digits(completions, **kwargs):
     return [sum(character.isdigit() for character in text) / 8 for text in completions]
 
@@ -37,7 +40,7 @@ def state_of(model):
         "rotation": home.apply_rotary_pos_emb,
         "torch": (torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention),
         "numbers": (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
-        "signals": [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+        "signals": [signal.getsignal(number) for number in SIGNALS],
         "frozen": gc.get_freeze_count(),
         "environment": dict(os.environ),
     }
@@ -53,6 +56,7 @@ def trainer(model, folder, reward, **options):
         use_cpu=True,
         disable_tqdm=True,
         save_strategy="no",
+        reward_timeout_seconds=60,
         **options,
     )
     return GRPOTrainer(
@@ -79,6 +83,7 @@ def test_after_training_and_evaluation_everything_is_as_before(tmp_path, recompu
     assert "covey" in seen, "prompts were shared on the way"
     assert state_of(model) == before
     one.evaluate()
+    signal.signal(signal.SIGRTMAX, before["signals"][-1])  # outside of a run it is left ignored
     assert state_of(model) == before
 
 

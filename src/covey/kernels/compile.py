@@ -1,6 +1,6 @@
-"""Kernels for CPUs: compiled once by the machine's own C++ compiler, kept, and called on torch's memory.
+"""Compile-and-cache for the C++ kernels: built once by the machine's own compiler, checked against PyTorch, loaded by ctypes.
 
-Where there is no compiler, or no processor that they were written for, PyTorch's own operations do the same work.
+Without a compiler, or on another processor, PyTorch's operations do the same work.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ FLAGS = (
 )
 COMPILE_SECONDS = 120
 SWITCH = "COVEY_CPU_KERNELS"
-"""0 in the environment: never compile, never load."""
+"""Environment variable; 0: compile and load nothing."""
 
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
-"""What the sources call the precisions that they can be compiled for."""
+"""C++ names of the precisions that kernels are compiled for."""
 
 
 @functools.cache
 def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | None:
-    """`source`, compiled with `defines` if it was not before.
+    """The shared library of `source` with these macros, compiled if it is not cached.
 
-    None where that is not possible, with a line of the log that says why PyTorch's own operations are `doing` it.
+    None where that is impossible; the log says why, and what PyTorch's operations are `doing` instead.
     """
     reason = unavailable_reason()
     if reason is None:
@@ -73,15 +73,15 @@ def load_verified(
     most: float,
     what: str,
 ) -> K | None:
-    """What `make` makes of the library of `source`, if there is one and its `gap` to PyTorch's numbers is below `most`.
+    """`make(library)` for the library of `source`, if its error `gap` against PyTorch is below `most`.
 
-    None otherwise, and the log says why PyTorch's own operations are `doing` it; `what` differs.
+    None otherwise; the log says why, and what PyTorch's operations are `doing` instead. `what` names the numbers that differ.
     """
     found = load(source, defines, doing)
     if found is None:
         return None
     made = make(found)
-    # wherever it is first asked for: models are also built without storage, and computed under autocast
+    # the first request may come from inside torch.device("meta") or autocast
     with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         far = gap(made)
     if far < most:
@@ -91,18 +91,18 @@ def load_verified(
 
 
 def largest_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference of any pair, as a share of the largest number that was `expected`."""
+    """Largest absolute error of any pair, relative to the largest expected number of that pair."""
     gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
     return float(torch.stack(gaps).max())
 
 
 def log_fallback(doing: str, reason: object, level: int = logging.WARNING) -> None:
-    """Say in the log that PyTorch's own operations are `doing` what kernels could, and why."""
+    """Log that PyTorch's operations are `doing` this, and why."""
     logger.log(level, "%s with PyTorch's own operations, not with compiled kernels: %s.", doing, reason)
 
 
 def unavailable_reason() -> str | None:
-    """What keeps kernels from being compiled here; None when nothing does. Raises ConfigError for a switch that says neither."""
+    """The reason why C++ kernels cannot run here; None if they can. Raises ConfigError for another value of `COVEY_CPU_KERNELS` than 0 or 1."""
     said = os.environ.get(SWITCH, "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(
@@ -122,12 +122,12 @@ def unavailable_reason() -> str | None:
 
 
 def processor_has(what: str) -> bool:
-    """Whether torch says so: "amx_tile" or "avx512_bf16"."""
+    """True if torch reports this feature: "amx_tile" or "avx512_bf16"."""
     return bool(getattr(torch.cpu, f"_is_{what}_supported", lambda: False)())
 
 
 def _compiler() -> list[str] | None:
-    """The command that compiles C++: what CXX says, or g++, or clang++."""
+    """The C++ compiler's command: `CXX`, else g++, else clang++."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [["g++"], ["clang++"]]:
         found = shutil.which(command[0])
@@ -163,7 +163,7 @@ def _compile(command: list[str]) -> None:
 
 
 def cache_folder() -> Path:
-    """`~/.cache/covey`, which only this user may write to. Raises OSError when it is somebody else's."""
+    """`~/.cache/covey`, writable by this user only. Raises OSError if others may write to it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covey"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
@@ -173,7 +173,7 @@ def cache_folder() -> Path:
 
 
 def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str]) -> str:
-    """Of all that the library hangs on: sources, flags, compiler, processor."""
+    """Hash of everything the library depends on: sources, flags, compiler, processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]  # of the first core
     known = [

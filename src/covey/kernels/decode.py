@@ -1,4 +1,4 @@
-"""The kernels of decode.cpp, called on torch's memory; `covey.kernels.compile` makes the library."""
+"""Decode kernels (`cpp/decode.cpp`): attention over the KV cache, RMSNorm, and a whole decode step in one call."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from covey.kernels.sampler_linear import Bf16PairLinear, InPlaceLinear
 
 SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
 WIDTHS = range(16, 257, 16)
-"""Widths of heads that the kernels can be compiled for."""
+"""Head widths that the kernels can be compiled for."""
 
 
 class DecodeStep(ctypes.Structure):
-    """What all layers of a decode step share; the same layout as in decode.cpp."""
+    """Arguments of a decode step that all layers share; the same layout as in decode.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "heads", "repeats", "width", "column", "threads")),
@@ -30,7 +30,7 @@ class DecodeStep(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "epsilon")),
     )
     held: Tensor
-    """What one of the pointers points to, if nobody else keeps it."""
+    """Keeps the tensor alive whose address `places` holds."""
 
 
 class _Heads(ctypes.Structure):
@@ -43,7 +43,7 @@ class _Heads(ctypes.Structure):
 
 
 class CacheTable(ctypes.Structure):
-    """One layer's cache; the same layout as in decode.cpp."""
+    """Address and strides of one layer's cache; the same layout as in decode.cpp."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -59,7 +59,7 @@ class CacheTable(ctypes.Structure):
 
 
 class CacheTables:
-    """A cache of all layers: `own` and `prompts`, each [2, .., H, columns, D]."""
+    """Addresses of the cache of all layers: `own` and `prompts`, each [2, .., H, columns, D]."""
 
     def __init__(self, own: Sequence[Tensor], prompts: Sequence[Tensor]) -> None:
         kind = CacheTable * len(own)
@@ -67,16 +67,16 @@ class CacheTables:
 
 
 class Block(Protocol):
-    """The weights of one layer: norms [hidden] and, of the heads, [D] or None, all float32; and products."""
+    """One layer's weights: norms [hidden], head norms [D] or None, all float32, and linear layers."""
 
     @property
     def norms(self) -> Sequence[Tensor | None]:
-        """Before attention, before the gated layer, of queries, of keys."""
+        """Weights of the norms before attention, before the MLP, of queries, of keys."""
         ...
 
     @property
     def products(self) -> Sequence[Any]:
-        """Queries with keys and values, output, gate, up, down."""
+        """Linear layers: queries with keys and values, output, gate, up, down."""
         ...
 
 
@@ -88,7 +88,7 @@ class _Linear(ctypes.Structure):
 
     @classmethod
     def each(cls, linear: InPlaceLinear | Bf16PairLinear) -> list[_Linear]:
-        """One, or as many as it is made of."""
+        """One entry for each weight matrix."""
         if isinstance(linear, Bf16PairLinear):
             return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.inside, linear.outside)]
         return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]
@@ -118,7 +118,7 @@ class _Decoder(ctypes.Structure):
 
 
 class DecodeWeights:
-    """Where all weights of a decoder are."""
+    """Addresses of all weights of a decoder, for a decode step in one call."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class DecodeWeights:
         self._widest = max(layer.query.inside, layer.out.inside, layer.down.inside) if turn else 0
 
     def scratch(self, rows: int) -> int:
-        """Numbers that so many rows need on their way."""
+        """Elements of scratch space for `rows` rows."""
         return rows * self._a_row + transposed_size(rows, self._widest)
 
     @staticmethod
     def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> DecodeWeights | None:
-        """None where another library multiplies, or layers differ in their sizes."""
+        """None where another library multiplies, or layers differ in size."""
         used = [*(linear for block in blocks for linear in block.products), head]
         if all(isinstance(linear, Bf16PairLinear) for linear in used):
             share, turn = head.kernels.function_pointer, None
@@ -247,7 +247,7 @@ def decode_kernels(device: torch.device, dtype: torch.dtype, width: int) -> Deco
 
 
 def defines(dtype: torch.dtype, width: int) -> tuple[str, ...]:
-    """What decode.cpp is compiled for."""
+    """Macros of decode.cpp for this precision and head width."""
     return f"NUMBER={NUMBERS[dtype]}", f"WIDTH={width}"
 
 

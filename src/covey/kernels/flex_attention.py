@@ -32,7 +32,7 @@ FEWEST = 2 * BLOCK
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """What the kernel is compiled for: a model's layers may differ."""
+    """Shape, dtype and device that FlexAttention compiles for; layers of one model may differ."""
 
     query: int
     key: int

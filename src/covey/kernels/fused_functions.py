@@ -1,6 +1,6 @@
-"""What the layers of `covey.kernels.fused_model` compute by kernels, with gradients: norms, gated layers, rotations.
+"""Autograd functions of `fused_model`: RMSNorm, gated MLP and rotary embedding by the kernels of `fused_ops`.
 
-Each function takes the module, or function, and what it computes itself, which is called where the kernels do not fit.
+Each entrance takes the module, or function, and its original forward, which is called where the kernels do not fit.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Forward = Callable[..., Any]
 
 
 def products_type(x: Tensor) -> torch.dtype:
-    """What the products that read `x` are computed in."""
+    """The dtype of matmuls that read `x`: autocast's, or its own."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether the kernels may read them: in a CPU's memory, no subclass that spreads a tensor over processes."""
+    """True for plain CPU tensors, which kernels may read: no subclass such as DTensor."""
     return all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody has hooked into it, or put a `forward` of their own there."""
+    """True if the module has hooks, or a `forward` on the instance that is not ours."""
     return ("forward" in module.__dict__ and not matmul.is_routed(module)) or _is_hooked(module)
 
 
@@ -122,7 +122,7 @@ class _Gate(torch.autograd.Function):
 class _GatedDown(torch.autograd.Function):
     """`(gate [.., F], up [.., F], weight [D, F], bias [D] or None, kernels)` -> [.., D].
 
-    What goes into the product is computed again in the backward pass, where both of its factors are at hand anyway.
+    The input of `down`, `silu(gate) * up`, is recomputed in the backward pass, which has both factors anyway.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Decoder layers on a CPU with what stands between their products computed by kernels: norms, rotations, gated SiLUs.
+"""Faster forward and backward passes of a transformers model on a CPU: fused norms, rotations and gated MLPs, faster matmuls.
 
-The modules stay transformers' own, adapters included. Inside `fused(model)` those whose formula the kernels know compute it
-in one pass over memory and keep less for the backward: a norm its input and one number a token, a gated layer the outputs
-of its two projections. Each module is recognised by its values, on random numbers, and anything unknown is left as it is.
+The modules stay transformers' own, adapters included. Inside `learning(model)` those of known formula run in fused kernels,
+which also save less for the backward pass: a norm its input and one number a token, a gated MLP the outputs of its two
+projections. A module is recognised by comparing its output with the formula on random numbers; others are left alone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from covey.kernels.fused_ops import LANES, layer_kernels
 from covey.kernels.matmul import FasterLinears
 
 ROTATION = "apply_rotary_pos_emb"
-"""What transformers' models call to rotate queries and keys, a function of their module."""
+"""Name of the function that transformers' model files call to rotate queries and keys."""
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-"""The children of a layer whose norms are read by products alone, never by the residual stream."""
+"""Children of a decoder layer in which both norms feed linear layers only (pre-norm)."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class FusedLayers:
-    """A context in which one model's layers compute by kernels. It may be entered inside itself."""
+    """A context in which one model's decoder layers run in fused kernels. Reentrant."""
 
     def __init__(self, model: nn.Module) -> None:
         self._depth = 0
@@ -46,9 +46,9 @@ class FusedLayers:
         if self._depth > 1:
             return
         for module, forward in self._forwards:
-            if "forward" not in module.__dict__:  # somebody else's, put there since
+            if "forward" not in module.__dict__:  # another one was put there since
                 module.__dict__["forward"] = forward
-        # perhaps those of another model, inside whose context this one is
+        # may be another model's, whose context is still open
         self._before = [getattr(home, ROTATION) for home, _ in self._rotations]
         for home, rotated in self._rotations:
             setattr(home, ROTATION, rotated)
@@ -65,7 +65,7 @@ class FusedLayers:
 
     @torch.no_grad()
     def _recognise(self, layers: list[Any]) -> None:
-        """Which modules compute what the kernels do."""
+        """Find the modules and functions whose formula the kernels know."""
         with torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
             for layer in layers:
                 attention = layer.self_attn
@@ -142,7 +142,7 @@ def _runs_here(decoder: nn.Module) -> bool:
 
 
 def would_fuse(model: Any) -> bool:
-    """Whether a model of this shape, loaded or without storage, has layers that `fused` knows by name, on this machine."""
+    """True if `fused` will recognise this model's layers on this machine, judged by names and sizes (no storage needed)."""
     layer = next(_layers(_decoder(model)), None)
     if layer is None or unavailable_reason() is not None or not _has_parts(layer.mlp):
         return False
@@ -159,23 +159,22 @@ class Recomputing:
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        self.modules = tuple(
-            map(_decoder, modules)
-        )  # not the whole model: a copy of its decoder would copy the head too
+        # decoders alone: copying a decoder, which holds this object, must not copy the head
+        self.modules = tuple(map(_decoder, modules))
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return _Learning(*self.modules), _Learning(*self.modules)
 
 
 def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:
-    """What each block that keeps only its inputs enters to compute the rest."""
+    """The `context_fn` of each block with gradient checkpointing."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             function = getattr(module, "_gradient_checkpointing_func", None)
             yield getattr(function, "keywords", {}).get("context_fn")
 
 
-# -- what stands in a model -----------------------------------------------------------------------------------------
+# -- recognising modules --- -----------------------------------------------------------------------------------------
 
 
 def _decoder(model: Any) -> nn.Module:
@@ -191,13 +190,13 @@ def _layers(decoder: nn.Module) -> Iterator[Any]:
 
 
 def _norms_of_heads(attention: nn.Module) -> list[nn.Module]:
-    """Of queries and keys, before they are rotated."""
+    """Norms of queries and keys before rotation, if any."""
     found = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return [norm for norm in found if norm is not None]
 
 
 def _is_norm(norm: Any) -> bool:
-    """Whether it is the root-mean-square norm, times its weight."""
+    """True for RMSNorm with a weight."""
     epsilon, weight = epsilon_of(norm), getattr(norm, "weight", None)
     if epsilon is None or "forward" in norm.__dict__ or not isinstance(weight, nn.Parameter) or not is_plain(weight):
         return False
@@ -220,7 +219,7 @@ def _has_parts(mlp: Any) -> bool:
 
 
 def _is_gated(mlp: Any) -> bool:
-    """Whether it computes `down(silu(gate(x)) * up(x))`, without dropping anything at random."""
+    """True if it computes `down(silu(gate(x)) * up(x))` without dropout."""
     if "forward" in mlp.__dict__ or not _has_parts(mlp) or not _is_silu(getattr(mlp, "act_fn", None)):
         return False
     weight = next(mlp.parameters())
@@ -241,7 +240,7 @@ def _is_gated(mlp: Any) -> bool:
 
 
 def _is_rotation(function: Forward) -> bool:
-    """Whether it rotates queries and keys by halves."""
+    """True if it rotates the halves of queries and keys."""
     query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
     turned = lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)
     try:
@@ -252,7 +251,7 @@ def _is_rotation(function: Forward) -> bool:
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:
-    """To rounding, as a share of the largest number; zeros say nothing."""
+    """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
     top = float(two.abs().max())
     slack = 1e-4 if one.dtype == torch.float32 else 3e-2
     return one.shape == two.shape and top > 0 and float((one.float() - two.float()).abs().max()) < slack * top

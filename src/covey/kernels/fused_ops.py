@@ -1,4 +1,4 @@
-"""The kernels of layers.cpp, called on torch's memory: norm, rotation and gate of a decoder layer, with gradients."""
+"""RMSNorm, rotary embedding and gated SiLU with their gradients (`cpp/layers.cpp`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from covey.kernels.compile import NUMBERS, largest_gap, load_verified
 
 SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
 LANES = 16
-"""Numbers that are computed at a time: widths must be multiples."""
+"""Numbers of one vector; widths must be multiples."""
 _EXACT, _ROUNDED = 1e-5, 2e-2
-"""How far numbers may be from PyTorch's, of the largest, in float32 and in bfloat16."""
+"""Allowed error against PyTorch relative to the largest number, in float32 and in bfloat16."""
 
 
 class _Heads(ctypes.Structure):
@@ -29,7 +29,7 @@ class _Heads(ctypes.Structure):
 
 
 class LayerKernels:
-    """For a residual stream in one precision and products in another, or the same. All tensors are contiguous unless said."""
+    """Functions for a residual stream in one precision and matmuls in the same or another. Tensors are contiguous unless said."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -45,7 +45,7 @@ class LayerKernels:
             function.argtypes, function.restype = kinds[name], None
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`x` [.., D] by its root mean square, times `weight` [D] float32, in `dtype`, and the scales [..] float32 it took."""
+        """RMSNorm of `x` [.., D] with `weight` [D] float32, in `dtype`, and the inverse root mean squares [..] float32."""
         out = torch.empty(x.shape, dtype=dtype)
         scales = torch.empty(x.shape[:-1], dtype=torch.float32)
         self._call["norm"](
@@ -76,7 +76,7 @@ class LayerKernels:
     def gate_backward(
         self, gradient: Tensor, gate: Tensor, up: Tensor, *, repeats: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of `gate` and `up`. With `repeats` the product is computed again, in place of its `gradient`."""
+        """Gradients of `gate` and `up`. With `repeats`, `gradient` is overwritten by `silu(gate) * up`."""
         gradients = torch.empty(gate.shape, dtype=gate.dtype), torch.empty(gate.shape, dtype=gate.dtype)
         self._call["gate_backward"](
             gradient.data_ptr(), gate.data_ptr(), up.data_ptr(), *(x.data_ptr() for x in gradients), gate.numel(), repeats,
@@ -87,7 +87,7 @@ class LayerKernels:
     def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
         """`x` [B, H, S, D], as `_Heads.of` wants it, rotated by halves; `cosines` and `sines` [B * S, D] float32.
 
-        The result has its tokens outermost in memory. With `back`, the gradient of that.
+        The result has its tokens outermost in memory. `back`: the gradient instead.
         """
         batch, heads, tokens, size = x.shape
         out = torch.empty(batch, tokens, heads, size, dtype=x.dtype).transpose(1, 2)
@@ -99,10 +99,7 @@ class LayerKernels:
 
 
 def layer_kernels(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
-    """The kernels for a residual stream and for products in these precisions; None where there are none.
-
-    They are compiled, and compared with PyTorch's operations, the first time that they are asked for.
-    """
+    """The kernels for these precisions; None where there are none. The first call compiles and checks them."""
     known = stream in NUMBERS and products in NUMBERS and (stream == torch.float32 or stream == products)
     return _verified(stream, products) if known else None
 
@@ -116,9 +113,9 @@ def _verified(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None
 
 
 def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> float:
-    """The largest difference to the formulas in float32, of values and gradients, as a share of the largest number.
+    """Largest error of values and gradients against the formulas in float32, relative to the largest number.
 
-    By hand: this may run inside somebody's forward, whose hooks count what autograd saves.
+    Gradients are written out: this may run inside a forward pass whose hooks count saved tensors.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = lambda *shape: torch.randn(shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Where prompts and completions stand in a packed row `[prompt | c1 | ... | cG]`."""
+"""Positions of prompts and completions in a packed row `[prompt | c1 | ... | cG]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a prompt and its completions stand in the packed row."""
+    """Positions of one prompt and its completions in a packed row."""
 
     start: int
     length: int

@@ -1,4 +1,4 @@
-"""The kernels of linear.cpp, called on torch's memory: products of bfloat16 numbers in pairs, and what brings numbers into pairs."""
+"""bfloat16 matmul with AVX-512 BF16 (`cpp/linear.cpp`): forward, input gradient and weight gradient."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
 PANEL = 16
 """Outputs that are computed together."""
 BLOCK = 32
-"""Rows, or columns, that are turned together."""
+"""Rows, or columns, that are transposed together."""
 SLICE = 2048
-"""Rows, at most, whose outer products are summed before the next: a column of their panels stays in the cache."""
+"""Rows of a weight gradient that are summed at a time: a column of their panels stays in the cache."""
 CROWDED = 512
-"""Columns, or a multiple of them, that follow each other in too few places of the cache."""
+"""Row strides that are a multiple of this cause cache-set conflicts."""
 
 
 class Epilogue(IntEnum):
-    """What is done with a product before it is written, as in vectors.h."""
+    """Operation on a matmul's result before it is written; the same numbers as in vectors.h."""
 
     NONE, SILU, MUL, FP32_OUT, FP32_ACCUMULATE = range(5)
 
 
 class Bf16Matmul:
-    """Everything is contiguous; a weight in pairs is [N / 16, K / 2, 16, 2] bfloat16."""
+    """Functions of `cpp/linear.cpp`. All tensors are contiguous; a weight in VNNI pairs is [N / 16, K / 2, 16, 2] bfloat16."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -44,7 +44,7 @@ class Bf16Matmul:
         for function in (self._multiply, self._transpose, self._pair_rows, self._pair_columns):
             function.restype = None
         self.function_pointer = ctypes.cast(found.covey_linear_share, pointer).value
-        """For kernels whose threads each call it."""
+        """Address of the function that one thread of a parallel region calls, for the decode kernels."""
 
     def multiply(
         self,
@@ -55,8 +55,10 @@ class Bf16Matmul:
         factor: Tensor | None = None,
         epilogue: Epilogue = Epilogue.NONE,
     ) -> Tensor:
-        """`out` [.., N]: `x` [.., K] bfloat16 times the paired `weight` plus `bias` [N] float32, `epilogue` SiLU of it, or it
-        times `factor` [.., N], in bfloat16; or its SUMS, or MORE_SUMS beside what `out` holds, in float32."""
+        """`x @ weight.T + bias` into `out` [.., N], from `x` [.., K] bfloat16, a paired weight and `bias` [N] float32.
+
+        `epilogue`: SiLU of it, or times `factor` [.., N], in bfloat16; FP32_OUT writes float32, FP32_ACCUMULATE adds to `out`.
+        """
         inside, outside = 2 * weight.shape[1], PANEL * weight.shape[0]
         self._multiply(
             x.data_ptr(), x.numel() // inside, inside, outside, weight.data_ptr(),
@@ -66,7 +68,7 @@ class Bf16Matmul:
         return out
 
     def pair_columns(self, x: Tensor) -> Tensor:
-        """`x` [N, K], float32 or bfloat16, as the weight of a product with K inputs, an even number, and N outputs."""
+        """The weight `x` [N, K], float32 or bfloat16, in pairs along K (even), for K inputs and N outputs."""
         rows, columns = x.shape
         out = x.new_empty(rows // PANEL, columns // 2, PANEL, 2, dtype=torch.bfloat16)
         self._pair_columns(
@@ -75,7 +77,7 @@ class Bf16Matmul:
         return out
 
     def pair_rows(self, x: Tensor, length: int) -> Tensor:
-        """`x` [N, K], float32 or bfloat16, as the weight of a product with `length` inputs, N and zeros, and K outputs."""
+        """`x.T` of `x` [N, K], float32 or bfloat16, in pairs along N, padded with zeros to `length` inputs, for K outputs."""
         rows, columns = x.shape
         out = x.new_empty(columns // PANEL, length // 2, PANEL, 2, dtype=torch.bfloat16)
         self._pair_rows(
@@ -84,7 +86,7 @@ class Bf16Matmul:
         return out
 
     def transposed(self, x: Tensor, length: int) -> Tensor:
-        """`x.T` [K, length] of `x` [N, K] bfloat16, with zeros behind."""
+        """`x.T` [K, length] of `x` [N, K] bfloat16, padded with zeros."""
         out = x.new_empty(x.shape[1], length)
         self._transpose(x.data_ptr(), *x.shape, length, out.data_ptr(), torch.get_num_threads())
         return out
@@ -102,20 +104,20 @@ class Bf16Matmul:
 
 
 def is_for_this_processor() -> bool:
-    """Whether it multiplies pairs, and has no tiles, with which oneDNN is faster. Nothing is compiled to find out."""
+    """True with AVX-512 BF16 but without AMX, with which oneDNN is faster. Compiles nothing."""
     return processor_has("avx512_bf16") and not processor_has("amx_tile")
 
 
 @functools.cache
 def bf16_matmul() -> Bf16Matmul | None:
-    """The products of linear.cpp; None where there are none, where oneDNN has tiles (AMX) to multiply with, or if they are wrong."""
+    """The kernels; None on other processors, without a compiler, or if they disagree with PyTorch."""
     if not is_for_this_processor():
         return None
     return load_verified(SOURCE, (), "Multiplying", Bf16Matmul, _gap, 1e-2, "products differ")
 
 
 def _gap(found: Bf16Matmul) -> float:
-    """The largest difference to products in float32, with SiLU, and of gradients, as a share of the largest number."""
+    """Largest error of output and gradients against float32, relative to the largest number."""
     generator = torch.Generator().manual_seed(0)
     x, weight, gradient = (torch.randn(size, generator=generator) for size in ((9, 64), (112, 64), (9, 112)))
     x, weight, gradient = x.bfloat16(), weight.bfloat16().float(), gradient.bfloat16()

@@ -1,4 +1,4 @@
-"""The kernels of live.cpp, called on torch's memory: products of float32 activations with float32 weights as they stand."""
+"""float32 matmul with AVX2 that reads the weights in place (`cpp/live.cpp`), for sampling."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from covey.kernels.matmul_bf16 import Epilogue
 
 SOURCE = Path(__file__).parent / "cpp" / "live.cpp"
 PANEL = 16
-"""Rows that are turned together."""
+"""Rows that are transposed together."""
 
 
 class Fp32Matmul:
-    """Everything is float32 and contiguous."""
+    """Functions of `cpp/live.cpp`. All tensors are float32 and contiguous."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -27,7 +27,7 @@ class Fp32Matmul:
         self._multiply.argtypes, self._multiply.restype = [pointer, *[size] * 3, *[pointer] * 5, size, size], None
         self.function_pointer = ctypes.cast(found.covey_live_share, pointer).value
         self.transpose_pointer = ctypes.cast(found.covey_live_turn, pointer).value
-        """Both for kernels whose threads each call them."""
+        """Addresses of the functions that one thread of a parallel region calls, for the decode kernels."""
 
     def multiply(
         self,
@@ -37,7 +37,7 @@ class Fp32Matmul:
         factor: Tensor | None = None,
         epilogue: Epilogue = Epilogue.NONE,
     ) -> Tensor:
-        """[M, N]: `x` [M, K] times `weight` [N, K] plus `bias` [N], `then` SiLU of it, or it times `factor` [M, N]."""
+        """`x @ weight.T + bias` [M, N] from `x` [M, K], `weight` [N, K]; `epilogue`: SiLU of it, or times `factor` [M, N]."""
         (rows, inside), outside = x.shape, len(weight)
         out, room = x.new_empty(rows, outside), x.new_empty(transposed_size(rows, inside))
         self._multiply(
@@ -49,29 +49,29 @@ class Fp32Matmul:
 
 
 def transposed_size(rows: int, inside: int) -> int:
-    """Numbers of so many rows that are turned."""
+    """Floats of scratch space for the transposed input of `rows` rows."""
     return -(-rows // PANEL) * PANEL * inside
 
 
-def is_for_live_weights() -> bool:
-    """Whether this is a processor that the products are written for. Nothing is compiled to find out."""
+def is_for_this_processor() -> bool:
+    """True on processors with AVX2 but without AVX-512. Compiles nothing."""
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 @functools.cache
 def fp32_matmul() -> Fp32Matmul | None:
-    """The products of live.cpp; None where there are none, if they are wrong, or where the processor has AVX-512.
+    """The kernels; None on other processors, without a compiler, or if they disagree with PyTorch.
 
-    Beside MKL, two threads of a Zen 3, they are mostly two to three times as fast at 4 to 16 rows and 0.9 to 1.5 times at 256
-    (benchmarks/live_products.py); with AVX-512 they are not written yet.
+    Two threads of a Zen 3: mostly two to three times as fast as MKL with 4 to 16 rows, 0.9 to 1.5 times with 256
+    (`benchmarks/live_products.py`).
     """
-    if not is_for_live_weights():
+    if not is_for_this_processor():
         return None
     return load_verified(SOURCE, (), "Multiplying while sampling", Fp32Matmul, _gap, 1e-5, "products differ")
 
 
 def _gap(found: Fp32Matmul) -> float:
-    """The largest difference to PyTorch's products, as a share of the largest number, in panels that are whole and that are not."""
+    """Largest error against PyTorch, relative to the largest number, with whole and partial panels."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, factor = (
         torch.randn(*size, generator=generator, dtype=torch.float32) for size in ((29, 40), (27, 40), (27,), (29, 27))

@@ -1,4 +1,4 @@
-"""What the kernels and libraries of this machine change about the memory of a model on its CPU."""
+"""The effect of this machine's kernels and libraries on the memory of training on its CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of packed_attention.cpp, called on torch's memory; `covey.kernels.compile` makes the library."""
+"""Attention of packed rows on a CPU, forward and backward (`cpp/packed_attention.cpp`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from covey.kernels.layout import Layout
 
 SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
 MOST_NUMBERS = 2**20
-"""Of all keys that a token may see, for one head: each thread holds up to six times as many in float32."""
+"""Elements of the longest key sequence of one head; each thread holds up to six times as many in float32."""
 LONG = 512
-"""Keys from which a processor that multiplies tiles of bfloat16 (AMX) is left to PyTorch's operations, which use them."""
+"""Keys from which PyTorch's operations are faster on a processor with AMX, which they use."""
 
 
 class _Heads(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Heads(ctypes.Structure):
 
 
 class _Packed(ctypes.Structure):
-    """Where prompts and completions stand; the same layout as in packed_attention.cpp."""
+    """Positions of prompts and completions; the same layout as in packed_attention.cpp."""
 
     _fields_ = (
         *(
@@ -42,9 +42,9 @@ class _Packed(ctypes.Structure):
         ("scale", ctypes.c_double),
     )  # fmt: skip
     held: tuple[Any, ...]
-    """What the pointers point to."""
+    """Keeps the arrays alive whose addresses it holds."""
     space: Tensor
-    """What the threads work in."""
+    """Scratch space of the threads."""
 
 
 class PackedAttention:
@@ -87,7 +87,7 @@ class PackedAttention:
         return gradients
 
     def _with_room(self, packed: _Packed, is_backward: bool) -> _Packed:
-        """Torch allocates it, so that memory that runs out is an error like any other."""
+        """Adds scratch space from torch's allocator, so that running out of memory raises as usual."""
         packed.space = torch.zeros(packed.threads, self._room(ctypes.byref(packed), is_backward), dtype=torch.float32)
         packed.rooms = packed.space.data_ptr()
         return packed
@@ -134,10 +134,10 @@ def _most(layouts: Sequence[Layout]) -> int:
 
 
 def packed_attention_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> PackedAttention | None:
-    """The kernels for `query` [H, S, D] and `key` [K, S, D]; None where PyTorch's operations are taken.
+    """The kernels for `query` [H, S, D] and `key` [K, S, D]; None where PyTorch's operations are used.
 
-    That is: other precisions and widths, keys too many for a thread's room or better left to AMX, and fewer tasks (a prompt
-    and a head of keys) than threads.
+    Those are: other precisions and widths, too many keys for the scratch space, long keys on AMX, and fewer tasks (prompts
+    times key heads) than threads.
     """
     width, most = query.shape[2], _most(layouts)
     if query.dtype not in NUMBERS or width % 16 or most * width > MOST_NUMBERS:
@@ -171,7 +171,7 @@ def _gap(kernels: PackedAttention, dtype: torch.dtype) -> float:
     sees = (owners == owners[:, None]) & (positions <= positions[:, None]) | (owners == 0) & (owners[:, None] != 0)
     scores = (query @ key.mT * 0.25).masked_fill(~sees, float("-inf"))
     weights = scores.softmax(-1)
-    # by hand: this may run inside somebody's forward, whose hooks count what autograd saves
+    # written out: this may run inside a forward pass whose hooks count saved tensors
     slopes = gradient @ value.mT
     slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True)) * 0.25
     summed = lambda x: x.sum(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Linear layers while sampling: the live weights as they are, or a bfloat16 copy in the layout the processor likes best."""
+"""Linear layers of the sampler: the live weights, or a bfloat16 copy in the layout that this processor multiplies fastest."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class InPlaceLinear(SamplerLinear):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of it is float32 numbers of a CPU, one after another."""
+        """True if all weights and biases are contiguous float32 CPU tensors."""
         tensors = [tensor for part in self.parts for tensor in part if tensor is not None]
         return all(x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in PLAIN for x in tensors)
 
@@ -134,9 +134,9 @@ class OneDnnLinear(SamplerLinear):
 
 @dataclass(frozen=True, eq=False)
 class Bf16PairLinear(SamplerLinear):
-    """A bfloat16 copy for the kernel of `covey.kernels.matmul_bf16`, bfloat16 in and out.
+    """A bfloat16 copy in VNNI pairs for `matmul_bf16`, bfloat16 in and out.
 
-    It costs the same for every number of rows, where oneDNN builds, and keeps, 0.6 MiB of code for each that it meets.
+    Unlike oneDNN it keeps no code (0.6 MiB) for each number of rows.
     """
 
     weight: Tensor
@@ -147,7 +147,7 @@ class Bf16PairLinear(SamplerLinear):
 
     @staticmethod
     def of(*linears: Any) -> Bf16PairLinear | OneDnnLinear:
-        """These layers side by side, as `OneDnnLinear`, which it is where a size is not a whole number of pairs or of panels."""
+        """These layers side by side; a `OneDnnLinear` where the kernels are missing or do not take the size."""
         weight, bias = _side_by_side(linears)
         found = bf16_matmul()
         if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
@@ -188,7 +188,7 @@ class Bf16PairLinear(SamplerLinear):
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether this is an x86 CPU that multiplies bfloat16 in hardware, in a torch with oneDNN."""
+    """True on an x86 CPU that multiplies bfloat16 in hardware, under a torch that has oneDNN."""
     if (
         device.type != "cpu"
         or platform.machine() not in ("x86_64", "AMD64")

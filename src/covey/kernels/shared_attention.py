@@ -72,10 +72,10 @@ class SharedAttention(torch.autograd.Function):
 
 
 SHORT = 512
-"""Tokens below which bfloat16 costs more in conversions than it saves: at 85 tokens its backward takes 2.8 times float32's."""
+"""Tokens below which bfloat16 is slower than float32: with 85 tokens its backward takes 2.8 times as long."""
 
 FEW = 96
-"""Keys below which the same holds of tokens that see a whole prompt: at 45 keys six times."""
+"""Keys of a prompt below which the same holds for completion tokens: with 45 keys six times."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -146,6 +146,6 @@ def _as_given(normalizer: Tensor) -> Tensor:
 
 
 def runs_here(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether these kernels can compute it: on a CPU, without dropout, in a type and of a shape they know."""
+    """True if `SharedAttention` can compute it: on a CPU, without dropout, in a dtype and of a shape that it knows."""
     is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float64) and query.shape[-1] == value.shape[-1]
     return query.device.type == "cpu" and dropout == 0.0 and is_known

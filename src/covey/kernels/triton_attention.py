@@ -25,7 +25,7 @@ SPLIT_KEYS = 256
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Who attends to which keys, as tensors that the kernels read. R rows, P prompts of at most G rows each."""
+    """Tables of which rows attend to which keys, read by the kernels. R rows, P prompts of at most G rows each."""
 
     members: Tensor
     """[P, G] int64, rows of each prompt."""
@@ -246,7 +246,7 @@ def _halves(query: Tensor) -> int:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on a CPU; its products know no bfloat16 and get float32 instead."""
+    """True in Triton's interpreter, on a CPU, whose dot products know no bfloat16 and get float32."""
     return bool(triton.knobs.runtime.interpret)
 
 

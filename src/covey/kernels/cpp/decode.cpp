@@ -1,10 +1,10 @@
-// What a decode step does between its matrix products, on a CPU: one pass over each number, no copies in between.
-// And the whole step, where linear.cpp or live.cpp multiplies: small models compute for less time than it takes to call all of it.
+// Decode attention and RMSNorm on a CPU, one pass over memory each; and a whole decode step in one call, where linear.cpp or
+// live.cpp multiplies: calling the operations of a small model from Python takes as long as computing them.
 //
 // Sums of as many keys as lanes at once, and products of bfloat16 where the processor has AVX-512.
 // Threads are those of the OpenMP runtime that torch has loaded.
 //
-// NUMBER is float or bf16, and WIDTH that of a head: compiled.py gives both.
+// decode.py defines NUMBER, float or bf16, and WIDTH, that of a head.
 
 #include "vectors.h"
 
@@ -222,7 +222,7 @@ void write(const Attended<VD, RQ>& seen, T* out) {
 
 extern "C" {
 
-// What all layers of one decode step share. The layout is mirrored in compiled.py.
+// Arguments of a decode step that all layers share. The layout is mirrored in decode.py.
 struct Step {
     int64_t rows;         // that are in flight
     int64_t heads;        // of keys
@@ -415,7 +415,7 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
         return turned;
     };
     const auto share = [&](const T* from, const Linear& by, T* to) {
-        decoder.share(from, rows, by.inside, by.outside, by.weight, by.bias, nullptr, to, NOTHING_MORE);
+        decoder.share(from, rows, by.inside, by.outside, by.weight, by.bias, nullptr, to, EPILOGUE_NONE);
     };
     const auto product = [&](const T* from, const Linear& by, T* to) {
         share(from, by, to);

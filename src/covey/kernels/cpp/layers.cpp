@@ -1,4 +1,4 @@
-// What stands between a decoder layer's products, forward and backward on a CPU: the root-mean-square norm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32
+// Between the matmuls of a decoder layer, forward and backward on a CPU: RMSNorm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32
 // whatever the numbers' precision. Threads are those of the OpenMP runtime that torch has loaded.
 
 #include "vectors.h"
@@ -116,7 +116,7 @@ void rotate(const Heads& from, const Heads& to, const float* cosines, const floa
 
 }  // namespace
 
-// STREAM is what the residual stream holds, NUMBER what the products take; layers.py gives both.
+// STREAM is what the residual stream holds, NUMBER what the products take; fused_ops.py defines both.
 extern "C" {
 
 void covey_norm(const void* x, const float* weight, void* out, float* scales, int64_t rows, int64_t size, double epsilon,

@@ -1,5 +1,5 @@
-// Products of bfloat16 activations with paired bfloat16 weights on a processor that multiplies pairs of them (AVX-512 BF16),
-// for any number of rows: nothing is built or kept by the number of rows, and what follows a product is done in registers.
+// Matmul of bfloat16 activations with bfloat16 weights in VNNI pairs (AVX-512 BF16),
+// for any number of rows: no code is kept for a shape, and the epilogue runs in registers.
 //
 // A paired weight is panels of 16 outputs: for each pair of inputs, 16 pairs, one a lane. Sums are in float32.
 // Threads are those of the OpenMP runtime that torch has loaded.
@@ -19,7 +19,7 @@ struct Call {
     int64_t rows, inside, outside;
     const bf16* weight;  // [outside / 16, inside / 2, 16, 2]
     const float* bias;   // [outside] or null
-    const bf16* factor;  // [rows, outside] for TIMES, or null
+    const bf16* factor;  // [rows, outside] for EPILOGUE_MUL, or null
     void* out;           // [rows, outside]; may be `factor`
     int64_t then;
 };
@@ -64,10 +64,10 @@ void tile(const Call& call, int64_t row, int64_t panel, const Ahead& ahead) {
             Floats y = (Floats)sums[m][n];
             const int64_t place = (row + m) * call.outside + (panel + n) * LANES;
             if (call.bias) y += load(call.bias + (panel + n) * LANES);
-            if (call.then == SILU) y = silu(y);
-            if (call.then == TIMES) y *= load(call.factor + place);
-            if (call.then == MORE_SUMS) y += load((float*)call.out + place);
-            if (call.then >= SUMS)
+            if (call.then == EPILOGUE_SILU) y = silu(y);
+            if (call.then == EPILOGUE_MUL) y *= load(call.factor + place);
+            if (call.then == EPILOGUE_FP32_ACCUMULATE) y += load((float*)call.out + place);
+            if (call.then >= EPILOGUE_FP32_OUT)
                 store((float*)call.out + place, y);
             else
                 store((bf16*)call.out + place, y);

@@ -1,7 +1,7 @@
-// Products of some rows of float32 activations with float32 weights as they stand [outside, inside], on a processor with AVX2
-// but no AVX-512: no weight is copied, so nothing is made again when they change, and what follows is done in registers.
+// Matmul of a few rows of float32 activations with float32 weights in place [outside, inside], on a processor with AVX2
+// but no AVX-512: no weight is copied, so none goes stale, and the epilogue runs in registers.
 //
-// The activations are turned first, 16 rows next to each other, so that lanes are rows: each output is a sum along a row of the
+// The activations are transposed first, 16 rows next to each other, so that lanes are rows: each output is a sum along a row of the
 // weight in one lane, in the same order whatever is computed beside it. While some weights are multiplied the next are fetched.
 // Threads are those of the OpenMP runtime that torch has loaded.
 
@@ -20,7 +20,7 @@ struct Call {
     int64_t rows, inside, outside;
     const float* weight;  // [outside, inside]
     const float* bias;    // [outside] or null
-    const float* factor;  // [rows, outside] for TIMES, or null
+    const float* factor;  // [rows, outside] for EPILOGUE_MUL, or null
     float* out;           // [rows, outside]; may be `factor`
     int64_t then;
 };
@@ -56,14 +56,14 @@ inline void tile(const Call& call, const float* x, int64_t row, int64_t output) 
         for (int v = 0; v < V; v++) {
             Floats y = sums[n][v];
             if (call.bias) y += call.bias[output + n];
-            if (call.then == SILU) y = silu(y);
+            if (call.then == EPILOGUE_SILU) y = silu(y);
             store(found[n] + v * LANES, y);
         }
     const int64_t count = call.rows - row < V * LANES ? call.rows - row : V * LANES;
     for (int64_t m = 0; m < count; m++) {
         const int64_t place = (row + m) * call.outside + output;
         UNROLLED
-        for (int n = 0; n < N; n++) call.out[place + n] = call.then == TIMES ? found[n][m] * call.factor[place + n] : found[n][m];
+        for (int n = 0; n < N; n++) call.out[place + n] = call.then == EPILOGUE_MUL ? found[n][m] * call.factor[place + n] : found[n][m];
     }
 }
 

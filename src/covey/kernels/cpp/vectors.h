@@ -35,8 +35,8 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-// What is done with a product of linear.cpp before it is written; SUMS writes float32, MORE_SUMS adds to what is there. Mirrored in linear.py.
-enum Then { NOTHING_MORE, SILU, TIMES, SUMS, MORE_SUMS };
+// Operation on a result before it is written: FP32_OUT writes float32, FP32_ACCUMULATE adds to it. Mirrored in matmul_bf16.py.
+enum Epilogue { EPILOGUE_NONE, EPILOGUE_SILU, EPILOGUE_MUL, EPILOGUE_FP32_OUT, EPILOGUE_FP32_ACCUMULATE };
 
 struct bf16 {
     uint16_t bits;
