@@ -95,6 +95,7 @@ def test_prompts_up_to_the_context_are_not_padded_beyond_it():
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_kernels_do_it_where_they_decode(monkeypatch):
+    prefill(torch.bfloat16, True).attend_end_to_end(0, *numbers(torch.bfloat16), 0.2)  # the first call checks them too
     calls = []
     forward = packed_attention.PackedAttention.forward
     monkeypatch.setattr(
