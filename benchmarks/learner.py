@@ -23,18 +23,18 @@ import torch
 
 import rollout
 from covey import algorithms as alg
-from covey import fused_layers, products
-from covey.learner import Learner, NoReference, Policy, fused_head
+from covey.kernels import fused_model as fused_layers
+from covey.kernels import matmul as products
+from covey.kernels import training_heap
+from covey.learner import Learner, NoReference, Policy
 from covey.learner.memory import CPU_ENOUGH, CPU_TOKENS
-from covey.memory import keep_freed_blocks
-from covey.products import faster_products
 from covey.types import Completion, Group, Prompt
 from covey.world import World
 
 
 def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> Learner:
     """A learner of one process without reference, at a constant rate, on a heap as runs have it."""
-    keep_freed_blocks()
+    training_heap(recomputes=False)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     return Learner(
         policy=policy, reference=NoReference(), optimizer=optimizer, scheduler=scheduler, world=World(), **options
@@ -82,15 +82,14 @@ def main() -> None:
 
 
 def by_kernels(work: Callable[[], object], repeats: int, now: Callable[[], float]) -> str:
-    """What a step takes with transformers' layers, with layers in kernels, with the head in kernels too, and with products."""
-    real = fused_layers.fused, fused_head.kernels_for, products.kernels
-    sides = ["transformers' layers", "layers in kernels", "and the head", "and the products"]
+    """What a step takes with transformers' layers, with layers in kernels, and with products too."""
+    real = fused_layers.fused, products.bf16_matmul
+    sides = ["transformers' layers", "layers in kernels", "and the products"]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for count, name in enumerate(sides):
             fused_layers.fused = real[0] if count > 0 else lambda model: nullcontext()
-            fused_head.kernels_for = real[1] if count > 1 else lambda weight: None
-            products.kernels = real[2] if count > 2 else lambda: None
+            products.bf16_matmul = real[1] if count > 1 else lambda: None
             seconds[name].append(timed(work, now))
     middle = {name: statistics.median(found[1:]) for name, found in seconds.items()}
     first = middle[sides[0]]
@@ -137,8 +136,7 @@ def product(rows: int, inside: int, outside: int, is_half: bool, now: Callable[[
     x, weight = torch.randn(rows, inside, dtype=dtype), torch.randn(outside, inside, dtype=dtype)
     work = lambda: torch.nn.functional.linear(x, weight)
     seconds = [timed(work, now) for _ in range(9)]
-    with faster_products(x.device):
-        seconds += [timed(work, now) for _ in range(9)]
+    seconds += [timed(lambda: products.faster_linear(x, weight), now) for _ in range(9)]
     return 2 * rows * inside * outside / min(seconds)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import rollout
-from covey.compiled import live
+from covey.kernels import matmul_fp32 as live
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 SIZES = ((640, 896), (640, 2048), (2048, 640), (640, 4096), (256, 1024), (1024, 256))
@@ -23,7 +23,7 @@ BYTES = 64e6
 
 
 def main() -> None:
-    kernels = live.kernels()
+    kernels = live.fp32_matmul()
     if kernels is None:
         raise SystemExit("There are no such kernels for this processor, or no compiler.")
     print(f"PyTorch / kernels, {torch.get_num_threads()} threads")
@@ -34,7 +34,7 @@ def main() -> None:
         print(f"| {rows} | {' | '.join(cells)} |", flush=True)
 
 
-def rates(kernels: live.Kernels, rows: int, inside: int, outside: int) -> list[float]:
+def rates(kernels: live.Fp32Matmul, rows: int, inside: int, outside: int) -> list[float]:
     """GFLOP/s of PyTorch and of the kernels."""
     weights = [torch.randn(outside, inside) for _ in range(max(1, round(BYTES / (4 * inside * outside))))]
     x = torch.randn(rows, inside)

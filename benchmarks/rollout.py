@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from covey import demo
 from covey.checks import processor_has_bfloat16
+from covey.kernels.decode import decode_kernels
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
-from covey.rollout.compiled import kernels_for
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward, plain_cache
 from covey.types import Group
@@ -248,7 +248,7 @@ def step_seconds(
     forward: Forward, prompts: int, group: int, length: int, written: int, now: Callable[[], float]
 ) -> float:
     """Median of the last ten decode steps of `prompts` x `group` rows after `written` tokens each."""
-    kernels = kernels_for(forward.device, forward.dtype, forward.layers[0].width)
+    kernels = decode_kernels(forward.device, forward.dtype, forward.layers[0].width)
     cache = plain_cache(forward, 2**31, kernels)
     forward.reserve(rounded(length) + written)
     slots = cache.add_prompts([length] * prompts)

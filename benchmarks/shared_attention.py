@@ -15,9 +15,9 @@ import time
 import torch
 from torch import Tensor
 
-from covey.compiled.layout import Layout
-from covey.learner import shared_attention
-from covey.learner.shared_attention import SharedAttention
+from covey.kernels import shared_attention
+from covey.kernels.layout import Layout
+from covey.kernels.shared_attention import SharedAttention
 
 CASES = {
     "demo": (16, 8, 60, 30, 4, 4, 32),
@@ -71,9 +71,9 @@ def drawn(
 def timed(inputs: list[Tensor], layouts: tuple[Layout, ...], with_kernels: bool) -> tuple[float, float]:
     """Processor seconds of a forward and of its backward."""
     leaves, gradient = [x.requires_grad_() for x in inputs[:3]], inputs[3]
-    found = shared_attention.kernels_for
+    found = shared_attention.packed_attention_for
     if not with_kernels:
-        shared_attention.kernels_for = lambda *_: None
+        shared_attention.packed_attention_for = lambda *_: None
     try:
         started = time.process_time()
         out = SharedAttention.apply(*leaves, layouts, leaves[0].shape[-1] ** -0.5)
@@ -81,7 +81,7 @@ def timed(inputs: list[Tensor], layouts: tuple[Layout, ...], with_kernels: bool)
         torch.autograd.grad(out, leaves, gradient)
         return between - started, time.process_time() - between
     finally:
-        shared_attention.kernels_for = found
+        shared_attention.packed_attention_for = found
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from covey import compiled
-from covey.compiled import live
+from covey.kernels import compile as compiled
+from covey.kernels import matmul_fp32 as live
 from covey.learner import Learner, NoReference, Policy
 from covey.types import Completion, Finish, Group, Message, Prompt
 from covey.world import World
@@ -215,9 +215,9 @@ AVX2_ALONE = ("-mno-avx512f", "-mno-avx512bf16", "-mavx2", "-mfma")
 """Flags that compile kernels as on a processor without AVX-512."""
 
 
-def live_kernels() -> live.Kernels:
+def live_kernels() -> live.Fp32Matmul:
     """Those of a processor without AVX-512, on this one."""
-    return live.kernels() or live.Kernels(ctypes.CDLL(str(compiled.built(live.SOURCE, (), AVX2_ALONE))))
+    return live.fp32_matmul() or live.Fp32Matmul(ctypes.CDLL(str(compiled.built(live.SOURCE, (), AVX2_ALONE))))
 
 
 @contextmanager

@@ -66,6 +66,7 @@ class Evaluator:
             rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights)
             own = self.world.merge(self.scorer.take_metrics())
             parts.append({**losses, **rewards, **own, **completion_metrics(groups)})
+        self.learner.policy.release()  # the model may be looked at now, by a callback or by the user
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
 
     def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
-import math
-import mmap
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -75,67 +70,6 @@ _IMMORTAL = 10_000
 """More objects than Python 3.12 freezes by itself, those that never die."""
 
 
-def give_back_large_blocks() -> None:
-    """Let the C library return blocks of 1 MiB and more to the system at once, where it is glibc.
-
-    It would keep them in its heap, where small blocks in between pin them: with recomputed activations the heap grew to
-    twice what was in use (725 against 398 MiB at 10 million parameters). It costs about 5% of a step's time.
-    """
-    library = _glibc()
-    if library is not None:
-        library.mallopt(_MMAP_THRESHOLD, 2**20)
-        library.mallopt(_TRIM_THRESHOLD, 2**17)  # its default, should `keep_freed_blocks` have raised it
-        library.malloc_trim(0)
-
-
-def keep_freed_blocks() -> None:
-    """Let the C library keep up to 256 MiB that were freed at the end of its heap, where it is glibc.
-
-    By itself it gives them back and fetches them again in every step, page by page: 40,000 pages and 5% of a step at 10
-    million parameters. Blocks of 32 MiB and more go back at once, as they always do.
-    """
-    library = _glibc()
-    if library is not None:
-        library.mallopt(_MMAP_THRESHOLD, 32 * 2**20)
-        library.mallopt(_TRIM_THRESHOLD, 256 * 2**20)
-
-
-class Holes:
-    """What the C library's heap holds empty, given back to the system where none of it is anybody else's to use again.
-
-    Made before the work that will leave holes. Where there were holes already, the work uses those and leaves them: a learner
-    fills them again in every step, and pages that come back from the system cost it a seventh of that step.
-    """
-
-    FEW = 32 * 2**20
-    """Bytes that may be empty before."""
-
-    def __init__(self) -> None:
-        library = _glibc()
-        self._is_ours = hasattr(library, "mallinfo2") and _empty_bytes(library) <= self.FEW
-
-    def give_back(self) -> None:
-        """It takes microseconds where there is nothing to give, and about 50 a MiB where there is."""
-        library = _glibc()
-        if library is not None and self._is_ours:
-            library.malloc_trim(0)
-
-
-def _empty_bytes(library: Any) -> int:
-    """Of the heap, in blocks that were freed."""
-    library.mallinfo2.restype = _Mallinfo2
-    return int(library.mallinfo2().fordblks)
-
-
-class _Mallinfo2(ctypes.Structure):
-    """struct mallinfo2 of <malloc.h>, glibc 2.33 and later."""
-
-    _fields_ = (
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
-        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
-    )
-
-
 def free_memory() -> int | None:
     """Bytes that the host, or the container this runs in, can still give; None where the system does not say (not Linux)."""
     told = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
@@ -159,30 +93,3 @@ def _number(path: Path) -> int | None:
     """A file of one number; None for "max", and where there is no such file."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None
-
-
-def mapped_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU, in pages of their own, which the system takes back with the tensor.
-
-    The C library's heap would keep the holes that buffers leave as they grow. Raises MemoryError where there is no room.
-    """
-    size = math.prod(shape)
-    if not size or not sys.platform.startswith("linux"):
-        return torch.zeros(*shape, dtype=dtype)
-    try:
-        pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"cannot allocate memory for {size * dtype.itemsize} bytes: {error}") from error
-    return torch.frombuffer(pages, dtype=dtype).view(*shape)
-
-
-@functools.cache
-def _glibc() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "gnu_get_libc_version") else None
-
-
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of <malloc.h>."""

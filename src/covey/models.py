@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from covey.errors import ConfigError, ModelError, did_you_mean
-from covey.fused_layers import Recomputing
-from covey.memory import give_back_large_blocks, keep_freed_blocks
+from covey.kernels import Recomputing, training_heap
 
 
 def load_model(
@@ -171,7 +170,7 @@ def prepare_for_training(model: Any, args: Any) -> Any:
         checkpoint_activations(model, args.gradient_checkpointing_kwargs)
         return model.train()
     if next(inner.parameters()).device.type == "cpu":
-        keep_freed_blocks()
+        training_heap(recomputes=False)
     if getattr(inner, f"is_{word}_checkpointing", False):
         getattr(inner, f"{word}_checkpointing_disable")()
     return model.train()
@@ -183,7 +182,7 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) 
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
     given = {"use_reentrant": False, **(kwargs or {})}
     if next(inner.parameters()).device.type == "cpu":
-        give_back_large_blocks()
+        training_heap(recomputes=True)
         if not given["use_reentrant"] and not given.get("debug"):  # which torch refuses together
             given.setdefault("context_fn", Recomputing(inner))
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})

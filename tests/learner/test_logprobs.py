@@ -92,8 +92,8 @@ def test_no_logits_larger_than_a_chunk_ever_exist(kind):
 def test_in_bfloat16_the_last_chunk_has_one_of_few_counts_of_rows_and_nothing_else_changes(monkeypatch):
     torch.manual_seed(0)
     linear = nn.Linear(8, 50).bfloat16()
-    sizes, product = set(), Workspace.raw
-    monkeypatch.setattr(Workspace, "raw", lambda space, rows: sizes.add(len(rows)) or product(space, rows))
+    sizes, product = set(), Workspace.product
+    monkeypatch.setattr(Workspace, "product", lambda space, rows: sizes.add(len(rows)) or product(space, rows))
     for count in range(65, 129):
         hidden = torch.randn(count, 8, dtype=torch.bfloat16, requires_grad=True)
         targets, weight = torch.randint(50, (count,)), torch.randn(count)

@@ -7,17 +7,17 @@ import pytest
 import torch
 from test_shared import ROWS, assert_same, checkpointing, gradients
 
-from covey import compiled
-from covey.compiled import packed_attention
-from covey.compiled.layout import Layout
-from covey.compiled.packed_attention import SOURCE, Kernels, kernels_for
-from covey.learner import shared, shared_attention
+from covey.kernels import compile as compiled
+from covey.kernels import packed_attention, shared_attention
+from covey.kernels.layout import Layout
+from covey.kernels.packed_attention import SOURCE, PackedAttention, packed_attention_for
+from covey.kernels.shared_attention import SharedAttention
+from covey.learner import shared
 from covey.learner.policy import Policy
-from covey.learner.shared_attention import SharedAttention
 from covey.memory import is_out_of_memory
 from kit import AVX2_ALONE, forgotten, threads, tiny_model
 
-REASON = compiled.why_not()
+REASON = compiled.unavailable_reason()
 needs_kernels = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 LAYOUTS = (Layout(0, 5, (3, 0, 7, 24, 25)), Layout(64, 31, ()), Layout(95, 40, (150, 1, 49)), Layout(335, 1, (2,)))
@@ -34,7 +34,7 @@ def one_thread():
 @pytest.fixture
 def fresh():
     """What is known of the kernels is found out again, and forgotten afterwards."""
-    with forgotten(packed_attention._verified, compiled.library):
+    with forgotten(packed_attention._verified, compiled.load):
         yield
 
 
@@ -47,7 +47,7 @@ def given(dtype, heads, repeats, width, seed=0):
 
 def through(kernels, inputs, monkeypatch):
     """What comes out and the three gradients, in float32, by these kernels or, without any, by PyTorch's operations."""
-    monkeypatch.setattr(shared_attention, "kernels_for", lambda *_: kernels)
+    monkeypatch.setattr(shared_attention, "packed_attention_for", lambda *_: kernels)
     *leaves, gradient = inputs
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     out = SharedAttention.apply(*leaves, LAYOUTS, 0.2)
@@ -66,7 +66,7 @@ def test_kernels_attend_as_pytorchs_operations_do_in_value_and_gradient(
     dtype, slack, width, repeats, one_thread, monkeypatch
 ):
     inputs = given(dtype, 2, repeats, width)
-    kernels = kernels_for(inputs[0], inputs[1], LAYOUTS)
+    kernels = packed_attention_for(inputs[0], inputs[1], LAYOUTS)
     assert kernels is not None
     exact = through(None, [x.double() for x in inputs], monkeypatch)
     assert_near(through(kernels, inputs, monkeypatch), exact, slack)
@@ -77,7 +77,7 @@ def test_numbers_anywhere_in_memory_are_read_where_they_are(one_thread, monkeypa
     """Heads outermost, and a gradient that is one number for all, as the sum of everything gives."""
     inputs = [x.contiguous() for x in given(torch.float32, 2, 2, 32)]
     inputs[3] = torch.ones(()).expand(inputs[0].shape)
-    kernels = kernels_for(inputs[0], inputs[1], LAYOUTS)
+    kernels = packed_attention_for(inputs[0], inputs[1], LAYOUTS)
     assert_near(through(kernels, inputs, monkeypatch), through(None, inputs, monkeypatch), 1e-5)
 
 
@@ -85,7 +85,7 @@ def test_numbers_anywhere_in_memory_are_read_where_they_are(one_thread, monkeypa
 def test_scores_as_large_as_a_float_can_hold_neither_overflow_nor_vanish(one_thread, monkeypatch):
     query, key, value, gradient = given(torch.float32, 1, 1, 16)
     inputs = (query * 1e9, key * 1e9, value, gradient)
-    found = through(kernels_for(query, key, LAYOUTS), inputs, monkeypatch)
+    found = through(packed_attention_for(query, key, LAYOUTS), inputs, monkeypatch)
     assert found[0].isfinite().all()
     assert_near(found[:1], through(None, inputs, monkeypatch)[:1], 1e-5)
 
@@ -97,7 +97,7 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype, one_thread, monke
     found = []
     for count in (1, 2, 3):
         with threads(count):
-            found.append(through(kernels_for(inputs[0], inputs[1], LAYOUTS), inputs, monkeypatch))
+            found.append(through(packed_attention_for(inputs[0], inputs[1], LAYOUTS), inputs, monkeypatch))
     for other in found[1:]:
         assert all(one.equal(two) for one, two in zip(found[0], other, strict=True))
 
@@ -113,16 +113,16 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype, one_thread, monke
     ids=["float64", "a width that is no multiple of 16", "more keys than a thread has room for"],
 )
 def test_what_the_kernels_are_not_made_for_is_left_to_pytorch(inputs, layouts, one_thread):
-    assert kernels_for(*inputs, layouts) is None
+    assert packed_attention_for(*inputs, layouts) is None
 
 
 @needs_kernels
 def test_fewer_prompts_than_threads_are_left_to_pytorch_which_shares_out_queries_too(one_thread):
     query, layouts = torch.zeros(2, 9, 16), (Layout(0, 5, (4,)),)
     torch.set_num_threads(2)
-    assert kernels_for(query, query, layouts) is not None
+    assert packed_attention_for(query, query, layouts) is not None
     torch.set_num_threads(3)
-    assert kernels_for(query, query, layouts) is None
+    assert packed_attention_for(query, query, layouts) is None
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -131,7 +131,7 @@ def test_a_policy_learns_the_same_with_kernels_and_without(recomputes, one_threa
     assert model.config.head_dim in range(16, 257, 16), "a width that the kernels are made for"
     model = checkpointing(model) if recomputes else model
     mine = gradients(Policy(model, pad_id=0), [ROWS])
-    monkeypatch.setattr(shared_attention, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(shared_attention, "packed_attention_for", lambda *_: None)
     assert_same(gradients(Policy(model, pad_id=0), [ROWS]), mine)
 
 
@@ -151,21 +151,21 @@ def test_without_kernels_the_log_says_why(name, value, reason, one_thread, fresh
     monkeypatch.setenv(name, value)
     query = torch.zeros(2, 9, 16)
     with caplog.at_level(logging.INFO, "covey"):
-        assert kernels_for(query, query, (Layout(0, 5, (4,)),)) is None
+        assert packed_attention_for(query, query, (Layout(0, 5, (4,)),)) is None
     assert f"Attending with PyTorch's own operations, not with compiled kernels: {reason}" in caplog.text
 
 
 @needs_kernels
 def test_kernels_that_compute_something_else_are_found_out(one_thread, fresh, monkeypatch, caplog):
-    honest = Kernels.backward
+    honest = PackedAttention.backward
 
     def wrong(self, *args):
         query, key, value = honest(self, *args)
         return query, key * 1.1, value
 
-    monkeypatch.setattr(Kernels, "backward", wrong)
+    monkeypatch.setattr(PackedAttention, "backward", wrong)
     query = torch.zeros(2, 9, 16)
-    assert kernels_for(query, query, (Layout(0, 5, (4,)),)) is None
+    assert packed_attention_for(query, query, (Layout(0, 5, (4,)),)) is None
     assert "not with compiled kernels: attention differs by 0.1" in caplog.text
 
 
@@ -175,7 +175,7 @@ def test_kernels_that_compute_something_else_are_found_out(one_thread, fresh, mo
 @pytest.mark.parametrize("flags", [["-mno-avx512bf16"], AVX2_ALONE])
 def test_what_is_compiled_for_an_older_processor_is_the_same(dtype, slack, flags, one_thread, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, (f"NUMBER={compiled.NUMBERS[dtype]}",), flags))))
+    plain = PackedAttention(ctypes.CDLL(str(compiled.built(SOURCE, (f"NUMBER={compiled.NUMBERS[dtype]}",), flags))))
     inputs = given(dtype, 2, 3, 80)
     exact = through(None, [x.double() for x in inputs], monkeypatch)
     assert_near(through(plain, inputs, monkeypatch), exact, slack)
@@ -188,7 +188,7 @@ def test_what_is_not_a_number_does_not_vanish(which, dtype, one_thread, monkeypa
     """The last token's query, key or value: its output is none either, nor are all gradients; other completions have theirs."""
     query, key, value, gradient = given(dtype, 1, 1, 16)
     {"query": query, "key": key, "value": value}[which][:, -1] = float("nan")
-    out, *gradients = through(kernels_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
+    out, *gradients = through(packed_attention_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
     assert out[:, -1].isnan().all()
     assert out[:, :-2].isfinite().all()
     assert not all(one.isfinite().all() for one in gradients)
@@ -199,10 +199,10 @@ def test_what_is_not_a_number_does_not_vanish(which, dtype, one_thread, monkeypa
 def test_what_is_not_a_number_stays_in_its_completion(dtype, one_thread, monkeypatch):
     """One thread takes all pieces one after another in the same room; every piece of the first prompt ends at another column."""
     query, key, value, gradient = given(dtype, 1, 1, 16)
-    clean = through(kernels_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
+    clean = through(packed_attention_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
     for x in (query, key, value):
         x[:, 39:64] = float("nan")  # the longest completion of the first prompt, which comes last
-    found = through(kernels_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
+    found = through(packed_attention_for(query, key, LAYOUTS), (query, key, value, gradient), monkeypatch)
     for one, two in zip(found, clean, strict=True):
         assert one[:, 39:64].isnan().any()
         assert torch.equal(one[:, 64:], two[:, 64:])
@@ -213,7 +213,7 @@ def test_what_is_not_a_number_stays_in_its_completion(dtype, one_thread, monkeyp
 @needs_kernels
 def test_memory_that_runs_out_is_an_error_which_the_learner_survives(one_thread, monkeypatch):
     inputs = given(torch.float32, 1, 1, 16)
-    kernels = kernels_for(inputs[0], inputs[1], LAYOUTS)
+    kernels = packed_attention_for(inputs[0], inputs[1], LAYOUTS)
     monkeypatch.setattr(kernels, "_room", lambda *_: 2**60)
     with pytest.raises(RuntimeError) as caught:
         through(kernels, inputs, monkeypatch)

@@ -8,27 +8,27 @@ from test_shared import row
 from torch import nn
 from torch.nn import functional as F
 
-from covey import compiled, products
-from covey.compiled import linear as pairs
-from covey.learner import shared
+from covey.kernels import compile as compiled
+from covey.kernels import matmul as products
+from covey.kernels import matmul_bf16 as pairs
+from covey.kernels.matmul import FasterLinears, faster_linear
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.policy import Policy
 from covey.models import checkpoint_activations
-from covey.products import FasterProducts
 from kit import forgotten, tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
+pytestmark = pytest.mark.skipif(pairs.bf16_matmul() is None, reason="no kernel for this processor or compiler")
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    monkeypatch.setattr(products, "SMALLEST", 1)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 1)
 
 
 def without_pairs(monkeypatch):
     """oneDNN's products, as on other machines."""
     for module in (pairs, products):
-        monkeypatch.setattr(module, "kernels", lambda: None)
+        monkeypatch.setattr(module, "bf16_matmul", lambda: None)
 
 
 def exact(x):
@@ -59,7 +59,7 @@ def gradients_of(call, x, layer):
 def test_values_and_gradients_under_autocast_are_those_in_float32(outside, shape, bias):
     torch.manual_seed(0)
     layer, x = layer_of(64, outside, bias), exact(torch.randn(shape))
-    with torch.autocast("cpu", torch.bfloat16), FasterProducts():
+    with torch.autocast("cpu", torch.bfloat16), FasterLinears([layer]):
         mine = gradients_of(layer, x, layer)
     expected = gradients_of(layer, x, layer)
     assert mine[0].dtype == torch.bfloat16
@@ -74,18 +74,18 @@ def test_the_gradient_of_a_weight_is_summed_in_float32(rows):
     torch.manual_seed(0)
     gradient, x = torch.randn(rows, 48).bfloat16(), torch.randn(rows, 64).bfloat16()
     expected = gradient.double().t() @ x.double()
-    found = products.of_weight(gradient, x, torch.empty(48, 64))
+    found = products.weight_gradient(gradient, x, torch.empty(48, 64))
     assert found.dtype == torch.float32
     assert (found - expected).norm() < 1e-6 * expected.norm()
     total = torch.ones(48, 64)
-    assert pairs.kernels().outer(gradient, x, total) is total
+    assert pairs.bf16_matmul().weight_gradient(gradient, x, total) is total
     assert (total - 1 - expected).norm() < 1e-6 * expected.norm()
 
 
 def test_a_model_in_bfloat16_is_multiplied_in_pairs_without_autocast():
     torch.manual_seed(0)
     layer, x = layer_of(64, 48).bfloat16(), torch.randn(33, 64).bfloat16()
-    with FasterProducts():
+    with FasterLinears([layer]):
         mine = gradients_of(layer, x, layer)
         assert type(layer(x.requires_grad_()).grad_fn).__name__ == "_LinearBackward"
     expected = gradients_of(layer.float(), x.float(), layer)
@@ -99,7 +99,7 @@ def test_what_is_frozen_strided_or_repeated_has_its_gradient_too():
     layer = layer_of(64, 48)
     layer.weight.requires_grad_(False)
     x = exact(torch.randn(64, 33)).t()
-    with torch.autocast("cpu", torch.bfloat16), FasterProducts():
+    with torch.autocast("cpu", torch.bfloat16), FasterLinears([layer]):
         y = layer(x.requires_grad_())
     found = torch.autograd.grad(y.sum(), [x, layer.bias])  # an expanded gradient
     assert (found[0] - layer.weight.sum(0)).norm() < 1e-2 * layer.weight.sum(0).norm() * 33**0.5
@@ -116,8 +116,7 @@ def test_whatever_cannot_be_in_pairs_is_left_to_torch(case):
     dtype = torch.float16 if case == "float16" else torch.bfloat16
     with torch.autocast("cpu", dtype, enabled=case != "disabled"):
         expected = F.linear(x, weight, layer.bias)
-        with FasterProducts():
-            found = F.linear(x, weight, layer.bias)
+        found = faster_linear(x, weight, layer.bias)
     if case != "disabled":  # then it is a product in float32, which may be oneDNN's
         assert type(found.grad_fn).__name__ != "_LinearBackward"
         assert found.equal(expected)
@@ -126,23 +125,22 @@ def test_whatever_cannot_be_in_pairs_is_left_to_torch(case):
 
 def test_autocast_to_another_type_is_heard_whatever_the_types_are():
     x, weight = torch.randn(8, 64).bfloat16(), torch.randn(48, 64).bfloat16()
-    with torch.autocast("cpu", torch.float16), FasterProducts():
-        assert F.linear(x, weight).dtype == torch.float16
+    with torch.autocast("cpu", torch.float16):
+        assert faster_linear(x, weight).dtype == torch.float16
 
 
 def test_shapes_that_do_not_belong_together_are_refused_as_torch_does():
     weight = torch.randn(48, 64).bfloat16()
     for inside in (32, 128):
-        with FasterProducts(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            F.linear(torch.randn(8, inside).bfloat16(), weight)
-    with FasterProducts():
-        assert F.linear(torch.randn(8, 64).bfloat16(), weight[0]).shape == (8,)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            faster_linear(torch.randn(8, inside).bfloat16(), weight)
+    assert faster_linear(torch.randn(8, 64).bfloat16(), weight[0]).shape == (8,)
 
 
 def test_a_layer_that_is_not_trained_keeps_no_input():
     layer, kept = layer_of(64, 48).requires_grad_(False), []
     noting = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x)
-    with noting, torch.autocast("cpu", torch.bfloat16), FasterProducts():
+    with noting, torch.autocast("cpu", torch.bfloat16), FasterLinears([layer]):
         layer(torch.randn(8, 64, requires_grad=True))
     assert kept == [(48, 64)]
 
@@ -153,8 +151,8 @@ def test_logits_that_are_computed_again_are_multiplied_as_the_first_time(kind, d
     monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
     torch.manual_seed(0)
     linear, x, targets = layer_of(64, 48), torch.randn(20, 64, requires_grad=True), torch.randint(48, (20,))
-    project = lambda x: F.linear(x, linear.weight, linear.bias)  # not a layer as torch has it
-    with products.faster_products(x.device), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+    project = nn.Sequential(linear)  # not a layer as torch has it
+    with FasterLinears([linear]), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         if kind == "distance":
             other = Other(x.detach(), Head(linear), lambda one, two: (one.exp() * (one - two)).sum(-1))
             found = distances(x * 1.5, Head(linear), other, chunk=8)
@@ -165,9 +163,8 @@ def test_logits_that_are_computed_again_are_multiplied_as_the_first_time(kind, d
 
 def test_a_compiler_that_does_not_know_pairs_is_told_of_and_done_without(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "g++ -U__AVX512BF16__")
-    with forgotten(pairs.kernels, compiled.library), caplog.at_level(logging.INFO, "covey"):
-        assert pairs.kernels() is None
-        assert not products.takes_any_rows(tiny_model(hidden=64), torch.bfloat16, 128)
+    with forgotten(pairs.bf16_matmul, compiled.load), caplog.at_level(logging.INFO, "covey"):
+        assert pairs.bf16_matmul() is None
     assert "Multiplying with PyTorch's own operations" in caplog.text
 
 
@@ -176,7 +173,7 @@ def test_weights_that_are_a_subclass_of_tensors_are_left_alone():
         pass
 
     weight = torch.randn(48, 64).as_subclass(Spread)
-    assert products.in_pairs(torch.randn(8, 64).bfloat16(), weight) is None
+    assert products.bf16_for(torch.randn(8, 64).bfloat16(), weight) is None
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
@@ -197,9 +194,9 @@ def test_a_policys_gradients_are_as_near_to_float32s_as_onednns(adapted, again, 
         Policy(model, tiny_tokenizer().pad_token_id, compute_dtype=dtype).measure(rows).logp.sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    calls, real = [], pairs.Kernels.multiply
+    calls, real = [], pairs.Bf16Matmul.multiply
     with monkeypatch.context() as patch:
-        patch.setattr(pairs.Kernels, "multiply", lambda *a, **k: calls.append(1) or real(*a, **k))
+        patch.setattr(pairs.Bf16Matmul, "multiply", lambda *a, **k: calls.append(1) or real(*a, **k))
         mine = gradients(torch.bfloat16)
     assert len(calls) > 20
     exactly = gradients(None)
@@ -230,25 +227,3 @@ def test_the_head_multiplies_in_pairs_in_chunks_that_end_anywhere(bias, softcap,
     for one, two, three in zip(mine, expected, theirs, strict=True):
         assert one.dtype == two.dtype
         assert (one - two).norm() < max(1.25 * (three - two).norm(), 2e-3 * two.norm())
-
-
-def test_rows_are_padded_only_where_a_length_costs_something(monkeypatch):
-    """Nothing is kept of a length by products in pairs; an adapter's, of rank 4, are oneDNN's."""
-    rows = [row(0, [5, 6, 7, 8], list(range(10, 110)))] * 5
-    lengths = []
-    real = shared.share_rows
-
-    def seen(rows, *args, **kinds):
-        packed = real(rows, *args, **kinds)
-        lengths.append(packed.input_ids.shape[1])
-        return packed
-
-    monkeypatch.setattr("covey.learner.policy.share_rows", seen)
-
-    def length_of(model, dtype):
-        Policy(model, tiny_tokenizer().pad_token_id, compute_dtype=dtype).measure(rows)
-        return lengths[-1]
-
-    assert length_of(tiny_model(hidden=64), torch.bfloat16) == 499
-    assert length_of(tiny_model(hidden=64), None) == 512
-    assert length_of(tiny_model(hidden=48), torch.bfloat16) == 512

@@ -6,11 +6,11 @@ from test_shared import checkpointing, row
 from torch import nn
 from torch.nn import functional as F
 
-from covey import products
+from covey.kernels import matmul as products
+from covey.kernels.matmul import FasterLinears
 from covey.learner.policy import Policy
 from covey.learner.shared import share_rows
 from covey.models import checkpoint_activations
-from covey.products import FasterProducts
 from kit import tiny_model, tiny_tokenizer
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -20,7 +20,7 @@ has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 def always(monkeypatch):
     """oneDNN for every product, on any processor and of any size."""
     monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
-    monkeypatch.setattr(products, "SMALLEST", 1)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 1)
 
 
 def through(layer, x, is_inside):
@@ -28,7 +28,7 @@ def through(layer, x, is_inside):
     layer.zero_grad()
     x = x.detach().requires_grad_()
     if is_inside:
-        with FasterProducts():
+        with FasterLinears([layer]):
             y = layer(x)
         assert type(y.grad_fn).__name__ == "_LinearBackward"
     else:
@@ -52,7 +52,7 @@ def test_an_input_that_is_not_contiguous_and_a_frozen_weight(always):
     layer = nn.Linear(48, 80)
     layer.weight.requires_grad_(False)
     base = torch.randn(48, 5, 6, requires_grad=True)
-    with FasterProducts():
+    with FasterLinears([layer]):
         mine = layer(base.permute(2, 1, 0))
     theirs = layer(base.permute(2, 1, 0))
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
@@ -65,23 +65,23 @@ def test_an_input_that_is_not_contiguous_and_a_frozen_weight(always):
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "autocast", "small"])
 def test_whatever_is_not_a_large_product_in_float32_is_left_to_torch(monkeypatch, case):
     monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
-    monkeypatch.setattr(products, "SMALLEST", 10**9 if case == "small" else 1)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 10**9 if case == "small" else 1)
     dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case, torch.float32)
     layer, x = nn.Linear(8, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         expected = layer(x)
-        with FasterProducts():
+        with FasterLinears([layer]):
             found = layer(x)
     assert type(found.grad_fn).__name__ != "_LinearBackward"
     assert found.equal(expected)
 
 
 def test_rows_are_padded_to_few_counts_that_return():
-    counts = {products.repeating(rows) for rows in range(1, 4097)}
+    counts = {products.padded_rows(rows) for rows in range(1, 4097)}
     assert len([count for count in counts if 2048 < count <= 4096]) == 8
-    assert all(rows <= products.repeating(rows) <= rows * 9 / 8 for rows in range(1, 10_000))
-    assert [products.repeating(rows) for rows in (1, 15, 128, 1024)] == [1, 15, 128, 1024]
-    assert products.repeating(16_448) == 16_640, "what is large is not made much larger"
+    assert all(rows <= products.padded_rows(rows) <= rows * 9 / 8 for rows in range(1, 10_000))
+    assert [products.padded_rows(rows) for rows in (1, 15, 128, 1024)] == [1, 15, 128, 1024]
+    assert products.padded_rows(16_448) == 16_640, "what is large is not made much larger"
 
 
 def test_packed_rows_of_many_lengths_are_of_few_lengths_on_a_cpu():
@@ -92,12 +92,6 @@ def test_packed_rows_of_many_lengths_are_of_few_lengths_on_a_cpu():
     assert len([length for length in lengths if length > 256]) == 8
 
 
-def test_outside_of_a_learner_torch_is_as_it_was(always):
-    assert (
-        type(F.linear(torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)).grad_fn).__name__ != "_LinearBackward"
-    )
-
-
 @has_onednn
 @pytest.mark.parametrize("again", ["kept", "ours", "the user's own"])
 def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_again(monkeypatch, again):
@@ -106,7 +100,7 @@ def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_agai
 
     def gradients(is_faster):
         monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
-        monkeypatch.setattr(products, "SMALLEST", 1)
+        monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 1)
         model = tiny_model(layers=2, seed=1).train()
         if again == "ours":
             checkpoint_activations(model)
@@ -132,7 +126,7 @@ def test_a_policys_gradients_are_the_same_with_activations_kept_or_computed_agai
 def test_the_gradient_of_a_weight_is_the_same_whichever_factor_is_copied(shape):
     count, outside, inside = shape
     gradient, x = torch.randn(count, outside), torch.randn(count, inside)
-    torch.testing.assert_close(products.outer(gradient, x), gradient.t() @ x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(products.onednn_weight_gradient(gradient, x), gradient.t() @ x, atol=1e-5, rtol=1e-5)
 
 
 @has_onednn
@@ -140,8 +134,8 @@ def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monke
     """In chunks of tokens, and of the vocabulary where the weight's gradient is added up."""
     from covey.learner import fused_head
 
-    monkeypatch.setattr(fused_head, "WORDS", 30)
-    monkeypatch.setattr(fused_head, "MANY", 10)
+    monkeypatch.setattr(products, "WEIGHT_ROWS", 30)
+    monkeypatch.setattr(products, "MIN_GRADIENT_TOKENS", 10)
     hidden, weight, bias = torch.randn(50, 16), torch.randn(100, 16), torch.randn(100)
     targets = torch.randint(0, 100, (50,))
 
@@ -153,37 +147,39 @@ def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monke
         return [logp, entropy, *torch.autograd.grad((logp + 0.3 * entropy).sum(), leaves)]
 
     calls = []
-    real = products.linear
-    monkeypatch.setattr(fused_head, "linear", lambda *args: calls.append(1) or real(*args))
+    real = products.onednn_linear
+    monkeypatch.setattr(products, "onednn_linear", lambda *args: calls.append(1) or real(*args))
     mine = run(True)
     assert calls
     for one, two in zip(mine, run(False), strict=True):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
-def test_afterwards_linear_layers_are_torchs_again_whatever_was_entered_inside():
-    original = F.linear
-    with FasterProducts():
-        inside = F.linear
-        assert inside is not original
-        with pytest.raises(KeyError), FasterProducts():
+def test_inside_and_afterwards_torchs_own_function_and_other_models_are_as_they_were(always):
+    original, mine, other = F.linear, nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+    with FasterLinears(mine.modules()):
+        assert matmul_is_ours(mine[0])
+        with pytest.raises(KeyError), FasterLinears(mine.modules()):
             raise KeyError
-        assert F.linear is inside
-    assert F.linear is original
+        assert matmul_is_ours(mine[0]), "an inner context leaves it to the outer one"
+        assert F.linear is original
+        assert "forward" not in other.__dict__
+    assert "forward" not in mine[0].__dict__
 
 
-def test_what_somebody_else_has_put_in_their_place_stays(monkeypatch):
-    theirs, x, weight = lambda *args: "theirs", torch.randn(2, 3), torch.randn(4, 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "linear", theirs)
-        with FasterProducts():
-            assert F.linear(x, weight) == "theirs"
-        assert F.linear is theirs
-        patch.undo()
-        with FasterProducts():
-            patch.setattr(F, "linear", theirs)
-        assert F.linear is theirs
-        F.linear = products._torchs_linear
+def matmul_is_ours(linear):
+    return products.is_routed(linear) and type(linear(torch.ones(2, 4)).grad_fn).__name__ == "_LinearBackward"
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_forward_that_somebody_else_has_put_there_stays(always, is_before):
+    theirs, linear = lambda x: "theirs", nn.Linear(3, 4)
+    if is_before:
+        linear.forward = theirs
+    with FasterLinears([linear]):
+        linear.forward = theirs
+        assert linear(torch.ones(2, 3)) == "theirs"
+    assert linear.forward is theirs
 
 
 @has_onednn
@@ -195,22 +191,3 @@ def test_where_onednn_has_no_room_torch_multiplies(always, monkeypatch):
     layer, x = nn.Linear(48, 80), torch.randn(70, 48)
     for mine, theirs in zip(through(layer, x, True), through(layer, x, False), strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_only_where_onednn_multiplies_are_packed_rows_made_longer(monkeypatch, is_faster):
-    if not torch.backends.mkl.is_available():
-        pytest.skip("this torch multiplies float32 with another library")
-    monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
-    rows, seen = [row(0, [5, 6, 7, 8], list(range(10, 60)))] * 4, []
-    policy = Policy(tiny_model(), pad_id=0)
-    decoder = policy.model.get_decoder()
-    decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    policy.shares_prompts()
-    seen.clear()
-    policy.measure(rows)
-    tokens = 4 + 4 * 49
-    assert seen == [products.repeating(tokens) if is_faster else tokens]
-    assert products.repeating(tokens) > tokens

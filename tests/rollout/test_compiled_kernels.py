@@ -7,15 +7,15 @@ import pytest
 import torch
 from test_samplers import TEXTS, ids_of
 
-from covey import compiled
 from covey.errors import ConfigError
+from covey.kernels import compile as compiled
+from covey.kernels.decode import SOURCE, DecodeKernels, decode_kernels, defines
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.cache import KeyValues, LayerShape
-from covey.rollout.compiled import SOURCE, Kernels, defines, kernels_for
 from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
-REASON = compiled.why_not()
+REASON = compiled.unavailable_reason()
 needs_kernels = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
@@ -28,7 +28,7 @@ def tokenizer():
 def nothing_known(monkeypatch, tmp_path):
     """As on a machine where the kernels were never compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with forgotten(compiled.library):
+    with forgotten(compiled.load):
         yield tmp_path / "covey"
 
 
@@ -69,7 +69,7 @@ def attended(kernels, dtype, width, repeats, **shape):
 @pytest.mark.parametrize(("width", "repeats"), [(16, 1), (64, 5), (64, 7), (80, 3), (128, 4), (256, 2)])
 def test_kernels_attend_as_pytorchs_operations_do(dtype, width, repeats):
     """Prompts of every length, none and more than a chunk of keys included, rows of different ages, any number of heads."""
-    kernels = kernels_for(CPU, dtype, width)
+    kernels = decode_kernels(CPU, dtype, width)
     assert kernels is not None
     found, kept = attended(kernels, dtype, width, repeats)
     expected, expected_kept = attended(None, dtype, width, repeats)
@@ -82,14 +82,14 @@ def test_kernels_attend_as_pytorchs_operations_do(dtype, width, repeats):
 def test_in_bfloat16_kernels_are_nearer_to_the_exact_result_than_pytorchs_operations():
     exact, _ = attended(None, torch.float32, 64, 5)
     gap = lambda kernels: float((attended(kernels, torch.bfloat16, 64, 5)[0] - exact).abs().mean())
-    assert gap(kernels_for(CPU, torch.bfloat16, 64)) <= gap(None)
+    assert gap(decode_kernels(CPU, torch.bfloat16, 64)) <= gap(None)
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [48, 50, 7])
 def test_a_norm_of_any_width_takes_the_update_in(dtype, size):
-    kernels = kernels_for(CPU, dtype, 16)
+    kernels = decode_kernels(CPU, dtype, 16)
     x, update, weight = torch.randn(9, size), torch.randn(9, size).to(dtype), torch.rand(size)
     total = x + update
     expected = torch.nn.functional.rms_norm(total, (size,), weight, 1e-6)
@@ -119,7 +119,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     found = []
     for count in (1, 2, 3):
         with threads(count):
-            found.append(attended(kernels_for(CPU, torch.bfloat16, 64), torch.bfloat16, 64, 5, heads=4)[0])
+            found.append(attended(decode_kernels(CPU, torch.bfloat16, 64), torch.bfloat16, 64, 5, heads=4)[0])
     assert found[0].equal(found[1])
     assert found[0].equal(found[2])
 
@@ -130,7 +130,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, nothing_known):
     import ctypes
 
-    plain = Kernels(ctypes.CDLL(str(compiled.built(SOURCE, defines(dtype, 64), AVX2_ALONE))), dtype)
+    plain = DecodeKernels(ctypes.CDLL(str(compiled.built(SOURCE, defines(dtype, 64), AVX2_ALONE))), dtype)
     expected, _ = attended(None, dtype, 64, 5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(attended(plain, dtype, 64, 5)[0], expected, atol=tolerance, rtol=tolerance)
@@ -138,11 +138,11 @@ def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, noth
 
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(nothing_known, monkeypatch):
-    assert kernels_for(CPU, torch.float32, 16) is not None
+    assert decode_kernels(CPU, torch.float32, 16) is not None
     (library,) = nothing_known.iterdir()
-    compiled.library.cache_clear()
+    compiled.load.cache_clear()
     monkeypatch.setattr(compiled, "_compile", lambda command: pytest.fail("compiled again"))
-    assert kernels_for(CPU, torch.float32, 16) is not None
+    assert decode_kernels(CPU, torch.float32, 16) is not None
     assert nothing_known.stat().st_mode & 0o077 == 0
     assert library.suffix == ".so"
 
@@ -166,7 +166,7 @@ def test_without_kernels_pytorchs_operations_decode_and_a_demand_is_refused(
 def test_a_switch_that_says_neither_is_refused(monkeypatch, nothing_known):
     monkeypatch.setenv("COVEY_CPU_KERNELS", "no")
     with pytest.raises(ConfigError, match="COVEY_CPU_KERNELS is 'no'; give 0 to compute without"):
-        kernels_for(CPU, torch.float32, 16)
+        decode_kernels(CPU, torch.float32, 16)
 
 
 @needs_kernels
@@ -186,18 +186,18 @@ def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(nothing_known,
     nothing_known.mkdir()
     nothing_known.chmod(0o777)
     with caplog.at_level(logging.INFO, "covey"):
-        assert kernels_for(CPU, torch.float32, 16) is None
+        assert decode_kernels(CPU, torch.float32, 16) is None
     assert "others may write to" in caplog.text
 
 
 @needs_kernels
 def test_kernels_that_compute_something_else_are_found_out(tokenizer, monkeypatch, caplog):
-    honest = Kernels.attend
+    honest = DecodeKernels.attend
 
     def wrong(self, *args, **options):
         return honest(self, *args, **options) * 0.5
 
-    monkeypatch.setattr(Kernels, "attend", wrong)
+    monkeypatch.setattr(DecodeKernels, "attend", wrong)
     model = tiny_model("gpt2", layers=2, hidden=64)  # no decoder that is one call, attention included
     assert NativeSampler(model, tokenizer, dtype="float32").kernels is None
     assert "not with compiled kernels: the engine's logits differ" in caplog.text

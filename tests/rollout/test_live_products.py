@@ -5,14 +5,15 @@ import torch
 from test_samplers import TEXTS, ids_of
 from torch.nn import functional as F
 
-from covey import compiled
-from covey.compiled import live
-from covey.compiled.linear import Then
+from covey.kernels import compile as compiled
+from covey.kernels import decode
+from covey.kernels import matmul_fp32 as live
+from covey.kernels.decode import DecodeKernels
+from covey.kernels.matmul_bf16 import Epilogue
 from covey.rollout import NativeSampler, SamplingParams, decoder
-from covey.rollout.compiled import Kernels
 from kit import forgotten, live_kernels, threads, tiny_model, tiny_tokenizer
 
-needs_kernels = pytest.mark.skipif(compiled.why_not() is not None, reason="kernels cannot be compiled here")
+needs_kernels = pytest.mark.skipif(compiled.unavailable_reason() is not None, reason="kernels cannot be compiled here")
 PARAMS = SamplingParams(max_tokens=90, seed=3)
 """Long enough for buffers to grow, with completions that end on the way."""
 
@@ -24,13 +25,13 @@ def kernels():
 
 @pytest.fixture
 def here(kernels, monkeypatch):
-    monkeypatch.setattr(live, "kernels", lambda: kernels)
+    monkeypatch.setattr(decode, "fp32_matmul", lambda: kernels)
 
 
 @pytest.fixture
 def one_by_one(monkeypatch):
     """Ends the whole step: layers are PyTorch's products."""
-    return lambda: monkeypatch.setattr(decoder.Weights, "of", lambda *weights: None)
+    return lambda: monkeypatch.setattr(decoder.DecodeWeights, "of", lambda *weights: None)
 
 
 def drawn(model, *, params=PARAMS, **given):
@@ -57,8 +58,8 @@ def test_any_number_of_rows_is_multiplied_as_pytorch_does(inside, outside, bias,
         x, factor = torch.randn(rows, inside), torch.randn(rows, outside)
         expected = F.linear(x, weight, added)
         near(kernels.multiply(x, weight, added), expected)
-        near(kernels.multiply(x, weight, added, then=Then.SILU), F.silu(expected))
-        near(kernels.multiply(x, weight, added, factor, Then.TIMES), expected * factor)
+        near(kernels.multiply(x, weight, added, epilogue=Epilogue.SILU), F.silu(expected))
+        near(kernels.multiply(x, weight, added, factor, Epilogue.MUL), expected * factor)
 
 
 @needs_kernels
@@ -75,8 +76,8 @@ def test_a_rows_numbers_are_the_same_bits_whatever_is_computed_beside_it(kernels
 def test_what_is_not_a_number_stays_in_its_row(kernels):
     x, weight = torch.ones(20, 16), torch.ones(9, 16)
     x[4, 3] = float("nan")
-    for then in (Then.NOTHING_MORE, Then.SILU):
-        found = kernels.multiply(x, weight, then=then)
+    for then in (Epilogue.NONE, Epilogue.SILU):
+        found = kernels.multiply(x, weight, epilogue=then)
         assert found[4].isnan().all()
         assert found[torch.arange(20) != 4].isfinite().all()
 
@@ -137,8 +138,8 @@ def test_weights_that_do_not_stand_as_the_kernels_read_them_are_left_to_pytorch(
 
 @needs_kernels
 def test_a_step_that_computes_something_else_is_found_out(here, monkeypatch, caplog):
-    honest = Kernels.decode
-    monkeypatch.setattr(Kernels, "decode", lambda self, *given: honest(self, *given) * 0.5)
+    honest = DecodeKernels.decode
+    monkeypatch.setattr(DecodeKernels, "decode", lambda self, *given: honest(self, *given) * 0.5)
     _, sampler = drawn(tiny_model(hidden=64, layers=2), params=SamplingParams(max_tokens=2, seed=0))
     assert sampler.kernels is None
     assert "not with compiled kernels: the engine's logits differ" in caplog.text
@@ -146,5 +147,5 @@ def test_a_step_that_computes_something_else_is_found_out(here, monkeypatch, cap
 
 def test_with_avx512_the_products_are_left_to_libraries(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    with forgotten(live.kernels):
-        assert live.kernels() is None
+    with forgotten(live.fp32_matmul):
+        assert live.fp32_matmul() is None

@@ -5,12 +5,12 @@ import torch
 from test_samplers import TEXTS, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
+from covey.kernels.sampler_linear import InPlaceLinear, OneDnnLinear, effective, has_bfloat16
 from covey.models import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, Unsupported
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.engine import best_forward
 from covey.rollout.forward import ModulesForward
-from covey.rollout.linear import Live, Packed, effective, has_bfloat16
 from kit import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -163,7 +163,7 @@ def test_auto_takes_bfloat16_for_a_larger_one():
 def test_a_packed_layer_equals_the_plain_one_to_bfloat16(bias):
     layers = [torch.nn.Linear(48, size, bias=bias) for size in (32, 80)]
     x = torch.randn(5, 48)
-    packed, live = Packed.of(*layers), Live.of(*layers)
+    packed, live = OneDnnLinear.of(*layers), InPlaceLinear.of(*layers)
     half = x.bfloat16()
     close = {"atol": 0.02, "rtol": 0.02}
     torch.testing.assert_close(packed(half).float(), live(x), **close)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from covey import compiled
-from covey.compiled import packed_attention
+from covey.kernels import compile as compiled
+from covey.kernels import packed_attention
+from covey.kernels.decode import decode_kernels
 from covey.rollout.attention import causal
 from covey.rollout.cache import KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import kernels_for
 
 CPU = torch.device("cpu")
-REASON = compiled.why_not()
+REASON = compiled.unavailable_reason()
 LENGTHS, BEYOND, WIDTH, HEADS, REPEATS = (7, 0, 150, 33), 5, 32, 2, 3
 """Prompts of less than a block, of no tokens, of several blocks; and tokens that only round their number up."""
 TOKENS = sum(LENGTHS) + BEYOND
@@ -25,7 +25,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def prefill(dtype, by_kernels, lengths=LENGTHS, context=4096):
-    kernels = kernels_for(CPU, dtype, WIDTH) if by_kernels else None
+    kernels = decode_kernels(CPU, dtype, WIDTH) if by_kernels else None
     cache = KeyValues([LayerShape(HEADS, WIDTH)], CPU, dtype, context, kernels)
     cache.add_prompts([3])  # one that is there already
     return Prefill(cache, cache.add_prompts(list(lengths)))
@@ -95,9 +95,12 @@ def test_prompts_up_to_the_context_are_not_padded_beyond_it():
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_kernels_do_it_where_they_decode(monkeypatch):
+    prefill(torch.bfloat16, True).attend_end_to_end(0, *numbers(torch.bfloat16), 0.2)  # the first call checks them too
     calls = []
-    forward = packed_attention.Kernels.forward
-    monkeypatch.setattr(packed_attention.Kernels, "forward", lambda *given: calls.append(given) or forward(*given))
+    forward = packed_attention.PackedAttention.forward
+    monkeypatch.setattr(
+        packed_attention.PackedAttention, "forward", lambda *given: calls.append(given) or forward(*given)
+    )
     prefill(torch.bfloat16, True).attend_end_to_end(0, *numbers(torch.bfloat16), 0.2)
     assert len(calls) == 1
     prefill(torch.bfloat16, False).attend_end_to_end(0, *numbers(torch.bfloat16), 0.2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.fused_layers import faster
+from covey.kernels import learning
 from covey.learner.packing import Row, pad_rows
 from covey.learner.policy import Measured, Policy
 
@@ -89,7 +89,7 @@ class ValueModel(nn.Module):
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
         rows = pad_rows(batch, self.policy.pad_id, self.policy.device)
         self.decoder.train(self.policy.model.training)  # dropout and checkpointing follow the policy's mode
-        with self.policy.autocast(), faster(self.decoder):
+        with self.policy.autocast(), learning(self.decoder):
             hidden = self.decoder(input_ids=rows.input_ids, use_cache=False).last_hidden_state  # [N, S, D]
         return rows.spread(_read(self.linear, hidden.flatten(0, 1)[rows.source]))
 

@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.compiled.head import Kernels, kernels_for
-from covey.products import in_pairs, linear, outer, pays, wide
+from covey.kernels import WeightMatmul
 
 CHUNK_ELEMENTS = 2**23
 """Logits that exist at a time where the chunk is chosen here: 32 MiB in float32."""
-
-WORDS = 2**14
-"""Of the vocabulary whose gradients are added at a time, where a product cannot be added in place."""
-MANY = 256
-"""Tokens from which the faster product outweighs that addition: at 55 tokens and 152,000 words it takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +35,6 @@ class Shape:
     def scale(self) -> float:
         """What the products are multiplied by where no cap comes between."""
         return self.multiply / self.temperature
-
-    def kernels(self, hidden: Tensor) -> Kernels | None:
-        """Those that read logits in the type of `hidden`; None where PyTorch's operations do."""
-        return kernels_for(hidden) if self.softcap is None else None
 
     def logits_(self, logits: Tensor) -> Tensor:
         """Of the tempered distribution, in place of the products [m, V]."""
@@ -67,9 +57,9 @@ class Workspace:
     """
 
     def __init__(self, rows: int, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.rows, self.weight, self.bias = rows, weight, bias
+        self.rows, self.weight = rows, weight
         self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
-        self.pairs = in_pairs(hidden, weight)
+        self.matmul = WeightMatmul(hidden, weight, bias)
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         return self.weight.new_empty(self.rows, self.weight.shape[0], dtype=dtype)
@@ -89,55 +79,10 @@ class Workspace:
         """[m, V] in the type of the products, where that is narrower."""
         return None if self.dtype == self.wide else self._empty(self.dtype)
 
-    @cached_property
-    def paired(self) -> Tensor:
-        """The weight of the product."""
-        assert self.pairs is not None
-        return self.pairs.pair_columns(self.weight)
-
-    @cached_property
-    def turned(self) -> Tensor:
-        """The weight of the product for the gradient of the hidden states."""
-        assert self.pairs is not None
-        return self.pairs.pair_rows(self.weight, self.weight.shape[0])
-
     def product(self, rows: Tensor) -> Tensor:
         """`rows @ weight.T + bias` [m, V], float32 or wider: a log-softmax in bf16 is off by 1e-2 at large V."""
-        found = self.raw(rows)
+        found = self.matmul.forward(rows, (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]])
         return found if self.narrow is None else self.logits[: rows.shape[0]].copy_(found)
-
-    def raw(self, rows: Tensor) -> Tensor:
-        """`rows @ weight.T + bias` [m, V] in the type of `rows`."""
-        if pays(rows, self.weight):
-            return linear(rows, self.weight, self.bias)
-        target = (self.logits if self.narrow is None else self.narrow)[: rows.shape[0]]
-        if self.pairs is not None:
-            return self.pairs.multiply(target, rows, self.paired, wide(self.bias, self.weight.shape[0]))
-        torch.mm(rows, self.weight.t(), out=target)
-        if self.bias is not None:
-            target += self.bias
-        return target
-
-    def of_hidden(self, gradient: Tensor, out: Tensor) -> None:
-        """`out = gradient @ weight`."""
-        if self.pairs is not None:
-            self.pairs.multiply(out, gradient, self.turned)
-        elif pays(gradient, self.weight.t()):
-            out.copy_(linear(gradient, self.weight.t(), None))
-        else:
-            torch.mm(gradient, self.weight, out=out)
-
-    def add_of_weight(self, total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-        """`total += gradient.T @ rows`, with the sum over chunks in the type of `total`."""
-        if self.pairs is not None:
-            self.pairs.outer(gradient, rows, total)
-        elif len(rows) >= MANY and pays(rows.t(), gradient.t()):
-            for part in range(0, total.shape[0], WORDS):
-                total[part : part + WORDS] += outer(gradient[:, part : part + WORDS].contiguous(), rows)
-        elif total.dtype == gradient.dtype:
-            total.addmm_(gradient.t(), rows)
-        else:
-            total += gradient.t() @ rows
 
     def gradient(
         self,
@@ -150,13 +95,8 @@ class Workspace:
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        kernels = shape.kernels(rows)
-        if kernels is None:
-            found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
-            return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
-        out = self.raw(rows)
-        kernels.backward(out, known[0], shape.scale, *known[1:], *slopes)
-        return out
+        found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
+        return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
 
 
 def _gradient(
@@ -166,7 +106,7 @@ def _gradient(
     known: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """`Workspace.gradient` by PyTorch's operations, in the place of `gradient`; `logits` [m, V] are overwritten."""
+    """`Workspace.gradient` in float32 or wider, in the place of `gradient`; `logits` [m, V] are overwritten."""
     targets, normalizer, entropy = known
     of_logp, of_entropy = slopes
     torch.sub(logits, normalizer[:, None], out=gradient).exp_()  # the probabilities
@@ -193,7 +133,7 @@ class LinearLogProbability(torch.autograd.Function):
 
     With z the tempered logits and p their softmax: log p_y = z_y - log Z and H = log Z - E_p[z], so
     d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Products run in the type of `hidden`, which is that of `weight`
-    but where the kernels of `covey.compiled.linear` multiply: they read a weight in float32 as well.
+    unless `WeightMatmul` reads a float32 weight as it is.
     """
 
     @staticmethod
@@ -203,14 +143,9 @@ class LinearLogProbability(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
         space = Workspace(min(shape.chunk, hidden.shape[0]), hidden, weight, bias)
-        kernels = shape.kernels(hidden)
-        measured = entropy if with_entropy else torch.empty_like(entropy)
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
-            if kernels is not None:
-                kernels.score(space.raw(rows), targets[part], shape.scale, logp[part], normalizer[part], measured[part])
-                continue
             logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
             top = logits.amax(-1, keepdim=True)
             total = torch.sub(logits, top, out=weights).exp_().sum(-1)
@@ -244,9 +179,9 @@ class LinearLogProbability(torch.autograd.Function):
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=wide)
             if hidden_gradient is not None:
-                space.of_hidden(gradient, hidden_gradient[part])
+                space.matmul.input_gradient(gradient, hidden_gradient[part])
             if weight_gradient is not None:
-                space.add_of_weight(weight_gradient, gradient, rows)
+                space.matmul.add_weight_gradient(weight_gradient, gradient, rows)
             del gradient  # before the next chunk's is made
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)

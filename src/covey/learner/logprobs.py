@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from covey.kernels import Recomputing, WeightMatmul
 from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
-from covey.products import faster_products, in_pairs, is_mkls, repeating
 
 R = TypeVar("R")
 
@@ -80,18 +80,17 @@ def score_tokens(
     def one(rows: Tensor, row_targets: Tensor) -> tuple[Tensor, Tensor]:
         return score_logits(head.logits(rows), row_targets, temperature, entropy)
 
-    pieces = _by_chunks(one, hidden.split(chunk), targets.split(chunk))
+    pieces = _by_chunks(one, [head], hidden.split(chunk), targets.split(chunk))
     logp, entropies = zip(*pieces, strict=True)
     return torch.cat(logp), torch.cat(entropies)
 
 
-def _by_chunks(one: Callable[[Tensor, Tensor], R], *chunks: Sequence[Tensor]) -> list[R]:
+def _by_chunks(one: Callable[[Tensor, Tensor], R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
     """`one` of each pair of chunks, of which only what goes in is kept: the rest is computed again in the backward."""
     if not torch.is_grad_enabled():
         return [one(*pair) for pair in zip(*chunks, strict=True)]
-    device = chunks[0][0].device
-    both = lambda: (faster_products(device), faster_products(device))  # the second time is outside of the policy's
-    again = lambda pair: checkpoint(one, *pair, use_reentrant=False, context_fn=both)
+    context = Recomputing(*(head.project for head in heads if isinstance(head.project, nn.Module)))
+    again = lambda pair: checkpoint(one, *pair, use_reentrant=False, context_fn=context)
     return [again(pair) for pair in zip(*chunks, strict=True)]
 
 
@@ -113,13 +112,12 @@ def _fused(
     hidden = hidden.to(dtype).contiguous()
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
-    if in_pairs(hidden, weight) is None:
+    if WeightMatmul.casts_weight(hidden, weight):
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        is_onednns = hidden.device.type == "cpu" and dtype.itemsize <= 4 and not is_mkls(dtype)
-        if is_onednns:  # the last chunk's rows are to return
-            rest = count % shape.chunk
-            extra = min(repeating(rest), shape.chunk) - rest
-            hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
+    rest = count % shape.chunk
+    extra = min(WeightMatmul.padded_rows(rest, hidden.device), shape.chunk) - rest
+    if extra:
+        hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
     with torch.autocast(hidden.device.type, enabled=False):
         logp, entropies = LinearLogProbability.apply(hidden, weight, bias, targets, shape, entropy)
     return logp[:count], entropies[:count]
@@ -152,5 +150,5 @@ def distances(
             theirs = torch.log_softmax(other.head.logits(other_rows) / temperature, -1)
         return other.distance(own, theirs)
 
-    pieces = _by_chunks(one, hidden.split(chunk), other.hidden.split(chunk))
+    pieces = _by_chunks(one, [head, other.head], hidden.split(chunk), other.hidden.split(chunk))
     return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)

@@ -10,15 +10,10 @@ import psutil
 import torch
 from torch import nn
 
-from covey.compiled import why_not
-from covey.compiled.linear import is_for_this_processor
-from covey.compiled.live import is_for_live_weights
-from covey.fused_layers import would_fuse
+from covey.kernels import Footprint, footprint
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
 from covey.memory import free_memory
-from covey.outputs import WRITTEN_OUT
-from covey.products import KEPT, fits, is_mkls, is_onednn_faster, repeating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +32,9 @@ class Shape:
     is_tied: bool = True
     """Whether head and embedding are one parameter."""
     is_fused: bool = False
-    """Whether a CPU like this one's computes what stands between the products by kernels (`covey.fused_layers`)."""
-    reads_logits: bool = False
-    """Whether it reads logits by kernels too (`covey.compiled.head`)."""
+    """Whether a CPU like this one's computes what stands between the products by kernels (`covey.kernels`)."""
     is_paired: bool = False
-    """Whether it multiplies bfloat16 in pairs by kernels (`covey.compiled.linear`)."""
-    is_written_out: bool = False
-    """Whether a CPU decodes it a whole step at a time, from whose products the learner can take (`covey.outputs`)."""
+    """Whether it multiplies bfloat16 in pairs by kernels (`covey.kernels`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -71,15 +62,13 @@ class Shape:
             key_value_width=size * (getattr(text, "num_key_value_heads", None) or heads),
             linears=tuple((m.in_features, m.out_features) for m in linears),
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
-            is_fused=would_fuse(model),
-            reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
-            is_paired=why_not() is None and is_for_this_processor(),
-            is_written_out=type(model).__name__ in WRITTEN_OUT and why_not() is None,
+            is_fused=footprint(model).fuses_layers,
+            is_paired=footprint().multiplies_bf16,
         )
 
     def elsewhere(self) -> Shape:
         """On another device than a CPU."""
-        return replace(self, is_fused=False, reads_logits=False, is_paired=False, is_written_out=False)
+        return replace(self, is_fused=False, is_paired=False)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
@@ -87,7 +76,7 @@ class Shape:
 
     def left_to_onednn(self, sizes: Iterable[tuple[int, int]], compute_bytes: int) -> set[tuple[int, int]]:
         """Which of these (in, out) are not multiplied in pairs: it keeps code for each count of rows, torch a cast weight."""
-        return {size for size in sizes if not (self.is_paired and compute_bytes == 2 and fits(*size))}
+        return {size for size in sizes if not (self.is_paired and compute_bytes == 2 and Footprint.fits_bf16(*size))}
 
     def product_sizes(self, compute_bytes: int, adapter_rank: int | None = None) -> int:
         """Sizes of oneDNN's products that a forward and backward pass meets in the linear layers, for one count of rows.
@@ -112,7 +101,9 @@ class Shape:
         rank = (adapter_rank or 0) * len(self.linears) // self.num_layers
         is_adapted, is_narrow = adapter_rank is not None, compute_bytes < 4
         if self.is_fused:
-            by_width, by_inner = (16, 6 if is_adapted else 4) if is_narrow else (24, 12 if is_adapted else 8)
+            by_width, by_inner = (
+                (20 if is_adapted else 16, 6 if is_adapted else 4) if is_narrow else (24, 12 if is_adapted else 8)
+            )
         else:
             by_width, by_inner = (24 if is_adapted else 30, 8) if is_narrow else (24 if is_adapted else 32, 16)
         return by_width * width + 2 * compute_bytes * keys + by_inner * inner + compute_bytes * rank
@@ -147,17 +138,13 @@ class Memory:
     """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
     libraries: int
     """On a CPU: what oneDNN keeps for every size of product that it meets, and what small blocks keep of the heap."""
-    outputs: int
-    """What the sampler leaves of its products for the learner."""
     cache: int
     """Keys and values while completions are drawn; activations and logits are gone then."""
 
     @property
     def peak(self) -> int:
         """The larger of learning and sampling, on top of what stays."""
-        stays = (
-            self.weights + self.reference + self.critic + self.optimizer + self.sampler + self.libraries + self.outputs
-        )
+        stays = self.weights + self.reference + self.critic + self.optimizer + self.sampler + self.libraries
         return stays + max(self.gradients + self.activations + self.logits + self.heap, self.cache)
 
     def in_words(self) -> str:
@@ -188,21 +175,19 @@ def estimate(
     has_critic_model: bool = False,
     samples_in_copy: bool = False,
     is_on_heap: bool = False,
-    output_bytes: int = 0,
 ) -> Memory:
     """Bytes of a run on one device.
 
     `rows` completions of `completion_tokens` are a micro-batch, a group's prompt counted once, bounded by `max_tokens` and
-    `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group, and at
-    most `output_bytes` kept of what layers compute. `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the
-    weights for it. `is_on_heap`: a CPU, whose activations leave holes.
+    `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group.
+    `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations
+    leave holes.
     """
     shape = shape if is_on_heap else shape.elsewhere()
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
     of_critic = shape.num_parameters if has_critic_model else 0
     kept = _product_bytes(shape, compute_bytes, adapter_rank) if is_on_heap else 0
-    pads = is_on_heap and (kept > 0 if compute_bytes == 2 else not is_mkls(torch.float32))
-    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, pads)
+    tokens = _most_tokens(rows, group, prompt_tokens, completion_tokens, max_tokens, enough_tokens, pads=is_on_heap)
     own_bytes, is_cast = weight_bytes if adapter_rank is None else 4, compute_bytes < weight_bytes
     chunk = min(chunk_for(shape.vocabulary, logits_chunk), tokens)
     updated = trained * own_bytes + of_critic * weight_bytes
@@ -221,10 +206,9 @@ def estimate(
         optimizer=int(updated * _state_bytes(optimizer, own_bytes) / own_bytes),
         activations=activations,
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
-        heap=int(_holes(shape, weight_bytes, adapter_rank) * activations) if keeps_holes else 0,
+        heap=int(_holes(adapter_rank) * activations) if keeps_holes else 0,
         sampler=_cast_bytes(shape, compute_bytes) * is_cast + 2 * shape.num_parameters * samples_in_copy,
         libraries=kept + (_LIBRARIES if is_on_heap else 0),
-        outputs=min(output_bytes, _output_bytes(shape, drawn, compute_bytes, samples_in_copy, adapter_rank)),
         cache=(prompts * prompt_tokens + drawn) * shape.cache_bytes(2 if samples_in_copy else compute_bytes),
     )
 
@@ -240,18 +224,15 @@ def _most_tokens(
     every = rows * completion + groups * prompt
     limit = limit_of(whole, max_tokens, enough_tokens)
     tokens = every if limit is None else min(every, max(limit, prompt + completion))
-    return repeating(tokens) if pads else tokens
+    return Footprint.padded(tokens) if pads else tokens
 
 
-def _holes(shape: Shape, weight_bytes: int, adapter_rank: int | None) -> float:
+def _holes(adapter_rank: int | None) -> float:
     """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux).
 
-    PEFT's own modules put small tensors between large ones; `covey.fused_adapters`, which comes with the kernels, does not. It
-    leaves to them a base in 16 bits, whose adapters PEFT makes in 32.
+    PEFT's modules put small tensors between large ones.
     """
-    if adapter_rank is None:
-        return 0.25
-    return 0.0 if shape.is_fused and weight_bytes == 4 else 0.4
+    return 0.25 if adapter_rank is None else 0.4
 
 
 def _cast_bytes(shape: Shape, compute_bytes: int) -> int:
@@ -262,31 +243,19 @@ def _cast_bytes(shape: Shape, compute_bytes: int) -> int:
 
 def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -> int:
     """What oneDNN keeps of a CPU's products, where they are its: those in 16 bits, and in float32 where it is the faster one."""
-    if compute_bytes != 2 and not is_onednn_faster():
+    if compute_bytes != 2 and not footprint().multiplies_fp32_by_onednn:
         return 0
-    return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * KEPT
-
-
-def _output_bytes(
-    shape: Shape, tokens: int, compute_bytes: int, samples_in_copy: bool, adapter_rank: int | None
-) -> int:
-    """What all products of the layers give for so many tokens, where sampler and learner compute in one precision by kernels."""
-    in_pairs = samples_in_copy and compute_bytes == 2 and not shape.left_to_onednn(shape.linears, compute_bytes)
-    live = not samples_in_copy and compute_bytes == 4 and is_for_live_weights()
-    if adapter_rank is not None or not shape.is_written_out or not (in_pairs or live):
-        return 0
-    return tokens * compute_bytes * sum(outside for _, outside in shape.linears)
+    return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * footprint().bytes_per_shape
 
 
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
     """Bytes beside the activations while the head's backward runs, and at the end of the backward, before gradients are summed.
 
-    The head holds a chunk's logits, probabilities and their gradient, or one of them where kernels read them. Products in 16
+    The head holds a chunk's logits, probabilities and their gradient. Products in 16
     bits also hold a copy of its weight and one product of its size; in pairs two copies, and the turned gradient. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
     """
     values = shape.vocabulary * shape.hidden
-    held = compute_bytes if shape.reads_logits else 3 * 4
-    chunks, gradient = held * chunk * shape.vocabulary, 4 * values if is_trained else 0
+    chunks, gradient = 3 * 4 * chunk * shape.vocabulary, 4 * values if is_trained else 0
     copies = (4 if is_trained else 2) * values if is_cast else 0
     if not shape.left_to_onednn([(shape.hidden, shape.vocabulary)], compute_bytes):
         copies = 4 * values + (2 * chunk * shape.vocabulary if is_trained else 0)
@@ -299,9 +268,6 @@ _LIBRARIES = 36 * 2**20
 _ROW_COUNTS = 6
 """Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts).
 Where lengths vary there are up to eight between each power of two and its double, in smaller micro-batches."""
-
-WORTH_KEEPING = 256
-"""Hidden width from which outputs are kept unasked: at 128 rollout and update took 1.00 to 1.10 of the time, at 256 0.85 to 0.95."""
 
 CPU_TOKENS = 4096
 """Tokens of one forward pass on a CPU at most: for one group, whose prompt would otherwise be computed more than once."""
@@ -324,18 +290,6 @@ def starting_tokens(
         return None
     free = free_memory() or psutil.virtual_memory().available
     return max(256, min(CPU_TOKENS, int(0.5 * free / shape.activation_bytes(compute_bytes, is_checkpointed))))
-
-
-def bytes_for_outputs(asked: bool | None, hidden: int, *, is_checkpointed: bool) -> int:
-    """Most bytes for what the sampler leaves to the learner: between a sixteenth and an eighth of the memory that is free, a power
-    of two, which another run on this machine most likely finds too; 0 where it is not asked for.
-
-    Unless it is said (None), it is not where activations are recomputed to save memory, nor in models whose hidden states are
-    so narrow that a number is multiplied again in the time that it takes to fetch it.
-    """
-    wanted = not is_checkpointed and hidden >= WORTH_KEEPING if asked is None else asked
-    free = free_memory() or psutil.virtual_memory().available
-    return 1 << max(0, int(free // 8).bit_length() - 1) if wanted else 0
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
-from covey.fused_layers import faster, recomputes_inside
-from covey.learner import shared, shared_flex
+from covey.kernels import AttentionHeads, SharedPromptAttention, learning
+from covey.learner import shared
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
-from covey.learner.shared_flex import Heads
-from covey.outputs import Disagreement, Outputs, Replay, replaying
-from covey.products import takes_any_rows
 from covey.types import Completion, Prompt
 from covey.world import autocast
 
@@ -44,8 +41,6 @@ class Measured:
     """[N, T], to another model over the whole vocabulary, where one was given."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
-    fresh: Tensor | None = None
-    """[N] bool, the completions of which nothing is the sampler's. None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +73,10 @@ class Policy:
     """Keep activations in the host's memory between forward and backward."""
     shared_attention: str = "auto"
     """What computes the attention of prompts that are shared: auto (FlexAttention on CUDA where it works), flex, sdpa."""
-    outputs: Outputs | None = None
-    """What a sampler has left of the products with these very weights."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
     _kernel: str = field(default="own", init=False)
-    _any_length: bool | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -106,56 +98,24 @@ class Policy:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Everything that is computed of the model is computed inside."""
-        with faster(self.model), autocast(self.device, self.compute_dtype):
+        with learning(self.model), autocast(self.device, self.compute_dtype):
             yield
-
-    def give_back(self) -> bool:
-        """Keep nothing of what is sampled from now on. Whether there was any."""
-        return self.outputs is not None and self.outputs.close()
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable ones, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def measure(
-        self, rows: Sequence[Row], *, entropy: bool = False, against: Against | None = None, reuse: bool = False
-    ) -> Measured:
+    def measure(self, rows: Sequence[Row], *, entropy: bool = False, against: Against | None = None) -> Measured:
         """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
 
-        `against` another model, the distance to its distributions is measured too. With `reuse`, what sampling has left of all
-        but one of them is not multiplied again.
+        `against` another model, the distance to its distributions is measured too.
         """
         has_siblings = len({row.group for row in rows}) < len(rows)
         if has_siblings and self._shares() and (against is None or against.policy._shares()):
-            any_length = self._takes_any_length() and (against is None or against.policy._takes_any_length())
-            packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel, any_length=any_length)
+            packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
-        replay = self._replay(rows, packed) if reuse else None
-        if replay is None:
-            return self._measure(packed, entropy, against)
-        try:
-            with replaying(replay[0]):
-                return replace(self._measure(packed, entropy, against), fresh=replay[1])
-        except Disagreement as gap:
-            replay[0].outputs.forget()
-            logger.warning(
-                "The sampler's products differ by %.2g from the learner's; all is computed again.", gap.args[0]
-            )
         return self._measure(packed, entropy, against)
-
-    def _replay(self, rows: Sequence[Row], packed: PaddedRows | SharedRows) -> tuple[Replay, Tensor] | None:
-        """What is known of these tokens from sampling, and which completions [N] bool are computed all the same: the shortest,
-        so that sampler and learner can still be compared."""
-        if self.outputs is None or not self._splits():
-            return None
-        lengths = [row.completion.num_tokens for row in rows]
-        left_out = min(range(len(rows)), key=lambda i: lengths[i] if lengths[i] > 1 else packed.shape[1])
-        asked = [
-            None if i == left_out else (row.completion.token_ids, row.prompt.token_ids) for i, row in enumerate(rows)
-        ]
-        found = self.outputs.replay(asked, lengths, packed.source, packed.input_ids.numel())
-        return None if found is None else (found, torch.arange(len(rows), device=self.device) == left_out)
 
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
@@ -194,6 +154,7 @@ class Policy:
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
         if isinstance(rows, SharedRows):
+            shared.switch(_inner(self.model))
             return _decoder(self.model)(use_cache=False, **shared.forward_kwargs(rows)).last_hidden_state, None
         extra: dict[str, Any] = {"use_cache": False}
         if self.auxiliary_coefficient:
@@ -207,13 +168,9 @@ class Policy:
             return _decoder(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
         return self.model(input_ids=rows.input_ids, **extra).logits, None
 
-    def _takes_any_length(self) -> bool:
-        """Whether nothing is kept on a CPU for each length that it meets, so that rows need not be of few."""
-        if self._any_length is None:
-            dtype = self.compute_dtype or next(self.model.parameters()).dtype
-            is_cpu = self.device.type == "cpu" and recomputes_inside(self.model)
-            self._any_length = is_cpu and takes_any_rows(self.model, dtype, shared.FEWER_LENGTHS)
-        return self._any_length
+    def release(self) -> None:
+        """Give the model back the attention that it had; shared prompts switch it again."""
+        shared.release(_inner(self.model))
 
     def shares_prompts(self) -> bool:
         """Whether the completions of a group share the computation of their prompt."""
@@ -242,14 +199,12 @@ class Policy:
     def _try_sharing(self) -> str | None:
         """Switch the model to the shared attention, which is SDPA wherever no prompt is shared. A reason if it differs."""
         rows = [_short_row(self.model, count) for count in (3, 2)]
-        config = _inner(self.model).config.get_text_config()
-        was_training, before = self.model.training, config._attn_implementation
+        was_training = self.model.training
         shared.install()
         self.model.eval()
         try:
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
-            config._attn_implementation = shared.ATTENTION
-            heads: set[Heads] = set()
+            heads: set[AttentionHeads] = set()
             together = self._measure(replace(share_rows(rows, self.device), heads=heads), True)
             gap = (apart.logp - together.logp).abs().max().item()
             reason = (
@@ -262,12 +217,12 @@ class Policy:
         finally:
             self.model.train(was_training)
         if reason is not None:
-            config._attn_implementation = before
+            self.release()
         else:
             self._kernel = self._choose_kernel(heads)
         return reason
 
-    def _choose_kernel(self, heads: set[Heads]) -> str:
+    def _choose_kernel(self, heads: set[AttentionHeads]) -> str:
         """The kernel for layers like these. Raises ConfigError where FlexAttention was asked for and cannot be had."""
         if self.shared_attention == "sdpa" or (self.shared_attention == "auto" and self.device.type == "cpu"):
             return "sdpa" if self.shared_attention == "sdpa" else "own"
@@ -277,7 +232,9 @@ class Policy:
             else None
         )
         unseen = None if heads else "its layers cannot be looked at from here"
-        reason = dropped or unseen or next(filter(None, map(shared_flex.reason_against, heads)), None)
+        reason = (
+            dropped or unseen or next(filter(None, map(SharedPromptAttention.flex_unavailable_reason, heads)), None)
+        )
         if reason is None:
             return "flex"
         if self.shared_attention == "flex":

@@ -12,23 +12,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from covey.compiled.layout import Layout
-from covey.learner import shared_flex
+from covey.kernels import AttentionHeads, Layout, SharedPromptAttention
 from covey.learner.packing import Row
-from covey.learner.shared_attention import SharedAttention, runs_here
-from covey.learner.shared_flex import Heads
-from covey.products import repeating
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = "covey"
-FEWER_LENGTHS = 128
-"""Tokens from which a row on a CPU is padded to a length that returns, at most an eighth more."""
 _NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias", "cache")
 """What some models pass to their attention that the parts below do not compute."""
 
@@ -90,8 +85,13 @@ class SharedRows:
     """What computes the attention: own (one function, on a CPU; SDPA by part elsewhere), sdpa (always by part), flex."""
     mask: Any = None
     """FlexAttention's."""
-    heads: set[Heads] | None = None
+    heads: set[AttentionHeads] | None = None
     """Filled with what the layers look like, where it is wanted."""
+
+    @functools.cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The places of all prompts and completions."""
+        return tuple(segment.layout for segment in self.segments)
 
     def spread(self, values: Tensor) -> Tensor:
         """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""
@@ -99,13 +99,11 @@ class SharedRows:
         return flat.index_put((self.place,), values).view(self.shape)
 
 
-def share_rows(
-    rows: Sequence[Row], device: torch.device, kernel: str = "own", *, any_length: bool = False
-) -> SharedRows:
+def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -> SharedRows:
     """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`.
 
-    For the kernel "flex", and on a CPU unless it takes `any_length`, the row ends with padding of its own, which nothing sees:
-    up to a whole block, or to lengths of which there are few.
+    For the kernel "flex", and on a CPU, the row ends with padding of its own, which nothing sees: up to a whole block, or to
+    lengths of which there are few.
     """
     longest = max(row.completion.num_tokens for row in rows)
     groups: dict[int, list[int]] = {}
@@ -131,9 +129,7 @@ def share_rows(
             target.append(tokens)
             place.append((i * longest, len(tokens)))
             offset += count
-    padding = shared_flex.padded(offset) - offset if kernel == "flex" else 0
-    if kernel == "own" and device.type == "cpu" and offset >= FEWER_LENGTHS and not any_length:
-        padding = repeating(offset) - offset
+    padding = SharedPromptAttention.padding(offset, kernel, device)
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.long))
         positions += [(0, 1)] * padding
@@ -148,7 +144,7 @@ def share_rows(
         place=_numbers(place).to(device),
         shape=(len(rows), longest),
         kernel=kernel,
-        mask=shared_flex.mask_of(layouts, device) if kernel == "flex" else None,
+        mask=SharedPromptAttention.mask(layouts, kernel, device),
     )
 
 
@@ -187,14 +183,11 @@ def attention(
             raise ValueError(f"its attention uses {name}")
     if covey_rows.heads is not None:
         covey_rows.heads.add(_heads_of(query, key, value))
-    if covey_rows.kernel == "flex" and dropout == 0.0:
-        return shared_flex.attend(query, key, value, covey_rows.mask, scaling), None
-    if covey_rows.kernel == "own" and runs_here(query, value, dropout):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        layouts = tuple(segment.layout for segment in covey_rows.segments)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-        out = SharedAttention.apply(query[0].to(dtype), key[0].to(dtype), value[0].to(dtype), layouts, scale)
-        return out.transpose(0, 1)[None], None
+    attended = SharedPromptAttention.attend(
+        query, key, value, covey_rows.layouts, covey_rows.mask, kernel=covey_rows.kernel, scale=scaling, dropout=dropout
+    )
+    if attended is not None:
+        return attended, None
     repeats = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     parts = []
@@ -203,10 +196,10 @@ def attention(
     return torch.cat(parts)[None], None
 
 
-def _heads_of(query: Tensor, key: Tensor, value: Tensor) -> Heads:
+def _heads_of(query: Tensor, key: Tensor, value: Tensor) -> AttentionHeads:
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    return Heads(query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype, query.device)
+    return AttentionHeads(query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype, query.device)
 
 
 def _attend(
@@ -234,6 +227,24 @@ def install() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+
+
+def switch(model: Any) -> None:
+    """Let this model attend by `attention` until `release`; gradient checkpointing calls it again in the backward pass."""
+    config = model.config.get_text_config()
+    if config._attn_implementation != ATTENTION:
+        _before[model] = config._attn_implementation
+        config._attn_implementation = ATTENTION
+
+
+def release(model: Any) -> None:
+    """Undo `switch`."""
+    if model in _before:
+        model.config.get_text_config()._attn_implementation = _before.pop(model)
+
+
+_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The attention implementation that each switched model had."""
 
 
 def drops(model: Any) -> bool:

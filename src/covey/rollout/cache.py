@@ -14,12 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.compiled import packed_attention
-from covey.compiled.layout import Layout
-from covey.memory import mapped_zeros
+from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Layout, zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
-from covey.rollout.compiled import Kernels, Step
-from covey.rollout.whole_step import Slabs
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
@@ -56,12 +52,11 @@ class KeyValues:
         device: torch.device,
         dtype: torch.dtype,
         context: int,
-        kernels: Kernels | None = None,
-        any_rows: bool = False,
+        kernels: DecodeKernels | None = None,
     ) -> None:
-        """`kernels` attend while decoding; without them, PyTorch's operations do. `any_rows` as in `Forward`."""
+        """`kernels` attend while decoding; without them, PyTorch's operations do."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
-        self.kernels, self.any_rows = kernels, any_rows
+        self.kernels = kernels
         self.merge = best_merge(device, dtype)
         self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
         self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
@@ -77,12 +72,12 @@ class KeyValues:
         # Starts, owners and prompt lengths, for the kernels. `arrange`, which follows whatever comes or goes, makes them void,
         # and `_resize` does, which alone may come between two steps.
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
-        self._slabs: Slabs | None = None  # void where `prefix` or `suffix` become other tensors
+        self._slabs: CacheTables | None = None  # void where `prefix` or `suffix` become other tensors
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         shape = (2, rows, layer.heads, columns, layer.width)
         if self.device.type == "cpu":
-            return mapped_zeros(shape, self.dtype)
+            return zeros(shape, self.dtype)
         return torch.zeros(shape, device=self.device, dtype=self.dtype)
 
     @property
@@ -91,8 +86,8 @@ class KeyValues:
 
     @property
     def num_computed(self) -> int:
-        """Rows that a decode step computes: those in flight and, where numbers should return, some more, which mean nothing."""
-        return self.num_rows if self.any_rows else padded_rows(self.num_rows)
+        """Rows that a decode step computes: those in flight and, so that few numbers of rows occur, some more, which mean nothing."""
+        return padded_rows(self.num_rows)
 
     # -- prompts and rows come and go -------------------------------------------------------------------------------
 
@@ -171,19 +166,19 @@ class KeyValues:
         return self._places
 
     @property
-    def slabs(self) -> Slabs:
+    def slabs(self) -> CacheTables:
         """Where the keys and values of all layers are, as the kernels want it."""
         if self._slabs is None:
-            self._slabs = Slabs(self.suffix, self.prefix)
+            self._slabs = CacheTables(self.suffix, self.prefix)
         return self._slabs
 
-    def step(self, heads: int, repeats: int, width: int, scale: float) -> Step:
+    def step(self, heads: int, repeats: int, width: int, scale: float) -> DecodeStep:
         """This decode step, as the kernels want it; rotation and norms are not in it."""
         if self._tables is None:
             starts, owners, lengths = map(torch.tensor, (self.starts, self.owners, self.prompt_lengths))
             self._tables = starts, owners, lengths
         starts, owners, lengths = self._tables
-        return Step(
+        return DecodeStep(
             rows=self.num_rows,
             heads=heads,
             repeats=repeats,
@@ -198,14 +193,12 @@ class KeyValues:
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> bool:
-        """A column for the keys of this decode step. Whether the buffers had to grow for it."""
-        is_full = self.clock >= self.suffix_bias.shape[1]
-        if is_full:
+    def begin_step(self) -> None:
+        """A column for the keys of this decode step."""
+        if self.clock >= self.suffix_bias.shape[1]:
             self._resize(self.num_rows)
         self.suffix_bias[:, self.clock] = 0.0
         self.wide_suffix = {}
-        return is_full
 
     def end_step(self) -> None:
         self.clock += 1
@@ -239,8 +232,6 @@ class Decode:
     """A forward pass of one new token for each row in flight."""
 
     cache: KeyValues
-    kept: int | None = None
-    """Where the outputs of its products stay among `covey.outputs`; None: nowhere."""
 
     @property
     def context(self) -> int:
@@ -350,5 +341,4 @@ class Prefill:
         """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where they do not run."""
         if self.cache.kernels is None or not layouts or not query.dtype == key.dtype == value.dtype:
             return None
-        kernels = packed_attention.kernels_for(query, key, layouts)
-        return None if kernels is None else kernels.forward(query, key, value, layouts, scale)[0]
+        return self.cache.kernels.prefill(query, key, value, layouts, scale)

@@ -16,16 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.compiled import layers
-from covey.memory import Holes
-from covey.outputs import WRITTEN_OUT, Outputs, Product
+from covey.errors import Unsupported
+from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, SamplerLinear
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import Kernels, Step
 from covey.rollout.forward import ModulesForward
-from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
-from covey.rollout.sampler import Unsupported
-from covey.rollout.whole_step import Places, Weights
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
@@ -33,28 +28,31 @@ Attend = Callable[[int, Tensor], "Tensor | None"]
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """What transformers and PEFT hang on embeddings with gradient checkpointing: it changes no number, and asks for their gradient."""
 
+WRITTEN_OUT = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders of one shape, norm, rotary attention, norm, gated SiLU, that are computed here without calling their modules."""
+
 PACKED = 64
-"""Where oneDNN multiplies, tokens of prompts are computed in multiples of this many: a new number of rows costs it 3 ms."""
+"""Tokens of prompts are computed in multiples of this many: a new number of rows costs oneDNN 3 ms."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
     before: Tensor
-    qkv: Linear
+    qkv: SamplerLinear
     query_norm: Tensor | None
     key_norm: Tensor | None
-    out: Linear
+    out: SamplerLinear
     after: Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: SamplerLinear
+    up: SamplerLinear
+    down: SamplerLinear
 
     @property
     def norms(self) -> tuple[Tensor | None, ...]:
         return self.before, self.after, self.query_norm, self.key_norm
 
     @property
-    def products(self) -> tuple[Linear, ...]:
+    def products(self) -> tuple[SamplerLinear, ...]:
         return self.qkv, self.out, self.gate, self.up, self.down
 
 
@@ -71,7 +69,7 @@ class DecoderForward:
         probe = ModulesForward(model)  # refuses what no engine runs
         self.layers: tuple[LayerShape, ...] = probe.layers
         self.device, self.dtype = probe.device, dtype
-        self.linear: type[Live] | type[Paired] = Live if dtype == probe.dtype else Paired
+        self.copies = dtype != probe.dtype
         self.vocab_size = int(config.vocab_size)
         self.eps = float(config.rms_norm_eps)
         attention = self.model.model.layers[0].self_attn
@@ -81,9 +79,6 @@ class DecoderForward:
         self.query_heads = self.key_heads * int(attention.num_key_value_groups)
         self._heads_of_qkv = (self.query_heads, self.key_heads, self.key_heads)
         self.rotation = torch.zeros(2, 0, self.width)
-        self.outputs: Outputs | None = None
-        """Where to keep those of products, if anywhere."""
-        self._kept: Places | None = None
         self.is_reserved = False
         self._take()
 
@@ -101,30 +96,27 @@ class DecoderForward:
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
-        holes = Holes()
-        self.weights: Weights | None = None  # the old copy goes before the new one is whole
+        self.weights: DecodeWeights | None = None  # the old copy goes before the new one is whole
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
             self.blocks = [self._pack(layer) for layer in decoder.layers]
             self.norm = decoder.norm.weight.detach().float()
-            self.head = self.linear.of(self.model.lm_head)
-        self.weights = Weights.of(self.blocks, self.norm, self.head)
-        self.any_rows = self.weights is not None
-        holes.give_back()
+            self.head = SamplerLinear.make(self.model.lm_head, copies=self.copies)
+        self.weights = DecodeWeights.of(self.blocks, self.norm, self.head)
 
     def _pack(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         norm_of = lambda name: getattr(attention, name).weight.detach().float() if hasattr(attention, name) else None
         return _Layer(
             before=layer.input_layernorm.weight.detach().float(),
-            qkv=self.linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=SamplerLinear.make(attention.q_proj, attention.k_proj, attention.v_proj, copies=self.copies),
             query_norm=norm_of("q_norm"),
             key_norm=norm_of("k_norm"),
-            out=self.linear.of(attention.o_proj),
+            out=SamplerLinear.make(attention.o_proj, copies=self.copies),
             after=layer.post_attention_layernorm.weight.detach().float(),
-            gate=self.linear.of(mlp.gate_proj),
-            up=self.linear.of(mlp.up_proj),
-            down=self.linear.of(mlp.down_proj),
+            gate=SamplerLinear.make(mlp.gate_proj, copies=self.copies),
+            up=SamplerLinear.make(mlp.up_proj, copies=self.copies),
+            down=SamplerLinear.make(mlp.down_proj, copies=self.copies),
         )
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -139,9 +131,8 @@ class DecoderForward:
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
         """The prompts' own tokens are computed end to end; only attention may see padding."""
         real = batch.places(ids.shape[1])
-        if not self.any_rows:
-            real = F.pad(real, (0, -len(real) % PACKED))  # by the first token again, which nobody looks at
-        real = real.to(ids.device)
+        # by the first token again, which nobody looks at
+        real = F.pad(real, (0, -len(real) % PACKED)).to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
 
         def attend(layer: int, h: Tensor) -> Tensor | None:
@@ -156,35 +147,10 @@ class DecoderForward:
     def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
         cache = batch.cache
         if cache.kernels and self.weights:
-            step, kept = self._step(cache, positions), None
-            if batch.kept is not None and self.outputs is not None:
-                step.kept, kept = batch.kept, self._places(self.outputs)
-            return cache.kernels.decode(step, self.weights, cache.slabs, self.embedding[ids].float(), kept)
+            step = self._step(cache, positions)
+            return cache.kernels.decode(step, self.weights, cache.slabs, self.embedding[ids].float())
         attend = self._by_kernels(cache, positions) if cache.kernels else self._by_operations(cache, positions)
         return self.head(self._run(ids, attend, cache.kernels))
-
-    def products(self) -> list[Product]:
-        """What a decode step by kernels multiplies with, for `covey.outputs`; none where it cannot be kept."""
-        decoder, found = self.model.model, list[Product]()
-        for layer in decoder.layers if self.weights else ():
-            attention, mlp = layer.self_attn, layer.mlp
-            heads = attention.q_proj, attention.k_proj, attention.v_proj
-            others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-            if any(type(linear) is not nn.Linear for linear in (*heads, *others)):
-                return []  # an adapter's weights are added to those that the learner multiplies with
-            apart = [heads] if self.linear is Paired else [(one,) for one in heads]
-            found += [
-                Product(tuple(one.weight for one in linears)) for linears in (*apart, *((one,) for one in others))
-            ]
-        weights = [id(weight) for product in found for weight in product.weights]
-        return (
-            found if len(set(weights)) == len(weights) else []
-        )  # a weight that two layers share gives two outputs a token
-
-    def _places(self, outputs: Outputs) -> Places:
-        if self._kept is None or self._kept.generation != outputs.generation:
-            self._kept = Places(outputs.slabs, len(self.blocks), outputs.generation)
-        return self._kept
 
     def _by_operations(self, cache: KeyValues, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)
@@ -209,7 +175,7 @@ class DecoderForward:
 
         return attend
 
-    def _step(self, cache: KeyValues, positions: Tensor) -> Step:
+    def _step(self, cache: KeyValues, positions: Tensor) -> DecodeStep:
         """This step with its rotations, for the kernels."""
         if not self.is_reserved:
             self._rotate_up_to(int(positions.max()) + 1)
@@ -219,7 +185,7 @@ class DecoderForward:
         step.cosines, step.sines = self.rotation[0].data_ptr(), self.rotation[1].data_ptr()
         return step
 
-    def _run(self, ids: Tensor, attend: Attend, kernels: Kernels | None) -> Tensor:
+    def _run(self, ids: Tensor, attend: Attend, kernels: DecodeKernels | None) -> Tensor:
         """[M, hidden] normed, for the head, for M tokens. Nothing useful where `attend` gave up in the last layer."""
         x = self.embedding[ids].float()
         update: Tensor | None = None
@@ -230,10 +196,12 @@ class DecoderForward:
                 return h
             update = block.out(attended.reshape(len(x), -1))
             h = self._added_and_normed(x, update, block.after, kernels)
-            update = block.down(_gated(block, h))
+            update = block.down(block.gate.gated(block.up, h))
         return self._added_and_normed(x, update, self.norm, kernels)
 
-    def _added_and_normed(self, x: Tensor, update: Tensor | None, weight: Tensor, kernels: Kernels | None) -> Tensor:
+    def _added_and_normed(
+        self, x: Tensor, update: Tensor | None, weight: Tensor, kernels: DecodeKernels | None
+    ) -> Tensor:
         """The norm of `x + update`, which `x` becomes."""
         if kernels is not None:
             return kernels.add_norm(x, update, weight, self.eps)
@@ -276,18 +244,6 @@ class DecoderForward:
         cos, sin = self.model.model.rotary_emb(self.embedding.float(), every[None])
         sin = torch.cat((-sin[..., : self.width // 2], sin[..., self.width // 2 :]), -1)
         self.rotation = torch.cat((cos, sin)).float()
-
-
-def _gated(block: _Layer, h: Tensor) -> Tensor:
-    """[M, intermediate], rounded as in a decode step of one call where that is how this block decodes."""
-    kernels = (
-        layers.kernels_for(h.dtype, h.dtype)
-        if isinstance(block.gate, Paired) and isinstance(block.up, Paired)
-        else None
-    )
-    if kernels is None:
-        return block.up.times(h, block.gate.silu(h))
-    return kernels.gate(block.gate(h), block.up(h))
 
 
 def _is_hooked(module: nn.Module) -> bool:

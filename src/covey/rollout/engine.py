@@ -10,20 +10,18 @@ from typing import Any, Literal
 
 import torch
 
-from covey.errors import ConfigError, MemoryLimitError
+from covey.errors import ConfigError, MemoryLimitError, Unsupported
+from covey.kernels import DecodeKernels, SamplerLinear
 from covey.memory import is_out_of_memory, release
-from covey.outputs import Outputs, Product
-from covey.rollout.compiled import Kernels
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.flight import Flight, Job
 from covey.rollout.forward import Forward, ModulesForward
 from covey.rollout.graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.kernels import AttentionChoice, captures, verified_attention, verified_kernels
-from covey.rollout.linear import has_bfloat16
 from covey.rollout.mode import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, Unsupported
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.static_cache import Attention
 from covey.rollout.static_flight import StaticFlight
@@ -43,9 +41,9 @@ def best_forward(model: Any, dtype: Precision) -> Forward:
     live = next(unwrapped(model).parameters())
     wanted = live.dtype if dtype == "auto" else getattr(torch, dtype)
     is_large = sum(parameter.numel() for parameter in unwrapped(model).parameters()) >= BFLOAT16_FROM
-    if dtype == "auto" and live.dtype == torch.float32 and has_bfloat16(live.device) and is_large:
+    if dtype == "auto" and live.dtype == torch.float32 and SamplerLinear.has_bfloat16(live.device) and is_large:
         wanted = torch.bfloat16
-    if wanted != live.dtype and not (wanted == torch.bfloat16 and has_bfloat16(live.device)):
+    if wanted != live.dtype and not (wanted == torch.bfloat16 and SamplerLinear.has_bfloat16(live.device)):
         raise Unsupported(f"the model is in {live.dtype} and cannot be sampled from in {wanted} on this processor")
     try:
         return DecoderForward(model, wanted)
@@ -106,8 +104,6 @@ class NativeSampler:
         self.between: Callable[[], None] = lambda: None
         """Called between tokens; what it raises ends the sampling."""
         self.asked_graphs, self.asked_attention = cuda_graphs, attention
-        self.outputs: Outputs | None = None
-        """Where outputs of products are kept for the learner while it says so; nowhere unless `keep` was called."""
         self._take(model)
         self.version = 0
 
@@ -121,7 +117,7 @@ class NativeSampler:
         """Whose kernels attend while decoding."""
         self.is_static = device.type == "cuda" or self.asked_attention == "triton"
         """Whether steps run on buffers that keep their places, which only a GPU gains from."""
-        self.kernels: Kernels | None = None
+        self.kernels: DecodeKernels | None = None
         """What a CPU decodes with, instead of PyTorch's operations."""
         if self.is_static:
             self.attention = verified_attention(self.forward, model, self.asked_attention)
@@ -134,21 +130,7 @@ class NativeSampler:
         """Sample with this model, as it is now, from now on."""
         if policy is not self.model or not self.forward.refresh():
             self._take(policy)
-        self._begin_outputs()
         self.version = version
-
-    def keep(self, outputs: Outputs) -> None:
-        """From now on leave there what a learner of the same weights and precision need not compute again, if anything."""
-        self.outputs = outputs
-        self._begin_outputs()
-
-    def _begin_outputs(self) -> None:
-        if self.outputs is None:
-            return
-        found: list[Product] = []
-        if isinstance(self.forward, DecoderForward) and self.kernels is not None:
-            self.forward.outputs, found = self.outputs, self.forward.products()
-        self.outputs.begin(found, self.forward.dtype, unwrapped(self.model).parameters())
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
@@ -185,10 +167,7 @@ class NativeSampler:
             jobs, rows, held = deque(flight.unfinished), flight.max_rows, flight.budget
             del flight
             release()
-            if self.outputs is not None and self.outputs.close():
-                logger.warning("Memory ran out; what layers compute is not kept for the update any more.")
-            else:
-                self._halve(n, rows, held, failed)
+            self._halve(n, rows, held, failed)
 
     def _give_back(self) -> None:
         """What graphs had for themselves the allocator gives to nobody else before its cache is emptied."""
@@ -227,8 +206,7 @@ class NativeSampler:
             "between": self.between,
         }
         if not self.is_static:
-            outputs = self.outputs if self.outputs is not None and self.outputs.is_filling else None
-            return Flight(self.forward, jobs, params, **options, kernels=self.kernels, outputs=outputs)
+            return Flight(self.forward, jobs, params, **options, kernels=self.kernels)
         return StaticFlight(self.forward, jobs, params, **options, steps=self._new_steps(), attention=self.attention)
 
     def _new_steps(self) -> Eager | Captured:

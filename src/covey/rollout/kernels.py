@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import os
 from typing import Any, Literal
 
 import torch
 
-from covey.compiled import tell_fallback, why_not
-from covey.errors import ConfigError
+from covey.errors import ConfigError, Unsupported
+from covey.kernels import DecodeKernels, TritonDecode, unavailable_reason
 from covey.memory import is_out_of_memory
 from covey.rollout.cache import KeyValues
-from covey.rollout.compiled import Kernels, kernels_for
 from covey.rollout.forward import Forward, plain_cache, verify
-from covey.rollout.sampler import Unsupported
 from covey.rollout.static_cache import Attention, StaticKeyValues
 
 logger = logging.getLogger(__name__)
@@ -39,28 +36,19 @@ def captures(asked: bool | None, device: torch.device) -> bool:
     return False
 
 
-def why_no_triton(device: torch.device) -> str | None:
-    """None where Triton's kernels can run on this device, otherwise the reason."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton)"
-    import triton
-
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        return f"Triton's kernels run on CUDA devices, and the model is on {device.type}"
-    return None
-
-
-def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> Kernels | None:
+def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> DecodeKernels | None:
     """The kernels of `compiled.py` for a model on a CPU where they give its own logits; None where PyTorch's operations decode.
 
     Raises ConfigError when they are asked for and cannot run, Unsupported when PyTorch's operations differ from the model too.
     """
     shapes = {layer.width for layer in forward.layers}
     kernels = (
-        kernels_for(forward.device, forward.dtype, shapes.pop()) if len(shapes) == 1 and asked != "torch" else None
+        DecodeKernels.of(forward.device, forward.dtype, shapes.pop()) if len(shapes) == 1 and asked != "torch" else None
     )
     if kernels is None and asked == "compiled":
-        reason = why_not() or f"this model has heads or a precision that they are not made for ({forward.dtype})"
+        reason = (
+            unavailable_reason() or f"this model has heads or a precision that they are not made for ({forward.dtype})"
+        )
         raise ConfigError(f"attention='compiled' is not possible here: {reason}.")
     if kernels is not None:
         try:
@@ -68,7 +56,7 @@ def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> Ke
         except Unsupported as error:
             if asked == "compiled":
                 raise
-            tell_fallback("Decoding", error)
+            logger.warning("Decoding with PyTorch's own operations, not with compiled kernels: %s.", error)
         else:
             return kernels
     verify(forward, model)
@@ -81,7 +69,7 @@ def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> 
     Raises ConfigError when Triton's are asked for and cannot run, Unsupported when PyTorch's differ from the model too.
     """
     if asked != "torch":
-        reason = why_no_triton(forward.device)
+        reason = TritonDecode.unavailable_reason(forward.device)
         if reason is not None and asked == "triton":
             raise ConfigError(f"attention='triton' is not possible here: {reason}.")
         if reason is None:
@@ -95,15 +83,13 @@ def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> 
 
 def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> str | None:
     """None when Triton's kernels compile, run and agree with the model."""
-    from triton.runtime.errors import TritonError
-
     try:
         verify(forward, model, new_cache=_cache_with("triton"))
     except Unsupported as error:
         if asked == "triton":
             raise
         return str(error)
-    except (TritonError, RuntimeError, OSError) as error:  # no compiler, no room on the chip, no driver
+    except TritonDecode.errors() as error:
         if asked == "triton" or is_out_of_memory(error):
             raise
         return f"Triton's do not run here ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from covey.kernels import TritonDecode
 from covey.rollout.attention import HIDDEN, Part, Places
 from covey.rollout.cache import STEP, KeyValues, LayerShape, rounded
 
@@ -189,11 +190,10 @@ class StaticKeyValues(KeyValues):
 
     # -- one step: tensors only, so that it can be captured ----------------------------------------------------------
 
-    def begin_step(self) -> bool:
+    def begin_step(self) -> None:
         """Every row sees the clock's column from now on. Nothing grows in a step."""
         self.suffix_bias.index_fill_(1, self.now, 0.0)
         self.wide_prefix, self.wide_suffix = {}, {}
-        return False
 
     def end_step(self) -> None:
         """The clock of the kernels goes on. The host's follows by `advance`."""
@@ -209,14 +209,22 @@ class StaticKeyValues(KeyValues):
         rows, heads, width = key.shape
         own, shared = self.suffix[layer], self.prefix[layer]
         if self.attention == "triton":
-            from covey.rollout import triton_attention
-
-            triton_attention.append(key, value, own, self.now)
-            spans = triton_attention.Spans(
-                self.members, self.counts, self.lengths, self.owned[:rows], self.first[:rows], self.now
-            )
-            return triton_attention.decode(
-                query, own, self.suffix_bias, shared, self.prefix_bias, spans, scale, softcap
+            return TritonDecode.attend(
+                query,
+                key,
+                value,
+                own=own,
+                own_bias=self.suffix_bias,
+                prompts=shared,
+                prompt_bias=self.prefix_bias,
+                members=self.members,
+                counts=self.counts,
+                lengths=self.lengths,
+                owned=self.owned[:rows],
+                first=self.first[:rows],
+                clock=self.now,
+                scale=scale,
+                softcap=softcap,
             )
         own = own[:, :rows]
         own[0].index_copy_(2, self.now, key[:, :, None])

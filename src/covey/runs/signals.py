@@ -12,6 +12,8 @@ from typing import Any
 PREEMPTED = 75
 """EX_TEMPFAIL: saved, please start the same command again."""
 _SAME_PRESS_SECONDS = 0.5
+_TIMER = getattr(signal, "SIGRTMAX", None)
+"""The signal of `rewards.alarm`."""
 
 
 class StopRequest:
@@ -30,6 +32,8 @@ class StopRequest:
         """The first signal received; None: none yet."""
         self._signals = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has no SIGUSR1
         self._before: dict[signal.Signals, Any] = {}
+        self._timer: Any = None
+        """Handler of the signal that ends rewards past their time limit, before any did."""
         self._owner = os.getpid()
         self._received_at = 0.0
 
@@ -53,6 +57,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         self._owner = os.getpid()
         if threading.current_thread() is threading.main_thread():
+            self._timer = signal.getsignal(_TIMER) if _TIMER is not None else None
             for number in self._signals:
                 before = signal.getsignal(number)
                 if (
@@ -68,6 +73,8 @@ class StopRequest:
         if os.getpid() == self._owner:
             for number, before in self._before.items():
                 signal.signal(number, before)
+            if self._timer is not None and _TIMER is not None:
+                signal.signal(_TIMER, self._timer)
         self._before.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

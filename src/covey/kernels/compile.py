@@ -1,0 +1,188 @@
+"""Compile-and-cache for the C++ kernels: built once by the machine's own compiler, checked against PyTorch, loaded by ctypes.
+
+Without a compiler, or on another processor, PyTorch's operations do the same work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+K = TypeVar("K")
+
+HEADERS = Path(__file__).parent / "cpp"
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-exceptions",
+    "-w",
+)
+COMPILE_SECONDS = 120
+SWITCH = "COVEY_CPU_KERNELS"
+"""Environment variable; 0: compile and load nothing."""
+
+NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
+"""C++ names of the precisions that kernels are compiled for."""
+
+
+@functools.cache
+def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | None:
+    """The shared library of `source` with these macros, compiled if it is not cached.
+
+    None where that is impossible; the log says why, and what PyTorch's operations are `doing` instead.
+    """
+    reason = unavailable_reason()
+    if reason is None:
+        try:
+            return ctypes.CDLL(str(built(source, defines)))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
+            reason = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
+    log_fallback(doing, reason, logging.INFO)
+    return None
+
+
+def load_verified(
+    source: Path,
+    defines: tuple[str, ...],
+    doing: str,
+    make: Callable[[ctypes.CDLL], K],
+    gap: Callable[[K], float],
+    most: float,
+    what: str,
+) -> K | None:
+    """`make(library)` for the library of `source`, if its error `gap` against PyTorch is below `most`.
+
+    None otherwise; the log says why, and what PyTorch's operations are `doing` instead. `what` names the numbers that differ.
+    """
+    found = load(source, defines, doing)
+    if found is None:
+        return None
+    made = make(found)
+    # the first request may come from inside torch.device("meta") or autocast
+    with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        far = gap(made)
+    if far < most:
+        return made
+    log_fallback(doing, f"{what} by {far:.1g}")
+    return None
+
+
+def largest_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest absolute error of any pair, relative to the largest expected number of that pair."""
+    gaps = [(one.float() - two).abs().max() / two.abs().max() for one, two in zip(found, expected, strict=True)]
+    return float(torch.stack(gaps).max())
+
+
+def log_fallback(doing: str, reason: object, level: int = logging.WARNING) -> None:
+    """Log that PyTorch's operations are `doing` this, and why."""
+    logger.log(level, "%s with PyTorch's own operations, not with compiled kernels: %s.", doing, reason)
+
+
+def unavailable_reason() -> str | None:
+    """The reason why C++ kernels cannot run here; None if they can. Raises ConfigError for another value of `COVEY_CPU_KERNELS` than 0 or 1."""
+    said = os.environ.get(SWITCH, "").strip()
+    if said not in ("", "0", "1"):
+        raise ConfigError(
+            f"{SWITCH} is {said!r}; give 0 to compute without compiled kernels, 1 or nothing to compute with them."
+        )
+    if said == "0":
+        return f"{SWITCH} is 0"
+    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+        return f"they are written for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return "they need a processor with AVX2"
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return "torch has loaded no OpenMP runtime that they could share"
+    if _compiler() is None:
+        return "there is no C++ compiler (install g++)"
+    return None
+
+
+def processor_has(what: str) -> bool:
+    """True if torch reports this feature: "amx_tile" or "avx512_bf16"."""
+    return bool(getattr(torch.cpu, f"_is_{what}_supported", lambda: False)())
+
+
+def _compiler() -> list[str] | None:
+    """The C++ compiler's command: `CXX`, else g++, else clang++."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["g++"], ["clang++"]]:
+        found = shutil.which(command[0])
+        if found is not None:
+            return [found, *command[1:]]
+    return None
+
+
+def built(source: Path, defines: Sequence[str], more: Sequence[str] = ()) -> Path:
+    """The library in the user's cache folder, compiled now if it is not there, with `more` flags.
+
+    Raises OSError or SubprocessError.
+    """
+    compiler = _compiler()
+    assert compiler is not None  # `unavailable_reason` has looked
+    flags = [*FLAGS, *(f"-D{name}" for name in defines), *more]
+    target = cache_folder() / f"{source.stem}-{_fingerprint(source, compiler, flags)}.so"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder, "kernels.so")
+            # not linked with -fopenmp: the names are found in the runtime that torch has loaded, so threads are shared
+            compile_ = [*compiler, *flags, f"-I{HEADERS}", "-c", str(source), "-o", f"{folder}/kernels.o"]
+            _compile(compile_)
+            _compile([*compiler, "-shared", f"{folder}/kernels.o", "-o", str(made)])
+            made.replace(target)
+    return target
+
+
+def _compile(command: list[str]) -> None:
+    subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL
+    )
+
+
+def cache_folder() -> Path:
+    """`~/.cache/covey`, writable by this user only. Raises OSError if others may write to it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covey"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"others may write to {folder}, so nothing is loaded from it")
+    return folder
+
+
+def _fingerprint(source: Path, compiler: Sequence[str], flags: Sequence[str]) -> str:
+    """Hash of everything the library depends on: sources, flags, compiler, processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = [line for line in lines if line.startswith(("flags", "model name"))][:2]  # of the first core
+    known = [
+        source.read_text(),
+        *(header.read_text() for header in sorted(HEADERS.glob("*.h"))),
+        *flags,
+        *compiler,
+        str(Path(compiler[0]).resolve()),
+        str(os.stat(compiler[0]).st_mtime_ns),
+        *cpu,
+    ]
+    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]

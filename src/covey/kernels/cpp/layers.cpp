@@ -1,0 +1,145 @@
+// Between the matmuls of a decoder layer, forward and backward on a CPU: RMSNorm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32
+// whatever the numbers' precision. Threads are those of the OpenMP runtime that torch has loaded.
+
+#include "vectors.h"
+
+extern "C" {
+int omp_get_thread_num(void);
+}
+
+namespace {
+
+constexpr int64_t FEW = 16384;  // numbers below which one thread is enough
+
+// Of each row: out = x * scale * weight with scale = (mean of x^2 + epsilon)^-1/2.
+template <class X, class Y>
+void norm(const X* x, const float* weight, Y* out, float* scales, int64_t rows, int64_t size, double epsilon, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > FEW)
+    for (int64_t row = 0; row < rows; row++) {
+        const X* mine = x + row * size;
+        Floats squares = {};
+        for (int64_t i = 0; i < size; i += LANES) {
+            const Floats value = load(mine + i);
+            squares += value * value;
+        }
+        const float scale = 1.0f / std::sqrt(sum(squares) / (float)size + (float)epsilon);
+        scales[row] = scale;
+        for (int64_t i = 0; i < size; i += LANES) store(out + row * size + i, load(mine + i) * scale * load(weight + i));
+    }
+}
+
+// The gradient of x, and into `sums` [threads, size] what each thread's rows add to that of the weight.
+template <class X, class Y>
+void norm_backward(const Y* gradient, const X* x, const float* weight, const float* scales, X* out, float* sums, int64_t rows,
+                   int64_t size, int64_t threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * size > FEW)
+    {
+        float* own = sums + omp_get_thread_num() * size;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const X* mine = x + row * size;
+            const Y* slope = gradient + row * size;
+            const float scale = scales[row];
+            Floats along = {};
+            for (int64_t i = 0; i < size; i += LANES) {
+                const Floats normed = load(mine + i) * scale, given = load(slope + i);
+                store(own + i, load(own + i) + given * normed);
+                along += given * load(weight + i) * normed;
+            }
+            const float mean = sum(along) / (float)size;
+            for (int64_t i = 0; i < size; i += LANES) {
+                const Floats normed = load(mine + i) * scale;
+                store(out + row * size + i, (load(slope + i) * load(weight + i) - normed * mean) * scale);
+            }
+        }
+    }
+}
+
+inline Floats sigmoid(Floats x) {
+#ifdef WIDE  // where `exponential` takes what is above 0 too
+    const Floats e = exponential((Floats)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)-x));
+    return all(1.0f) / (e + 1.0f);
+#else
+    const Floats e = exponential(x < all(0.0f) ? x : -x), over = all(1.0f) / (e + 1.0f);
+    return x < all(0.0f) ? e * over : over;
+#endif
+}
+
+// out = SiLU(gate) * up
+template <class T>
+void gate(const T* gates, const T* ups, T* out, int64_t count, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > FEW)
+    for (int64_t i = 0; i < count; i += LANES) store(out + i, silu(load(gates + i)) * load(ups + i));  // as in decode.cpp, to the bit
+}
+
+// Gradients of both from that of their product, which becomes the product itself where `repeats`.
+template <class T>
+void gate_backward(T* gradient, const T* gates, const T* ups, T* gate_gradient, T* up_gradient, int64_t count, int64_t repeats,
+                   int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > FEW)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats x = load(gates + i), up = load(ups + i), given = load(gradient + i);
+        const Floats open = sigmoid(x), silu = x * open;
+        store(up_gradient + i, given * silu);
+        store(gate_gradient + i, given * up * open * (x * (1.0f - open) + 1.0f));
+        if (repeats) store(gradient + i, silu * up);
+    }
+}
+
+// [tokens, heads, size] of which head h of token t is at t * by_token + h * by_head.
+struct Heads {
+    void* data;
+    int64_t by_head, by_token, heads;
+};
+
+// Each head's halves (a, b) become (a cos - b sin, b cos + a sin), or with `back` the gradient of that.
+template <class T>
+void rotate(const Heads& from, const Heads& to, const float* cosines, const float* sines, int64_t tokens, int64_t size,
+            int64_t back, int64_t threads) {
+    const int64_t half = size / 2;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens * from.heads * size > FEW)
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *cosine = cosines + token * size, *sine = sines + token * size;
+        for (int64_t head = 0; head < from.heads; head++) {
+            const T* x = (const T*)from.data + token * from.by_token + head * from.by_head;
+            T* out = (T*)to.data + token * to.by_token + head * to.by_head;
+            for (int64_t i = 0; i < half; i += LANES) {
+                const Floats a = load(x + i), b = load(x + half + i);
+                const Floats low = load(sine + i), high = load(sine + half + i);
+                const Floats c = load(cosine + i), d = load(cosine + half + i);
+                store(out + i, back ? a * c + b * high : a * c - b * low);
+                store(out + half + i, back ? b * d - a * low : b * d + a * high);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// STREAM is what the residual stream holds, NUMBER what the products take; fused_ops.py defines both.
+extern "C" {
+
+void covey_norm(const void* x, const float* weight, void* out, float* scales, int64_t rows, int64_t size, double epsilon,
+                int64_t threads) {
+    norm<STREAM, NUMBER>((const STREAM*)x, weight, (NUMBER*)out, scales, rows, size, epsilon, threads);
+}
+
+void covey_norm_backward(const void* gradient, const void* x, const float* weight, const float* scales, void* out, float* sums,
+                         int64_t rows, int64_t size, int64_t threads) {
+    norm_backward<STREAM, NUMBER>((const NUMBER*)gradient, (const STREAM*)x, weight, scales, (STREAM*)out, sums, rows, size, threads);
+}
+
+void covey_gate(const void* gates, const void* ups, void* out, int64_t count, int64_t threads) {
+    gate<NUMBER>((const NUMBER*)gates, (const NUMBER*)ups, (NUMBER*)out, count, threads);
+}
+
+void covey_gate_backward(void* gradient, const void* gates, const void* ups, void* gate_gradient, void* up_gradient, int64_t count,
+                         int64_t repeats, int64_t threads) {
+    gate_backward<NUMBER>((NUMBER*)gradient, (const NUMBER*)gates, (const NUMBER*)ups, (NUMBER*)gate_gradient, (NUMBER*)up_gradient, count, repeats, threads);
+}
+
+void covey_rotate(const Heads* from, const Heads* to, const float* cosines, const float* sines, int64_t tokens, int64_t size,
+                  int64_t back, int64_t threads) {
+    rotate<NUMBER>(*from, *to, cosines, sines, tokens, size, back, threads);
+}
+}

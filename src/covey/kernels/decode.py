@@ -1,0 +1,255 @@
+"""Decode kernels (`cpp/decode.cpp`): attention over the KV cache, RMSNorm, and a whole decode step in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from covey.kernels.compile import NUMBERS, load
+from covey.kernels.layout import Layout
+from covey.kernels.matmul_fp32 import fp32_matmul, transposed_size
+from covey.kernels.packed_attention import packed_attention_for
+from covey.kernels.sampler_linear import Bf16PairLinear, InPlaceLinear
+
+SOURCE = Path(__file__).parent / "cpp" / "decode.cpp"
+WIDTHS = range(16, 257, 16)
+"""Head widths that the kernels can be compiled for."""
+
+
+class DecodeStep(ctypes.Structure):
+    """Arguments of a decode step that all layers share; the same layout as in decode.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "repeats", "width", "column", "threads")),
+        *((name, ctypes.c_void_p) for name in ("starts", "owners", "lengths", "places", "cosines", "sines")),
+        *((name, ctypes.c_double) for name in ("scale", "epsilon")),
+    )
+    held: Tensor
+    """Keeps the tensor alive whose address `places` holds."""
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("by_row", ctypes.c_int64), ("by_head", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Heads:
+        """`x` [R, H, D], contiguous in D."""
+        return cls(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+class CacheTable(ctypes.Structure):
+    """Address and strides of one layer's cache; the same layout as in decode.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("by_kind", ctypes.c_int64),
+        ("by_row", ctypes.c_int64),
+        ("by_head", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, x: Tensor) -> CacheTable:
+        """`x` [2, R, H, columns, D], contiguous in its last two."""
+        return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+
+
+class CacheTables:
+    """Addresses of the cache of all layers: `own` and `prompts`, each [2, .., H, columns, D]."""
+
+    def __init__(self, own: Sequence[Tensor], prompts: Sequence[Tensor]) -> None:
+        kind = CacheTable * len(own)
+        self.own, self.prompts = kind(*map(CacheTable.of, own)), kind(*map(CacheTable.of, prompts))
+
+
+class Block(Protocol):
+    """One layer's weights: norms [hidden], head norms [D] or None, all float32, and linear layers."""
+
+    @property
+    def norms(self) -> Sequence[Tensor | None]:
+        """Weights of the norms before attention, before the MLP, of queries, of keys."""
+        ...
+
+    @property
+    def products(self) -> Sequence[Any]:
+        """Linear layers: queries with keys and values, output, gate, up, down."""
+        ...
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("inside", "outside")),
+    )
+
+    @classmethod
+    def each(cls, linear: InPlaceLinear | Bf16PairLinear) -> list[_Linear]:
+        """One entry for each weight matrix."""
+        if isinstance(linear, Bf16PairLinear):
+            return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.inside, linear.outside)]
+        return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm")),
+        *((name, _Linear) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+    )
+
+    @classmethod
+    def of(cls, block: Block) -> _Layer:
+        qkv, *others = map(_Linear.each, block.products)
+        return cls(*map(_address, block.norms), *qkv, *[_Linear()] * (3 - len(qkv)), *(one for (one,) in others))
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("norm", ctypes.c_void_p),
+        ("head", _Linear),
+        ("share", ctypes.c_void_p),
+        ("turn", ctypes.c_void_p),
+    )
+
+
+class DecodeWeights:
+    """Addresses of all weights of a decoder, for a decode step in one call."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        norm: Tensor,
+        head: InPlaceLinear | Bf16PairLinear,
+        share: int | None,
+        turn: int | None,
+    ) -> None:
+        self.held = blocks, norm, head
+        self._layers = (_Layer * len(blocks))(*map(_Layer.of, blocks))
+        (last,) = _Linear.each(head)
+        self.decoder = _Decoder(ctypes.addressof(self._layers), len(blocks), norm.data_ptr(), last, share, turn)
+        layer = self._layers[0]
+        heads = layer.query.outside + layer.key.outside + layer.value.outside
+        self.vocabulary = int(last.outside)
+        self._a_row = 2 * layer.query.inside + heads + layer.out.inside + 2 * layer.gate.outside
+        self._widest = max(layer.query.inside, layer.out.inside, layer.down.inside) if turn else 0
+
+    def scratch(self, rows: int) -> int:
+        """Elements of scratch space for `rows` rows."""
+        return rows * self._a_row + transposed_size(rows, self._widest)
+
+    @staticmethod
+    def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> DecodeWeights | None:
+        """None where another library multiplies, or layers differ in size."""
+        used = [*(linear for block in blocks for linear in block.products), head]
+        if all(isinstance(linear, Bf16PairLinear) for linear in used):
+            share, turn = head.kernels.function_pointer, None
+        elif all(isinstance(linear, InPlaceLinear) and linear.is_plain for linear in used) and (found := fp32_matmul()):
+            share, turn = found.function_pointer, found.transpose_pointer
+        else:
+            return None
+        sizes = {tuple((linear.inside, linear.outside) for linear in block.products) for block in blocks}
+        return DecodeWeights(blocks, norm, head, share, turn) if len(sizes) == 1 else None
+
+
+class DecodeKernels:
+    """The compiled functions for one precision and one width of heads."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._attend, self._add_norm, self._decode = library.covey_attend, library.covey_add_norm, library.covey_decode
+        self._attend.argtypes = [pointer] * 9
+        self._add_norm.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_double, size]
+        self._decode.argtypes = [pointer] * 7
+        self._attend.restype = self._add_norm.restype = self._decode.restype = None
+
+    @staticmethod
+    def of(device: torch.device, dtype: torch.dtype, width: int) -> DecodeKernels | None:
+        """The kernels for heads of this width; None where they do not run."""
+        return decode_kernels(device, dtype, width)
+
+    @staticmethod
+    def prefill(query: Tensor, key: Tensor, value: Tensor, layouts: Sequence[Layout], scale: float) -> Tensor | None:
+        """Attention [Hq, S, D] of whole prompts from `query` [Hq, S, D], `key`, `value` [Hkv, S, D]; None where PyTorch computes it."""
+        kernels = packed_attention_for(query, key, layouts)
+        return None if kernels is None else kernels.forward(query, key, value, layouts, scale)[0]
+
+    def attend(
+        self,
+        step: DecodeStep,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: Tensor,
+        prompts: Tensor,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+    ) -> Tensor:
+        """[R, Hq, D] from `query` [R, Hq, D], `key` and `value` [R, Hkv, D], which it also puts into `own`.
+
+        `own` [2, >= R, Hkv, columns, D] and `prompts` [2, P, Hkv, columns, D] are the cache of one layer. Rows from
+        `step.rows` on are zeros. The norms [D] float32 come before the rotation that `step` describes, if it does.
+        """
+        out = torch.empty(query.shape, dtype=query.dtype)
+        out[step.rows :] = 0
+        by = ctypes.byref
+        self._attend(
+            by(step),
+            by(_Heads.of(query)),
+            by(_Heads.of(key)),
+            by(_Heads.of(value)),
+            None if query_norm is None else query_norm.data_ptr(),
+            None if key_norm is None else key_norm.data_ptr(),
+            by(CacheTable.of(own)),
+            by(CacheTable.of(prompts)),
+            out.data_ptr(),
+        )
+        return out
+
+    def decode(self, step: DecodeStep, weights: DecodeWeights, tables: CacheTables, x: Tensor) -> Tensor:
+        """[R, V] logits of the embedded tokens `x` [R, hidden] float32, which are overwritten: one step through all layers.
+
+        Keys and values go into `tables`. Rotations are those that `step` describes.
+        """
+        out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
+        scratch = torch.empty(weights.scratch(len(x)), dtype=self.dtype)  # torch's, which says when there is no memory
+        by, places = ctypes.byref, (tensor.data_ptr() for tensor in (x, scratch, out))
+        self._decode(by(step), by(weights.decoder), tables.own, tables.prompts, *places)
+        return out
+
+    def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """[M, K] root-mean-square norm of `x` [M, K] float32 times `weight` [K] float32, after `x += update` in place."""
+        out = torch.empty(x.shape, dtype=self.dtype)
+        self._add_norm(
+            x.data_ptr(),
+            None if update is None else update.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            x.shape[1],
+            epsilon,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def decode_kernels(device: torch.device, dtype: torch.dtype, width: int) -> DecodeKernels | None:
+    """The kernels for heads of this width; None where they do not run."""
+    if device.type != "cpu" or dtype not in NUMBERS or width not in WIDTHS:
+        return None
+    found = load(SOURCE, defines(dtype, width), "Decoding")
+    return None if found is None else DecodeKernels(found, dtype)
+
+
+def defines(dtype: torch.dtype, width: int) -> tuple[str, ...]:
+    """Macros of decode.cpp for this precision and head width."""
+    return f"NUMBER={NUMBERS[dtype]}", f"WIDTH={width}"
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

@@ -1,0 +1,201 @@
+"""Attention of packed rows `[prompt | c1 | ... | cG]` by FlexAttention: one kernel, no copy of a prompt, no padding, on CUDA.
+
+A token sees itself and those before it in its own part, and, in a completion, the whole prompt. Blocks of 128 x 128 that no
+token sees are skipped, and blocks that all see run without mask (Dong et al. 2024, FlexAttention).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from covey.kernels.layout import Layout
+from covey.memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 128
+"""Tokens of a block, the size that the kernels are tuned for."""
+
+FEWEST = 2 * BLOCK
+"""Tokens of the shortest row: below 128 queries another kernel would be compiled, and one block would be a special size."""
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Shape, dtype and device that FlexAttention compiles for; layers of one model may differ."""
+
+    query: int
+    key: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def padded(tokens: int) -> int:
+    """Tokens of a row with the padding that ends it on a whole block."""
+    return max(FEWEST, -(-tokens // BLOCK) * BLOCK)
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """Of each of S tokens, where what it sees begins and ends: `own` to itself, and `first` to `last` of its prompt."""
+
+    own: Tensor
+    first: Tensor
+    last: Tensor
+
+    @staticmethod
+    def of(layouts: Sequence[Layout]) -> _Seen:
+        """From parts that follow each other without a gap, on the CPU."""
+        own, first, last, counts = [], [], [], []
+        for layout in layouts:
+            begin = layout.start
+            for part, count in enumerate((layout.length, *layout.counts)):
+                seen = (layout.start, layout.start + layout.length) if part else (0, 0)
+                own.append(begin)
+                first.append(seen[0])
+                last.append(seen[1])
+                counts.append(count)
+                begin += count
+        wide = lambda values: torch.repeat_interleave(torch.tensor(values), torch.tensor(counts))
+        return _Seen(wide(own), wide(first), wide(last))
+
+    def to(self, device: torch.device) -> _Seen:
+        move = lambda x: x.to(device, torch.int32)
+        return _Seen(move(self.own), move(self.first), move(self.last))
+
+    def allows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """FlexAttention's mask: (batch, head, query, key) -> bool."""
+        own, first, last = self.own, self.first, self.last
+
+        def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            in_prompt = (key >= first[query]) & (key < last[query])
+            return in_prompt | ((key >= own[query]) & (key <= query))
+
+        return mask
+
+
+def mask_of(layouts: Sequence[Layout], device: torch.device) -> BlockMask:
+    """The mask of a packed row whose length is a multiple of `BLOCK`, from its parts: no [S, S] tensor is built."""
+    seen = _Seen.of(layouts)
+    size = seen.own.shape[0]
+    assert size % BLOCK == 0
+    place = torch.arange(size)
+    spans = ((seen.own, place + 1), (seen.first, seen.last))
+    touched, whole = (_blocks(place, spans, is_whole) for is_whole in (False, True))
+    is_full = whole == BLOCK
+    counts, order = _ordered((touched > 0) & ~is_full, device)
+    full_counts, full_order = _ordered(is_full, device)
+    return BlockMask.from_kv_blocks(
+        counts, order, full_counts, full_order,
+        BLOCK_SIZE=BLOCK, mask_mod=seen.to(device).allows(), seq_lengths=(size, size),
+    )  # fmt: skip
+
+
+def _blocks(place: Tensor, spans: Sequence[tuple[Tensor, Tensor]], is_whole: bool) -> Tensor:
+    """[blocks, blocks], how many tokens of each block of queries see some key of each block, or every key of it.
+
+    A token counts once a span (of keys, from the first to before the second), which overlap nowhere.
+    """
+    count = place.shape[0] // BLOCK
+    steps = torch.zeros(count, count + 1, dtype=torch.long)
+    for start, stop in spans:
+        begin = (start + BLOCK - 1 if is_whole else start) // BLOCK
+        end = stop // BLOCK if is_whole else (stop + BLOCK - 1) // BLOCK
+        end = torch.where(stop > start, torch.maximum(end, begin), begin)
+        for edge, change in ((begin, 1), (end, -1)):
+            steps.index_put_((place // BLOCK, edge), torch.tensor(change), accumulate=True)
+    return steps.cumsum(1)[:, :count]
+
+
+def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[1, 1, n] counts and [1, 1, n, n] places, those of the wanted blocks first, as FlexAttention takes them."""
+    order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True)
+    return blocks.sum(1).to(device, torch.int32)[None, None], order.to(device, torch.int32)[None, None]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
+    """[1, H, S, D], [1, K, S, D], [1, K, S, E] -> [1, S, H, E]; K divides H. Compiled on CUDA."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    run = _compiled() if device == "cuda" else flex_attention
+    with torch.autocast(device, enabled=False):
+        given = [x.to(dtype) for x in (query, key, value)]
+        out = run(*given, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
+
+
+@lru_cache
+def _compiled() -> Any:
+    """One kernel for every length: packed rows differ in theirs at each micro-batch."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def reason_against(heads: AttentionHeads) -> str | None:
+    """Why FlexAttention is not for layers of this shape here; None once a trial agreed, forward and backward."""
+    if heads.device.type != "cuda":
+        return f"it is compiled for CUDA, and the model is on {heads.device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "its compiler, Triton, is not installed"
+    capability = torch.cuda.get_device_capability(heads.device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    return tried(heads)
+
+
+@lru_cache
+def tried(heads: AttentionHeads) -> str | None:
+    """None when a forward and a backward at two lengths give what SDPA gives with the mask written out, else what went wrong."""
+    for layout in (Layout(0, 40, (150, 30)), Layout(0, 300, (1, 0, 200, 180))):
+        try:
+            gap = _gap(heads, layout)
+        except Exception as error:  # a compiler fails in many ways, and SDPA by part remains
+            if is_out_of_memory(error):
+                raise
+            said = (str(error).strip().splitlines() or [""])[0]
+            return f"it does not compile or run here ({type(error).__name__}: {said[:200]})"
+        most = {torch.float64: 1e-9, torch.float32: 1e-2}.get(heads.dtype, 5e-2)  # float32 products may be TF32's
+        if not gap < most:
+            return f"its values differ from SDPA's by {gap:.1g}"
+    return None
+
+
+def _gap(heads: AttentionHeads, layout: Layout) -> float:
+    """The largest relative difference to SDPA, of the output and of the three gradients, on random numbers."""
+    tokens = layout.length + sum(layout.counts)
+    size = padded(tokens)
+    layouts = (layout, Layout(tokens, size - tokens, ()))
+    draw = torch.Generator().manual_seed(0)
+    make = lambda count, width: torch.randn(1, count, size, width, generator=draw).to(heads.device, heads.dtype)
+    leaves = [make(heads.query, heads.width), make(heads.key, heads.width), make(heads.key, heads.value_width)]
+    sign = make(heads.query, heads.value_width).transpose(1, 2)
+    place = torch.arange(size, device=heads.device)
+    seen = _Seen.of(layouts).to(heads.device).allows()(place, place, place[:, None], place[None])
+
+    def by_flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, mask_of(layouts, heads.device), None)
+
+    def by_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        is_grouped = heads.query != heads.key
+        return F.scaled_dot_product_attention(query, key, value, seen, enable_gqa=is_grouped).transpose(1, 2)
+
+    found = []
+    with torch.enable_grad(), torch.autocast(heads.device.type, enabled=False):
+        for run in (by_flex, by_sdpa):
+            given = [leaf.clone().requires_grad_() for leaf in leaves]
+            out = run(*given)
+            found.append([out.detach(), *torch.autograd.grad((out * sign).sum(), given)])
+    gaps = [(one.double() - other.double()).norm() / other.double().norm() for one, other in zip(*found, strict=True)]
+    return max(gap.item() for gap in gaps)

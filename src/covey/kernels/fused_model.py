@@ -1,0 +1,257 @@
+"""Faster forward and backward passes of a transformers model on a CPU: fused norms, rotations and gated MLPs, faster matmuls.
+
+The modules stay transformers' own, adapters included. Inside `learning(model)` those of known formula run in fused kernels,
+which also save less for the backward pass: a norm its input and one number a token, a gated MLP the outputs of its two
+projections. A module is recognised by comparing its output with the formula on random numbers; others are left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from covey.kernels import fused_functions as operations
+from covey.kernels.compile import unavailable_reason
+from covey.kernels.fused_functions import Forward, epsilon_of, is_plain
+from covey.kernels.fused_ops import LANES, layer_kernels
+from covey.kernels.matmul import FasterLinears
+
+ROTATION = "apply_rotary_pos_emb"
+"""Name of the function that transformers' model files call to rotate queries and keys."""
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+"""Children of a decoder layer in which both norms feed linear layers only (pre-norm)."""
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class FusedLayers:
+    """A context in which one model's decoder layers run in fused kernels. Reentrant."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._depth = 0
+        self._forwards: list[tuple[nn.Module, Forward]] = []
+        self._rotations: list[tuple[Any, Forward]] = []
+        self._before: list[Forward] = []
+        self._recognise(list(_layers(model)))
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        for module, forward in self._forwards:
+            if "forward" not in module.__dict__:  # another one was put there since
+                module.__dict__["forward"] = forward
+        # may be another model's, whose context is still open
+        self._before = [getattr(home, ROTATION) for home, _ in self._rotations]
+        for home, rotated in self._rotations:
+            setattr(home, ROTATION, rotated)
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        for module, forward in self._forwards:
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
+        for (home, _), before in zip(self._rotations, self._before, strict=True):
+            setattr(home, ROTATION, before)
+
+    @torch.no_grad()
+    def _recognise(self, layers: list[Any]) -> None:
+        """Find the modules and functions whose formula the kernels know."""
+        with torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+            for layer in layers:
+                attention = layer.self_attn
+                for norm in (layer.input_layernorm, layer.post_attention_layernorm, *_norms_of_heads(attention)):
+                    if _is_norm(norm):
+                        self._forwards.append((norm, partial(operations.normed, norm, norm.forward)))
+                if _is_gated(layer.mlp):
+                    self._forwards.append((layer.mlp, partial(operations.gated, layer.mlp, layer.mlp.forward)))
+            for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
+                original = getattr(home, ROTATION, None)
+                if isinstance(original, partial) and original.func is operations.rotated:
+                    original = original.args[0]
+                if original is not None and _is_rotation(original):
+                    self._rotations.append((home, partial(operations.rotated, original)))
+
+
+def learning(model: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which this model's forward and backward passes run faster on a CPU; elsewhere it does nothing.
+
+    Linear layers compute `matmul.faster_linear`, and decoder layers of known formula run in fused kernels. Both are put back on
+    leaving. A no-op if activations are recomputed by another `context_fn` than `Recomputing`: forward and recomputation must
+    use the same kernels.
+    """
+    return _Learning(model) if _recomputes_inside(model) else nullcontext()
+
+
+def _recomputes_inside(model: nn.Module) -> bool:
+    """True if every block that recomputes its activations does so inside of `learning`."""
+    return all(isinstance(found, Recomputing) for found in _contexts_of_recomputing(model))
+
+
+class _Learning:
+    """`FasterLinears` and `FusedLayers` of these modules; reusable and reentrant, as a graph may be gone through twice."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = modules
+        self.entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for module in self.modules:
+                stack.enter_context(_linears(module))
+                stack.enter_context(fused(module))
+            self.entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> None:
+        self.entered.pop().__exit__(*raised)
+
+
+def _linears(module: nn.Module) -> AbstractContextManager[Any]:
+    first = next(module.parameters(), None)
+    return FasterLinears(module.modules()) if first is not None and first.device.type == "cpu" else nullcontext()
+
+
+def fused(model: nn.Module) -> AbstractContextManager[Any]:
+    """`FusedLayers` of this model on a CPU that has the kernels, else a context that does nothing."""
+    decoder = _decoder(model)
+    if not _runs_here(decoder):
+        return nullcontext()
+    if decoder not in _fused:  # one for each decoder, so that recomputed blocks enter the same one again
+        _fused[decoder] = FusedLayers(decoder)
+    return _fused[decoder]
+
+
+_fused: WeakKeyDictionary[nn.Module, FusedLayers] = WeakKeyDictionary()
+
+
+def _runs_here(decoder: nn.Module) -> bool:
+    """True for a model with decoder layers on a CPU that can compile the kernels, in a precision that they know."""
+    first = next(decoder.parameters(), None)
+    if first is None or first.device.type != "cpu" or next(_layers(decoder), None) is None:
+        return False
+    return layer_kernels(first.dtype, first.dtype) is not None
+
+
+def would_fuse(model: Any) -> bool:
+    """True if `fused` will recognise this model's layers on this machine, judged by names and sizes (no storage needed)."""
+    layer = next(_layers(_decoder(model)), None)
+    if layer is None or unavailable_reason() is not None or not _has_parts(layer.mlp):
+        return False
+    weight = getattr(layer.input_layernorm, "weight", None)
+    if weight is None or epsilon_of(layer.input_layernorm) is None or not _is_silu(getattr(layer.mlp, "act_fn", None)):
+        return False
+    return not len(weight) % LANES and not layer.mlp.down_proj.in_features % LANES
+
+
+class Recomputing:
+    """A `context_fn` for `torch.utils.checkpoint`: recomputation runs inside of `learning`, as the first forward did.
+
+    Autograd recomputes activations outside of any context, so the checkpoint enters one itself.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        # decoders alone: copying a decoder, which holds this object, must not copy the head
+        self.modules = tuple(map(_decoder, modules))
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return _Learning(*self.modules), _Learning(*self.modules)
+
+
+def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:
+    """The `context_fn` of each block with gradient checkpointing."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            yield getattr(function, "keywords", {}).get("context_fn")
+
+
+# -- recognising modules --- -----------------------------------------------------------------------------------------
+
+
+def _decoder(model: Any) -> nn.Module:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
+    return found if isinstance(found, nn.Module) else inner
+
+
+def _layers(decoder: nn.Module) -> Iterator[Any]:
+    for layer in getattr(decoder, "layers", ()):
+        if {name for name, _ in layer.named_children()} == _LAYER:
+            yield layer
+
+
+def _norms_of_heads(attention: nn.Module) -> list[nn.Module]:
+    """Norms of queries and keys before rotation, if any."""
+    found = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return [norm for norm in found if norm is not None]
+
+
+def _is_norm(norm: Any) -> bool:
+    """True for RMSNorm with a weight."""
+    epsilon, weight = epsilon_of(norm), getattr(norm, "weight", None)
+    if epsilon is None or "forward" in norm.__dict__ or not isinstance(weight, nn.Parameter) or not is_plain(weight):
+        return False
+    if weight.ndim != 1 or len(weight) % LANES:
+        return False
+    x = torch.randn(3, len(weight)).to(weight.dtype)
+    try:
+        return _agree(norm.forward(x), F.rms_norm(x.float(), weight.shape, weight.float(), epsilon))
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _is_silu(function: Any) -> bool:
+    x = torch.linspace(-3, 3, 7, device="cpu")
+    return callable(function) and torch.allclose(function(x), F.silu(x))
+
+
+def _has_parts(mlp: Any) -> bool:
+    return all(isinstance(getattr(mlp, name, None), nn.Module) for name in _PROJECTIONS)
+
+
+def _is_gated(mlp: Any) -> bool:
+    """True if it computes `down(silu(gate(x)) * up(x))` without dropout."""
+    if "forward" in mlp.__dict__ or not _has_parts(mlp) or not _is_silu(getattr(mlp, "act_fn", None)):
+        return False
+    weight = next(mlp.parameters())
+    if not is_plain(weight) or weight.ndim != 2 or not weight.is_floating_point():
+        return False
+    x = torch.randn(3, weight.shape[1]).to(weight.dtype)
+    modes = {module: module.training for module in mlp.modules()}
+    mlp.train()
+    for name in _PROJECTIONS:  # an adapter's own dropout is applied either way
+        getattr(mlp, name).eval()
+    try:
+        return _agree(mlp.forward(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    except (RuntimeError, TypeError):
+        return False
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _is_rotation(function: Forward) -> bool:
+    """True if it rotates the halves of queries and keys."""
+    query, key, cosines, sines = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 3, 8)
+    turned = lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1)
+    try:
+        found = function(query, key, cosines, sines)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return all(_agree(one, x * cosines + turned(x) * sines) for one, x in zip(found, (query, key), strict=True))
+
+
+def _agree(one: Tensor, two: Tensor) -> bool:
+    """True if equal up to rounding, relative to the largest number; all zeros prove nothing."""
+    top = float(two.abs().max())
+    slack = 1e-4 if one.dtype == torch.float32 else 3e-2
+    return one.shape == two.shape and top > 0 and float((one.float() - two.float()).abs().max()) < slack * top

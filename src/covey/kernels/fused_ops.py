@@ -1,0 +1,150 @@
+"""RMSNorm, rotary embedding and gated SiLU with their gradients (`cpp/layers.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.kernels.compile import NUMBERS, largest_gap, load_verified
+
+SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
+LANES = 16
+"""Numbers of one vector; widths must be multiples."""
+_EXACT, _ROUNDED = 1e-5, 2e-2
+"""Allowed error against PyTorch relative to the largest number, in float32 and in bfloat16."""
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("by_head", "by_token", "heads")))
+
+    @classmethod
+    def of(cls, x: Tensor) -> Any:
+        """`x` [B, H, S, D] whose B and S are one dimension in memory, contiguous in D."""
+        return ctypes.byref(cls(x.data_ptr(), x.stride(1), x.stride(2), x.shape[1]))
+
+
+class LayerKernels:
+    """Functions for a residual stream in one precision and matmuls in the same or another. Tensors are contiguous unless said."""
+
+    def __init__(self, found: ctypes.CDLL) -> None:
+        pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        kinds = {
+            "norm": [pointer] * 4 + [size, size, real, size],
+            "norm_backward": [pointer] * 6 + [size] * 3,
+            "gate": [pointer] * 3 + [size] * 2,
+            "gate_backward": [pointer] * 5 + [size] * 3,
+            "rotate": [pointer] * 4 + [size] * 4,
+        }
+        self._call = {name: getattr(found, f"covey_{name}") for name in kinds}
+        for name, function in self._call.items():
+            function.argtypes, function.restype = kinds[name], None
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """RMSNorm of `x` [.., D] with `weight` [D] float32, in `dtype`, and the inverse root mean squares [..] float32."""
+        out = torch.empty(x.shape, dtype=dtype)
+        scales = torch.empty(x.shape[:-1], dtype=torch.float32)
+        self._call["norm"](
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), scales.data_ptr(),
+            scales.numel(), x.shape[-1], epsilon, torch.get_num_threads(),
+        )  # fmt: skip
+        return out, scales
+
+    def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of `x` [.., D] and of `weight` [D] float32."""
+        threads = torch.get_num_threads()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        sums = torch.zeros(threads, x.shape[-1], dtype=torch.float32)
+        self._call["norm_backward"](
+            gradient.data_ptr(), x.data_ptr(), weight.data_ptr(), scales.data_ptr(), out.data_ptr(),
+            sums.data_ptr(), scales.numel(), x.shape[-1], threads,
+        )  # fmt: skip
+        return out, sums.sum(0)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`silu(gate) * up`."""
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        self._call["gate"](
+            gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), torch.get_num_threads()
+        )  # fmt: skip
+        return out
+
+    def gate_backward(
+        self, gradient: Tensor, gate: Tensor, up: Tensor, *, repeats: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of `gate` and `up`. With `repeats`, `gradient` is overwritten by `silu(gate) * up`."""
+        gradients = torch.empty(gate.shape, dtype=gate.dtype), torch.empty(gate.shape, dtype=gate.dtype)
+        self._call["gate_backward"](
+            gradient.data_ptr(), gate.data_ptr(), up.data_ptr(), *(x.data_ptr() for x in gradients), gate.numel(), repeats,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return gradients
+
+    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
+        """`x` [B, H, S, D], as `_Heads.of` wants it, rotated by halves; `cosines` and `sines` [B * S, D] float32.
+
+        The result has its tokens outermost in memory. `back`: the gradient instead.
+        """
+        batch, heads, tokens, size = x.shape
+        out = torch.empty(batch, tokens, heads, size, dtype=x.dtype).transpose(1, 2)
+        self._call["rotate"](
+            _Heads.of(x), _Heads.of(out), cosines.data_ptr(), sines.data_ptr(), batch * tokens, size, back,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def layer_kernels(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
+    """The kernels for these precisions; None where there are none. The first call compiles and checks them."""
+    known = stream in NUMBERS and products in NUMBERS and (stream == torch.float32 or stream == products)
+    return _verified(stream, products) if known else None
+
+
+@functools.cache
+def _verified(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
+    defines = f"STREAM={NUMBERS[stream]}", f"NUMBER={NUMBERS[products]}"
+    most = _EXACT if products == torch.float32 else _ROUNDED
+    gap = lambda kernels: _gap(kernels, stream, products)
+    return load_verified(SOURCE, defines, "Computing layers", LayerKernels, gap, most, "they differ")
+
+
+def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> float:
+    """Largest error of values and gradients against the formulas in float32, relative to the largest number.
+
+    Gradients are written out: this may run inside a forward pass whose hooks count saved tensors.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = lambda *shape: torch.randn(shape, generator=generator)
+    x, weight = drawn(5, 32).to(stream).float(), drawn(32)
+    gradient, gate, up = (drawn(5, 32).to(products).float() for _ in range(3))
+    cosines, sines = drawn(5, 32), drawn(5, 32)
+    scales = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    slope = gradient * weight
+    opened = gate.sigmoid()
+    turned = lambda y: torch.cat([-y[:, 16:], y[:, :16]], -1)
+    expected = [
+        x * scales * weight,
+        (slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales,
+        (gradient * x * scales).sum(0),
+        gate * opened * up,
+        gradient * up * opened * (1 + gate * (1 - opened)),
+        gradient * gate * opened,
+        gate * cosines + turned(gate) * sines,
+        gradient * cosines - turned(gradient * sines),
+    ]
+    half = lambda y: y.to(products)
+    out, taken = kernels.norm(x.to(stream), weight, 1e-6, products)
+    heads = lambda y: half(y).view(1, 5, 1, 32).transpose(1, 2)
+    found = [
+        out,
+        *kernels.norm_backward(half(gradient), x.to(stream), weight, taken),
+        kernels.gate(half(gate), half(up)),
+        *kernels.gate_backward(half(gradient), half(gate), half(up)),
+        kernels.rotate(heads(gate), cosines, sines)[0, 0],
+        kernels.rotate(heads(gradient), cosines, sines, back=True)[0, 0],
+    ]
+    return largest_gap(found, expected)

@@ -1,0 +1,57 @@
+"""Settings of the C library's heap for training on a CPU, and tensors outside of that heap."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+
+import torch
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of <malloc.h>."""
+
+
+def training_heap(*, recomputes: bool) -> None:
+    """Set glibc's malloc for a learner on a CPU; without glibc, nothing. `mallopt` cannot be undone: it holds for the process.
+
+    With recomputed activations, blocks of 1 MiB and more go back to the system at once: otherwise small blocks between them pin
+    the heap, which grew to twice what was in use (725 against 398 MiB at 10 million parameters), for about 5% of a step's time.
+
+    Without, up to 256 MiB that were freed at the end of the heap are kept for the next step: glibc alone would fetch 40,000 pages
+    again in every step, 5% of it. Blocks of 32 MiB and more go back at once, as they always do.
+    """
+    library = _glibc()
+    if library is None:
+        return
+    library.mallopt(_MMAP_THRESHOLD, 2**20 if recomputes else 32 * 2**20)
+    library.mallopt(_TRIM_THRESHOLD, 2**17 if recomputes else 256 * 2**20)  # 2**17 is glibc's default
+    if recomputes:
+        library.malloc_trim(0)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU in memory pages of their own, which go back to the system with the tensor.
+
+    On the C library's heap, buffers that grow would leave holes. Raises MemoryError where there is no room.
+    """
+    size = math.prod(shape)
+    if not size or not sys.platform.startswith("linux"):
+        return torch.zeros(*shape, dtype=dtype)
+    try:
+        pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate memory for {size * dtype.itemsize} bytes: {error}") from error
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library; None where it is not glibc."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None

@@ -1,0 +1,85 @@
+"""float32 matmul with AVX2 that reads the weights in place (`cpp/live.cpp`), for sampling."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from covey.kernels.compile import largest_gap, load_verified
+from covey.kernels.matmul_bf16 import Epilogue
+
+SOURCE = Path(__file__).parent / "cpp" / "live.cpp"
+PANEL = 16
+"""Rows that are transposed together."""
+
+
+class Fp32Matmul:
+    """Functions of `cpp/live.cpp`. All tensors are float32 and contiguous."""
+
+    def __init__(self, found: ctypes.CDLL) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._multiply = found.covey_live
+        self._multiply.argtypes, self._multiply.restype = [pointer, *[size] * 3, *[pointer] * 5, size, size], None
+        self.function_pointer = ctypes.cast(found.covey_live_share, pointer).value
+        self.transpose_pointer = ctypes.cast(found.covey_live_turn, pointer).value
+        """Addresses of the functions that one thread of a parallel region calls, for the decode kernels."""
+
+    def multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        factor: Tensor | None = None,
+        epilogue: Epilogue = Epilogue.NONE,
+    ) -> Tensor:
+        """`x @ weight.T + bias` [M, N] from `x` [M, K], `weight` [N, K]; `epilogue`: SiLU of it, or times `factor` [M, N]."""
+        (rows, inside), outside = x.shape, len(weight)
+        out, room = x.new_empty(rows, outside), x.new_empty(transposed_size(rows, inside))
+        self._multiply(
+            x.data_ptr(), rows, inside, outside, weight.data_ptr(),
+            None if bias is None else bias.data_ptr(), None if factor is None else factor.data_ptr(),
+            out.data_ptr(), room.data_ptr(), epilogue, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def transposed_size(rows: int, inside: int) -> int:
+    """Floats of scratch space for the transposed input of `rows` rows."""
+    return -(-rows // PANEL) * PANEL * inside
+
+
+def is_for_this_processor() -> bool:
+    """True on processors with AVX2 but without AVX-512. Compiles nothing."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+@functools.cache
+def fp32_matmul() -> Fp32Matmul | None:
+    """The kernels; None on other processors, without a compiler, or if they disagree with PyTorch.
+
+    Two threads of a Zen 3: mostly two to three times as fast as MKL with 4 to 16 rows, 0.9 to 1.5 times with 256
+    (`benchmarks/live_products.py`).
+    """
+    if not is_for_this_processor():
+        return None
+    return load_verified(SOURCE, (), "Multiplying while sampling", Fp32Matmul, _gap, 1e-5, "products differ")
+
+
+def _gap(found: Fp32Matmul) -> float:
+    """Largest error against PyTorch, relative to the largest number, with whole and partial panels."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, factor = (
+        torch.randn(*size, generator=generator, dtype=torch.float32) for size in ((29, 40), (27, 40), (27,), (29, 27))
+    )
+    plain = F.linear(x, weight, bias)
+    mine = [
+        found.multiply(x, weight, bias, epilogue=Epilogue.SILU),
+        found.multiply(x, weight, bias, factor, Epilogue.MUL),
+        found.multiply(x[:3].contiguous(), weight, bias),
+    ]
+    return largest_gap(mine, [F.silu(plain), plain * factor, plain[:3]])

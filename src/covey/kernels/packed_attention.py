@@ -1,0 +1,182 @@
+"""Attention of packed rows on a CPU, forward and backward (`cpp/packed_attention.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.kernels.compile import NUMBERS, largest_gap, load_verified, processor_has
+from covey.kernels.layout import Layout
+
+SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
+MOST_NUMBERS = 2**20
+"""Elements of the longest key sequence of one head; each thread holds up to six times as many in float32."""
+LONG = 512
+"""Keys from which PyTorch's operations are faster on a processor with AMX, which they use."""
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("by_head", ctypes.c_int64), ("by_token", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, x: Tensor) -> Any:
+        """`x` [H, S, D], contiguous in D."""
+        return ctypes.byref(cls(x.data_ptr(), x.stride(0), x.stride(1)))
+
+
+class _Packed(ctypes.Structure):
+    """Positions of prompts and completions; the same layout as in packed_attention.cpp."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("segments", "heads", "repeats", "width", "tokens", "most", "threads")
+        ),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "firsts", "counts", "rooms")),
+        ("scale", ctypes.c_double),
+    )  # fmt: skip
+    held: tuple[Any, ...]
+    """Keeps the arrays alive whose addresses it holds."""
+    space: Tensor
+    """Scratch space of the threads."""
+
+
+class PackedAttention:
+    """Attention of packed rows in one precision, for a whole row at once."""
+
+    def __init__(self, found: ctypes.CDLL) -> None:
+        self._room = found.covey_shared_room
+        self._room.argtypes, self._room.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+        self._forward, self._backward = found.covey_shared_forward, found.covey_shared_backward
+        self._forward.argtypes, self._backward.argtypes = [ctypes.c_void_p] * 6, [ctypes.c_void_p] * 10
+        self._forward.restype = self._backward.restype = None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, layouts: Sequence[Layout], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [H, S, D], tokens outermost in memory, and log-sum-exp [H, S] float32 of the scores."""
+        out = empty_like(query)
+        normalizer = torch.empty(query.shape[:2], dtype=torch.float32)
+        query, key, value = map(_in_rows, (query, key, value))
+        self._forward(
+            ctypes.byref(self._with_room(_packed(layouts, query, key, scale), False)),
+            *map(_Heads.of, (query, key, value, out)),
+            normalizer.data_ptr(),
+        )
+        return out, normalizer
+
+    def backward(
+        self, gradient: Tensor, saved: Sequence[Tensor], layouts: Sequence[Layout], scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value. `saved`: those three, the output and the log-sum-exp of `forward`."""
+        *given, normalizer = saved
+        gradient, query, key, value, out = map(_in_rows, (gradient, *given))
+        gradients = empty_like(query), empty_like(key), empty_like(value)
+        self._backward(
+            ctypes.byref(self._with_room(_packed(layouts, query, key, scale), True)),
+            *map(_Heads.of, (gradient, query, key, value, out)),
+            normalizer.data_ptr(),
+            *map(_Heads.of, gradients),
+        )
+        return gradients
+
+    def _with_room(self, packed: _Packed, is_backward: bool) -> _Packed:
+        """Adds scratch space from torch's allocator, so that running out of memory raises as usual."""
+        packed.space = torch.zeros(packed.threads, self._room(ctypes.byref(packed), is_backward), dtype=torch.float32)
+        packed.rooms = packed.space.data_ptr()
+        return packed
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """[H, S, D], tokens outermost in memory: the layout in which the model's projections read and write."""
+    return torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=x.dtype).transpose(0, 1)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _packed(layouts: Sequence[Layout], query: Tensor, key: Tensor, scale: float) -> _Packed:
+    arrays = _arrays(tuple(layouts))
+    packed = _Packed(
+        len(layouts), key.shape[0], query.shape[0] // key.shape[0], query.shape[2], query.shape[1], _most(layouts),
+        torch.get_num_threads(), *map(ctypes.addressof, arrays), None, scale,
+    )  # fmt: skip
+    packed.held = arrays
+    return packed
+
+
+@functools.lru_cache(maxsize=4)
+def _arrays(layouts: tuple[Layout, ...]) -> tuple[Any, ...]:
+    """Starts, lengths, first completions and counts."""
+    firsts = [0]
+    for layout in layouts:
+        firsts.append(firsts[-1] + len(layout.counts))
+    return tuple(
+        (ctypes.c_int64 * max(1, len(values)))(*values)
+        for values in (
+            [layout.start for layout in layouts],
+            [layout.length for layout in layouts],
+            firsts,
+            [count for layout in layouts for count in layout.counts],
+        )
+    )
+
+
+def _most(layouts: Sequence[Layout]) -> int:
+    return max(layout.length + max(layout.counts, default=0) for layout in layouts)
+
+
+def packed_attention_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> PackedAttention | None:
+    """The kernels for `query` [H, S, D] and `key` [K, S, D]; None where PyTorch's operations are used.
+
+    Those are: other precisions and widths, too many keys for the scratch space, long keys on AMX, and fewer tasks (prompts
+    times key heads) than threads.
+    """
+    width, most = query.shape[2], _most(layouts)
+    if query.dtype not in NUMBERS or width % 16 or most * width > MOST_NUMBERS:
+        return None
+    if len(layouts) * key.shape[0] < torch.get_num_threads():
+        return None
+    if query.dtype == torch.bfloat16 and most >= LONG and processor_has("amx_tile"):
+        return None
+    return _verified(query.dtype)
+
+
+@functools.cache
+def _verified(dtype: torch.dtype) -> PackedAttention | None:
+    """The kernels for one precision, where they can be compiled and give what plain attention gives, forward and backward."""
+    most = 1e-4 if dtype == torch.float32 else 5e-2
+    gap = lambda kernels: _gap(kernels, dtype)
+    return load_verified(
+        SOURCE, (f"NUMBER={NUMBERS[dtype]}",), "Attending", PackedAttention, gap, most, "attention differs"
+    )
+
+
+def _gap(kernels: PackedAttention, dtype: torch.dtype) -> float:
+    """The largest difference to plain attention in float32, of outputs and gradients, on a prompt with two completions."""
+    layout = Layout(0, 20, (3, 30))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gradient = (
+        torch.randn(heads, 53, 16, generator=generator).to(dtype).float() for heads in (2, 1, 1, 2)
+    )
+    positions = torch.arange(53)
+    owners = torch.tensor([0] * 20 + [1] * 3 + [2] * 30)
+    sees = (owners == owners[:, None]) & (positions <= positions[:, None]) | (owners == 0) & (owners[:, None] != 0)
+    scores = (query @ key.mT * 0.25).masked_fill(~sees, float("-inf"))
+    weights = scores.softmax(-1)
+    # written out: this may run inside a forward pass whose hooks count saved tensors
+    slopes = gradient @ value.mT
+    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True)) * 0.25
+    summed = lambda x: x.sum(0, keepdim=True)
+    expected = [weights @ value, slopes @ key, summed(slopes.mT @ query), summed(weights.mT @ gradient)]
+    query, key, value, gradient = (x.to(dtype) for x in (query, key, value, gradient))
+    out, normalizer = kernels.forward(query, key, value, [layout], 0.25)
+    found = [out, *kernels.backward(gradient, (query, key, value, out, normalizer), [layout], 0.25)]
+    return largest_gap(found, expected)

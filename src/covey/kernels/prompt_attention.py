@@ -1,0 +1,62 @@
+"""Attention of packed rows `[prompt | c1 | ... | cG]` by the fastest kernel of the device, and the padding that it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.kernels import flex_attention
+from covey.kernels.flex_attention import AttentionHeads
+from covey.kernels.layout import Layout
+from covey.kernels.matmul import padded_rows
+from covey.kernels.shared_attention import SharedAttention, runs_here
+
+MIN_PADDED = 128
+"""Tokens from which a row on a CPU is padded to one of few lengths, at most an eighth more."""
+
+
+class SharedPromptAttention:
+    """One of the kernels "own" (a CPU), "flex" (FlexAttention, CUDA) or "sdpa" (PyTorch's, part by part, by the caller)."""
+
+    @staticmethod
+    def flex_unavailable_reason(heads: AttentionHeads) -> str | None:
+        """Why FlexAttention cannot compute such layers here; None once a trial agreed with SDPA."""
+        return flex_attention.reason_against(heads)
+
+    @staticmethod
+    def padding(tokens: int, kernel: str, device: torch.device) -> int:
+        """Tokens to append to a row of `tokens`: up to whole blocks for "flex", to one of few lengths for "own" on a CPU."""
+        if kernel == "flex":
+            return flex_attention.padded(tokens) - tokens
+        is_padded = kernel == "own" and device.type == "cpu" and tokens >= MIN_PADDED
+        return padded_rows(tokens) - tokens if is_padded else 0
+
+    @staticmethod
+    def mask(layouts: Sequence[Layout], kernel: str, device: torch.device) -> Any:
+        """FlexAttention's block mask; None for the other kernels."""
+        return flex_attention.mask_of(layouts, device) if kernel == "flex" else None
+
+    @staticmethod
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layouts: Sequence[Layout],
+        mask: Any,
+        *,
+        kernel: str,
+        scale: float | None,
+        dropout: float,
+    ) -> Tensor | None:
+        """[1, S, H, D] from `query` [1, H, S, D], `key` and `value` [1, K, S, D]; None where SDPA must compute it."""
+        if kernel == "flex" and dropout == 0.0:
+            return flex_attention.attend(query, key, value, mask, scale)
+        if kernel != "own" or not runs_here(query, value, dropout):
+            return None
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+        out: Tensor = SharedAttention.apply(*(x[0].to(dtype) for x in (query, key, value)), tuple(layouts), scale)
+        return out.transpose(0, 1)[None]

@@ -1,0 +1,227 @@
+"""Linear layers of the sampler: the live weights, or a bfloat16 copy in the layout that this processor multiplies fastest."""
+
+from __future__ import annotations
+
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from covey.errors import Unsupported
+from covey.kernels.fused_ops import layer_kernels
+from covey.kernels.matmul import PLAIN, plain_linear
+from covey.kernels.matmul_bf16 import PANEL, Bf16Matmul, Epilogue, bf16_matmul
+
+
+class SamplerLinear(ABC):
+    """A linear layer [.., K] -> [.., N] while sampling."""
+
+    @staticmethod
+    def make(*linears: Any, copies: bool) -> SamplerLinear:
+        """These layers side by side: their live weights, or with `copies` a bfloat16 copy with active LoRA adapters added.
+
+        Raises Unsupported for other kinds of layers.
+        """
+        return Bf16PairLinear.of(*linears) if copies else InPlaceLinear.of(*linears)
+
+    @staticmethod
+    def has_bfloat16(device: torch.device) -> bool:
+        """True on an x86 CPU that multiplies bfloat16 in hardware, under a torch that has oneDNN."""
+        return has_bfloat16(device)
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        """The output cut into parts of these widths: those of the layers that it was made of."""
+
+    @abstractmethod
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the output."""
+
+    @abstractmethod
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The output multiplied by `factor`, which may be overwritten."""
+
+    def gated(self, up: SamplerLinear, x: Tensor) -> Tensor:
+        """`silu(self(x)) * up(x)`."""
+        return up.times(x, self.silu(x))
+
+
+@dataclass(frozen=True, eq=False)
+class InPlaceLinear(SamplerLinear):
+    """The trainer's own parameters, side by side: their outputs are concatenated. Nothing is copied."""
+
+    parts: tuple[tuple[Tensor, Tensor | None], ...]
+
+    @staticmethod
+    def of(*linears: Any) -> InPlaceLinear:
+        """Raises Unsupported for anything but plain linear layers."""
+        for linear in linears:
+            if type(linear) is not nn.Linear:
+                raise Unsupported(f"layers of kind {type(linear).__name__} are not plain linear layers")
+        return InPlaceLinear(tuple(effective(linear) for linear in linears))
+
+    @property
+    def inside(self) -> int:
+        """Inputs, K."""
+        return self.parts[0][0].shape[1]
+
+    @property
+    def outside(self) -> int:
+        """Outputs of all parts."""
+        return sum(len(weight) for weight, _ in self.parts)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all weights and biases are contiguous float32 CPU tensors."""
+        tensors = [tensor for part in self.parts for tensor in part if tensor is not None]
+        return all(x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in PLAIN for x in tensors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = [plain_linear(x, weight, bias) for weight, bias in self.parts]
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return [plain_linear(x, weight, bias) for weight, bias in self.parts]
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(self(x), inplace=True)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return factor.mul_(self(x))
+
+
+@dataclass(frozen=True, eq=False)
+class OneDnnLinear(SamplerLinear):
+    """A bfloat16 copy in oneDNN's own layout, bfloat16 in and out."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(*linears: Any) -> OneDnnLinear:
+        """These layers side by side, their active LoRA adapters added. Raises Unsupported for other kinds."""
+        return OneDnnLinear.from_bfloat16(*_side_by_side(linears))
+
+    @staticmethod
+    def from_bfloat16(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
+        """Of `weight` [N, K] bfloat16."""
+        half = None if bias is None else bias.to(torch.bfloat16)
+        return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, None), half)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return self(x).split(widths, -1)
+
+    def silu(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+        return out
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.weight, self.bias, "mul")
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Bf16PairLinear(SamplerLinear):
+    """A bfloat16 copy in VNNI pairs for `matmul_bf16`, bfloat16 in and out.
+
+    Unlike oneDNN it keeps no code (0.6 MiB) for each number of rows.
+    """
+
+    weight: Tensor
+    """[N / 16, K / 2, 16, 2]"""
+    bias: Tensor | None
+    """[N] float32"""
+    kernels: Bf16Matmul
+
+    @staticmethod
+    def of(*linears: Any) -> Bf16PairLinear | OneDnnLinear:
+        """These layers side by side; a `OneDnnLinear` where the kernels are missing or do not take the size."""
+        weight, bias = _side_by_side(linears)
+        found = bf16_matmul()
+        if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
+            return OneDnnLinear.from_bfloat16(weight, bias)
+        return Bf16PairLinear(found.pair_columns(weight), None if bias is None else bias.float(), found)
+
+    @property
+    def inside(self) -> int:
+        """Inputs, K."""
+        return 2 * self.weight.shape[1]
+
+    @property
+    def outside(self) -> int:
+        """Outputs, N."""
+        return PANEL * self.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return self(x).split(widths, -1)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return self._product(x, Epilogue.SILU)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        factor = factor.contiguous()
+        return self.kernels.multiply(factor, x.contiguous(), self.weight, self.bias, factor, Epilogue.MUL)
+
+    def gated(self, up: SamplerLinear, x: Tensor) -> Tensor:
+        """Rounded as in a decode step of one call, to the bit."""
+        kernels = layer_kernels(x.dtype, x.dtype) if isinstance(up, Bf16PairLinear) else None
+        return super().gated(up, x) if kernels is None else kernels.gate(self(x), up(x))
+
+    def _product(self, x: Tensor, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], self.outside)
+        return self.kernels.multiply(out, x.contiguous(), self.weight, self.bias, epilogue=epilogue)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """True on an x86 CPU that multiplies bfloat16 in hardware, under a torch that has oneDNN."""
+    if (
+        device.type != "cpu"
+        or platform.machine() not in ("x86_64", "AMD64")
+        or not torch.backends.mkldnn.is_available()
+    ):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _side_by_side(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weights [N, K] in bfloat16 and biases of these layers, one after the other."""
+    parts = [effective(linear) for linear in linears]
+    biases = [bias for _, bias in parts]
+    weight = torch.cat([weight.to(torch.bfloat16) for weight, _ in parts])
+    return weight, torch.cat(cast("list[Tensor]", biases)) if biases[0] is not None else None
+
+
+def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight [N, K] and bias of a linear layer with its active LoRA adapters added; live weights are never changed.
+
+    Raises Unsupported for other kinds of layers.
+    """
+    if type(linear) is nn.Linear:
+        return linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    if not hasattr(linear, "get_delta_weight") or type(linear.get_base_layer()) is not nn.Linear:
+        raise Unsupported(f"layers of kind {type(linear).__name__} cannot be packed")
+    weight, bias = effective(linear.get_base_layer())
+    if linear.disable_adapters or linear.merged:
+        return weight, bias
+    for adapter in linear.active_adapters:
+        if adapter not in linear.lora_A:
+            continue
+        if adapter in getattr(linear, "lora_variant", {}) or getattr(linear.lora_B[adapter], "bias", None) is not None:
+            raise Unsupported("variants of LoRA (DoRA, biases) cannot be packed")
+        weight = weight + linear.get_delta_weight(adapter).detach()
+    return weight, bias

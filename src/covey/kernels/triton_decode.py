@@ -1,0 +1,56 @@
+"""The entrance to Triton's decode kernels, which are imported only where they are used: Triton may not be installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+
+class TritonDecode:
+    """Decode attention on static buffers by Triton's kernels."""
+
+    @staticmethod
+    def unavailable_reason(device: torch.device) -> str | None:
+        """Why Triton's kernels cannot run on this device; None if they can."""
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed (pip install triton)"
+        import triton
+
+        if device.type != "cuda" and not triton.knobs.runtime.interpret:
+            return f"Triton's kernels run on CUDA devices, and the model is on {device.type}"
+        return None
+
+    @staticmethod
+    def errors() -> tuple[type[Exception], ...]:
+        """Exceptions of a kernel that cannot be compiled or launched: no compiler, no room on the chip, no driver."""
+        from triton.runtime.errors import TritonError
+
+        return TritonError, RuntimeError, OSError
+
+    @staticmethod
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        own: Tensor,
+        own_bias: Tensor,
+        prompts: Tensor,
+        prompt_bias: Tensor,
+        members: Tensor,
+        counts: Tensor,
+        lengths: Tensor,
+        owned: Tensor,
+        first: Tensor,
+        clock: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """[R, Hq, D]: writes `key` and `value` [R, Hkv, D] into the cache column `clock`, then attends; see `Spans` for the tables."""
+        from covey.kernels import triton_attention
+
+        triton_attention.append(key, value, own, clock)
+        spans = triton_attention.Spans(members, counts, lengths, owned, first, clock)
+        return triton_attention.decode(query, own, own_bias, prompts, prompt_bias, spans, scale, softcap)
