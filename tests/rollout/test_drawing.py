@@ -48,7 +48,7 @@ def test_what_is_truncated_or_penalized_is_drawn_from_what_is_left(logits, monke
     torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [["-mno-avx512bf16"], AVX2_ALONE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_compiled_for_an_older_processor_is_the_same(logits, dtype, flags, monkeypatch, tmp_path):
