@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from covey import fused_operations as operations
 from covey import products
-from covey.compiled import why_not
+from covey.compiled import is_fake, why_not
 from covey.compiled.layers import LANES, kernels_for
 from covey.fused_operations import Forward, epsilon_of, is_plain, is_watched
 
@@ -136,7 +136,9 @@ def fused(model: Any) -> AbstractContextManager[Any]:
 def _runs_here(decoder: nn.Module) -> bool:
     """Whether this model is on a CPU that can compile kernels, in a precision that they know."""
     first = next(decoder.parameters(), None)
-    return first is not None and first.device.type == "cpu" and kernels_for(first.dtype, first.dtype) is not None
+    if first is None or first.device.type != "cpu" or is_fake(first):
+        return False
+    return kernels_for(first.dtype, first.dtype) is not None
 
 
 def would_fuse(model: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from covey.compiled import NUMBERS
+from covey.compiled import NUMBERS, is_fake
 from covey.compiled.linear import BLOCK, PANEL, Kernels, kernels
 
 KEPT = 580 * 2**10
@@ -55,6 +55,7 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
+        and not is_fake(weight)
         and x.numel() * weight.shape[0] >= SMALLEST
         and is_onednn_faster()
     )
