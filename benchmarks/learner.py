@@ -23,11 +23,12 @@ import torch
 
 import rollout
 from covey import algorithms as alg
-from covey import fused_layers, products
+from covey.kernels import fused_model as fused_layers
+from covey.kernels import matmul as products
+from covey.kernels.matmul import faster_products
 from covey.learner import Learner, NoReference, Policy, fused_head
 from covey.learner.memory import CPU_ENOUGH, CPU_TOKENS
 from covey.memory import keep_freed_blocks
-from covey.products import faster_products
 from covey.types import Completion, Group, Prompt
 from covey.world import World
 

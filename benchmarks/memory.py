@@ -25,9 +25,9 @@ from resident import peak_since, resident
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
+from covey.kernels.sampler_linear import has_bfloat16
 from covey.learner import Policy
 from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
-from covey.rollout.linear import has_bfloat16
 from covey.types import Completion, Group, Prompt
 from learner import as_in_runs, learner_of
 

@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from covey import demo
 from covey.checks import processor_has_bfloat16
+from covey.kernels.decode import kernels_for
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
-from covey.rollout.compiled import kernels_for
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward, plain_cache
 from covey.types import Group

@@ -15,9 +15,9 @@ import time
 import torch
 from torch import Tensor
 
-from covey.compiled.layout import Layout
-from covey.learner import shared_attention
-from covey.learner.shared_attention import SharedAttention
+from covey.kernels import shared_attention
+from covey.kernels.layout import Layout
+from covey.kernels.shared_attention import SharedAttention
 
 CASES = {
     "demo": (16, 8, 60, 30, 4, 4, 32),

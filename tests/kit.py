@@ -33,8 +33,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from covey import compiled
-from covey.compiled import live
+from covey.kernels import compile as compiled
+from covey.kernels import matmul_fp32 as live
 from covey.learner import Learner, NoReference, Policy
 from covey.types import Completion, Finish, Group, Message, Prompt
 from covey.world import World

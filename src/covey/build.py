@@ -25,7 +25,6 @@ from covey.learner.critic import Critic
 from covey.learner.memory import enough_tokens, starting_tokens
 from covey.learner.noting import TokenNotes
 from covey.learner.reference import Reference
-from covey.learner.sliced_update import update_in_slices
 from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
@@ -262,7 +261,7 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
     policy = build_policy(given)
     critic = build_critic(algorithm, policy)
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
-    optimizer = update_in_slices(optimizers[0] or make_optimizer(args, given.model, extra))
+    optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
     sampling = sampling_params(args)
     return Learner(

@@ -30,6 +30,10 @@ class ModelError(CoveyError, ValueError):
     exit_code = 2
 
 
+class Unsupported(ModelError):  # noqa: N818  # the name others rely on
+    """The native engine cannot run this model exactly; the message is the reason."""
+
+
 class RunFolderError(CoveyError, ValueError):
     """An output folder that holds something else, or cannot be written."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from covey.errors import ConfigError, ModelError, did_you_mean
-from covey.fused_layers import Recomputing
+from covey.kernels.fused_model import Recomputing
 from covey.memory import give_back_large_blocks, keep_freed_blocks
 
 

@@ -18,13 +18,11 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 # A module may import from its own level only within its own folder, and from every level above it.
 LEVELS = [
     {"metrics", "errors"},
-    {"types", "names", "compiled"},
+    {"types", "names"},
     {"ladder", "pulse", "interruption"},
     {"rendezvous"},
     {"world", "state", "options", "arithmetic", "memory", "student"},
-    {"products"},
-    {"fused_operations"},
-    {"checks", "fused_layers"},
+    {"checks", "kernels"},
     {"config", "algorithms", "gym"},
     {"rollout", "rewards", "learner", "data", "runs", "demo", "models", "testing", "intervals"},
     {"monitor", "credit", "comparison", "cleaning", "invariants"},

@@ -5,7 +5,7 @@ import warnings
 import pytest
 from torch.nn.attention import flex_attention
 
-from covey.learner import shared_flex
+from covey.kernels import flex_attention as shared_flex
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import pytest
 import torch
 from test_shared import ROWS, assert_same, checkpointing, gradients
 
-from covey import compiled
-from covey.compiled import packed_attention
-from covey.compiled.layout import Layout
-from covey.compiled.packed_attention import SOURCE, Kernels, kernels_for
-from covey.learner import shared, shared_attention
+from covey.kernels import compile as compiled
+from covey.kernels import packed_attention, shared_attention
+from covey.kernels.layout import Layout
+from covey.kernels.packed_attention import SOURCE, Kernels, kernels_for
+from covey.kernels.shared_attention import SharedAttention
+from covey.learner import shared
 from covey.learner.policy import Policy
-from covey.learner.shared_attention import SharedAttention
 from covey.memory import is_out_of_memory
 from kit import AVX2_ALONE, forgotten, threads, tiny_model
 

@@ -8,13 +8,13 @@ from test_shared import row
 from torch import nn
 from torch.nn import functional as F
 
-from covey import compiled, products
-from covey.compiled import linear as pairs
-from covey.learner import shared
+from covey.kernels import compile as compiled
+from covey.kernels import matmul as products
+from covey.kernels import matmul_bf16 as pairs
+from covey.kernels.matmul import FasterProducts
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.policy import Policy
 from covey.models import checkpoint_activations
-from covey.products import FasterProducts
 from kit import forgotten, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
@@ -167,7 +167,6 @@ def test_a_compiler_that_does_not_know_pairs_is_told_of_and_done_without(monkeyp
     monkeypatch.setenv("CXX", "g++ -U__AVX512BF16__")
     with forgotten(pairs.kernels, compiled.library), caplog.at_level(logging.INFO, "covey"):
         assert pairs.kernels() is None
-        assert not products.takes_any_rows(tiny_model(hidden=64), torch.bfloat16, 128)
     assert "Multiplying with PyTorch's own operations" in caplog.text
 
 
@@ -230,25 +229,3 @@ def test_the_head_multiplies_in_pairs_in_chunks_that_end_anywhere(bias, softcap,
     for one, two, three in zip(mine, expected, theirs, strict=True):
         assert one.dtype == two.dtype
         assert (one - two).norm() < max(1.25 * (three - two).norm(), 2e-3 * two.norm())
-
-
-def test_rows_are_padded_only_where_a_length_costs_something(monkeypatch):
-    """Nothing is kept of a length by products in pairs; an adapter's, of rank 4, are oneDNN's."""
-    rows = [row(0, [5, 6, 7, 8], list(range(10, 110)))] * 5
-    lengths = []
-    real = shared.share_rows
-
-    def seen(rows, *args, **kinds):
-        packed = real(rows, *args, **kinds)
-        lengths.append(packed.input_ids.shape[1])
-        return packed
-
-    monkeypatch.setattr("covey.learner.policy.share_rows", seen)
-
-    def length_of(model, dtype):
-        Policy(model, tiny_tokenizer().pad_token_id, compute_dtype=dtype).measure(rows)
-        return lengths[-1]
-
-    assert length_of(tiny_model(hidden=64), torch.bfloat16) == 499
-    assert length_of(tiny_model(hidden=64), None) == 512
-    assert length_of(tiny_model(hidden=48), torch.bfloat16) == 512

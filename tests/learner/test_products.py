@@ -6,11 +6,11 @@ from test_shared import checkpointing, row
 from torch import nn
 from torch.nn import functional as F
 
-from covey import products
+from covey.kernels import matmul as products
+from covey.kernels.matmul import FasterProducts
 from covey.learner.policy import Policy
 from covey.learner.shared import share_rows
 from covey.models import checkpoint_activations
-from covey.products import FasterProducts
 from kit import tiny_model, tiny_tokenizer
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -195,22 +195,3 @@ def test_where_onednn_has_no_room_torch_multiplies(always, monkeypatch):
     layer, x = nn.Linear(48, 80), torch.randn(70, 48)
     for mine, theirs in zip(through(layer, x, True), through(layer, x, False), strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_only_where_onednn_multiplies_are_packed_rows_made_longer(monkeypatch, is_faster):
-    if not torch.backends.mkl.is_available():
-        pytest.skip("this torch multiplies float32 with another library")
-    monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
-    rows, seen = [row(0, [5, 6, 7, 8], list(range(10, 60)))] * 4, []
-    policy = Policy(tiny_model(), pad_id=0)
-    decoder = policy.model.get_decoder()
-    decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    policy.shares_prompts()
-    seen.clear()
-    policy.measure(rows)
-    tokens = 4 + 4 * 49
-    assert seen == [products.repeating(tokens) if is_faster else tokens]
-    assert products.repeating(tokens) > tokens

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from covey.compiled.layout import Layout
+from covey.kernels.layout import Layout
+from covey.kernels.shared_attention import SharedAttention
 from covey.learner.packing import Row, tokens_in
 from covey.learner.policy import Policy
 from covey.learner.shared import SharedRows, share_rows
-from covey.learner.shared_attention import SharedAttention
 from covey.types import Completion, Prompt
 from kit import tiny_model
 

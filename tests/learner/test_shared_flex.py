@@ -9,11 +9,11 @@ from test_shared import ROWS, assert_same, gradients
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.compiled.layout import Layout
 from covey.errors import ConfigError
-from covey.learner import shared_flex
+from covey.kernels import flex_attention as shared_flex
+from covey.kernels.flex_attention import Heads, _Seen, mask_of, tried
+from covey.kernels.layout import Layout
 from covey.learner.policy import Policy
-from covey.learner.shared_flex import Heads, _Seen, mask_of, tried
 from kit import tiny_model, tiny_tokenizer
 
 LAYOUTS = {

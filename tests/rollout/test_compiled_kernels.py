@@ -7,11 +7,11 @@ import pytest
 import torch
 from test_samplers import TEXTS, ids_of
 
-from covey import compiled
 from covey.errors import ConfigError
+from covey.kernels import compile as compiled
+from covey.kernels.decode import SOURCE, Kernels, defines, kernels_for
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.cache import KeyValues, LayerShape
-from covey.rollout.compiled import SOURCE, Kernels, defines, kernels_for
 from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -5,11 +5,11 @@ import torch
 from test_samplers import TEXTS, ids_of
 from torch.nn import functional as F
 
-from covey import compiled
-from covey.compiled import live
-from covey.compiled.linear import Then
+from covey.kernels import compile as compiled
+from covey.kernels import matmul_fp32 as live
+from covey.kernels.decode import Kernels
+from covey.kernels.matmul_bf16 import Then
 from covey.rollout import NativeSampler, SamplingParams, decoder
-from covey.rollout.compiled import Kernels
 from kit import forgotten, live_kernels, threads, tiny_model, tiny_tokenizer
 
 needs_kernels = pytest.mark.skipif(compiled.why_not() is not None, reason="kernels cannot be compiled here")

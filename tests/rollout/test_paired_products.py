@@ -7,11 +7,12 @@ import torch
 from test_samplers import TEXTS, ids_of
 from torch.nn import functional as F
 
-from covey import compiled
-from covey.compiled import linear as pairs
-from covey.compiled.linear import Then
-from covey.rollout import NativeSampler, SamplingParams, linear
-from covey.rollout.linear import Live, Packed, Paired
+from covey.kernels import compile as compiled
+from covey.kernels import matmul_bf16 as pairs
+from covey.kernels import sampler_linear as linear
+from covey.kernels.matmul_bf16 import Then
+from covey.kernels.sampler_linear import Live, Packed, Paired
+from covey.rollout import NativeSampler, SamplingParams
 from kit import forgotten, threads, tiny_model, tiny_tokenizer
 
 needs_kernel = pytest.mark.skipif(pairs.kernels() is None, reason="no kernel for this processor or compiler")
@@ -122,11 +123,11 @@ def test_a_sampler_computes_no_row_in_vain_and_draws_what_onednn_draws_nearly(mo
     model, tokenizer = tiny_model("qwen2", hidden=64, layers=2), tiny_tokenizer()
     params = SamplingParams(max_tokens=3, seed=3)
     mine = NativeSampler(model, tokenizer, dtype="bfloat16")
-    assert mine.forward.any_rows
+    assert mine.forward.weights
     drawn = ids_of(list(mine.sample(TEXTS, 3, params)))
     monkeypatch.setattr(linear, "kernels", lambda: None)
     theirs = NativeSampler(model, tokenizer, dtype="bfloat16")
-    assert not theirs.forward.any_rows
+    assert not theirs.forward.weights
     same = [
         a == b
         for one, two in zip(drawn, ids_of(list(theirs.sample(TEXTS, 3, params))), strict=True)

@@ -5,12 +5,12 @@ import torch
 from test_samplers import TEXTS, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
+from covey.kernels.sampler_linear import Live, Packed, effective, has_bfloat16
 from covey.models import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, Unsupported
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.engine import best_forward
 from covey.rollout.forward import ModulesForward
-from covey.rollout.linear import Live, Packed, effective, has_bfloat16
 from kit import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from covey import compiled
-from covey.compiled import packed_attention
+from covey.kernels import compile as compiled
+from covey.kernels import packed_attention
+from covey.kernels.decode import kernels_for
 from covey.rollout.attention import causal
 from covey.rollout.cache import KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import kernels_for
 
 CPU = torch.device("cpu")
 REASON = compiled.why_not()

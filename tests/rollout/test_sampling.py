@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from covey.errors import ConfigError
-from covey.rollout import SamplingParams, sampling
+from covey.rollout import SamplingParams
 from covey.rollout.sampling import draw, processed, sequence_key, uniforms
 
 KINDS = {
@@ -26,13 +26,6 @@ KINDS = {
     "penalty": {"repetition_penalty": 1.3},
     "everything": {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
 }
-
-
-@pytest.fixture(autouse=True, params=["kernels", "operations"])
-def how(request, monkeypatch):
-    """By the compiled kernel, where there is one, and by PyTorch's operations."""
-    if request.param == "operations":
-        monkeypatch.setattr(sampling, "kernels_for", lambda logits: None)
 
 
 def transformers_scores(logits, params, context):

@@ -198,7 +198,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from covey.rollout import triton_attention as kernels
+from covey.kernels import triton_attention as kernels
 
 def compiled(kernel, target, kind, integers, pointers, fixed):
     types = {name: "fp32" if name in ("scale", "softcap") else "i32" for name in kernel.arg_names}

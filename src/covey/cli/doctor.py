@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,11 @@ from covey.cli.verb import Given, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
-    from covey.doctor import Case, Finding
+    from covey.doctor import Case
 
 _SAMPLE = Flag(
     name="sample_prompts", help="Prompts that are answered and scored for a trial; 0: no trial.", type=int, default=16, group="run"
 )  # fmt: skip
-_WIDTH = 110
-"""Most columns of a row; a narrower terminal gets its own."""
 
 
 def flags() -> tuple[Flag, ...]:
@@ -43,14 +40,14 @@ def run(given: Given) -> int:
     for finding in examine(case_of(given)):
         found.append(finding)
         if not given.get("json"):
-            output.result(row(finding))
+            output.result(output.row(finding.status, finding.area, finding.said, finding.fix))
     counts: Counter[str] = Counter(finding.status for finding in found)
     if given.get("json"):
         output.result_json({"ok": not counts["FAIL"], "counts": dict(counts), "findings": [vars(one) for one in found]})
     else:
         warnings = "warning" if counts["WARN"] == 1 else "warnings"
         said = f"{counts['PASS']} passed, {counts['WARN']} {warnings}, {counts['FAIL']} failed: {_verdict(counts)}"
-        output.result("\n" + textwrap.fill(said, _width()))
+        output.result("\n" + textwrap.fill(said, output.width()))
     return 1 if counts["FAIL"] else 0
 
 
@@ -80,21 +77,6 @@ def predicted_peak(given: Given, config: Any, dataset: Any) -> int:
 
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
     return memory_of(config, given, counts.prompts_per_generation, longest_prompt_tokens(dataset)).peak
-
-
-def row(finding: Finding) -> str:
-    """`WARN  model        the sentence`, and what to do below it."""
-    start = f"{finding.status}  {finding.area:<12} "
-    width = _width()
-    lines = textwrap.wrap(finding.said, width, initial_indent=start, subsequent_indent=" " * len(start))
-    if finding.fix:
-        indent = " " * len(start) + "-> "
-        lines += textwrap.wrap(finding.fix, width, initial_indent=indent, subsequent_indent=" " * len(indent))
-    return "\n".join(lines)
-
-
-def _width() -> int:
-    return max(min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns), 50)
 
 
 def _verdict(counts: Mapping[str, int]) -> str:

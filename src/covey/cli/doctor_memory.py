@@ -121,9 +121,7 @@ def _show(memory: Memory, lower: Mapping[str, int], tokens: int, config: GRPOCon
 
 
 def _row(finding: Finding) -> str:
-    from covey.cli.doctor import row
-
-    return row(finding)
+    return output.row(finding.status, finding.area, finding.said, finding.fix)
 
 
 def _tried(config: GRPOConfig, given: Given, tokens: int) -> Finding:

@@ -6,12 +6,17 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from typing import Any
 
 from covey.errors import StorageError
 from covey.runs.text import safe
+
+_WIDTH = 110
+"""Most columns of a row; a narrower terminal gets its own."""
 
 
 def result(text: str) -> None:
@@ -73,3 +78,18 @@ def start_logging() -> None:
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     say(f"warning: {message}")
+
+
+def row(status: str, area: str, said: str, fix: str | None = None) -> str:
+    """`WARN  model        the sentence`, and what to do below it."""
+    start = f"{status}  {area:<12} "
+    lines = textwrap.wrap(said, width(), initial_indent=start, subsequent_indent=" " * len(start))
+    if fix:
+        indent = " " * len(start) + "-> "
+        lines += textwrap.wrap(fix, width(), initial_indent=indent, subsequent_indent=" " * len(indent))
+    return "\n".join(lines)
+
+
+def width() -> int:
+    """Columns of the terminal, between 50 and `_WIDTH`."""
+    return max(min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns), 50)

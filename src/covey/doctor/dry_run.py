@@ -9,20 +9,21 @@ import torch
 from torch import nn
 
 from covey.build import Given, as_dict, build_algorithm, build_learner
-from covey.compiled.footprint import footprint
 from covey.config import GRPOConfig
+from covey.kernels.footprint import footprint
+from covey.kernels.sampler_linear import has_bfloat16
 from covey.learner.learner import Learner
 from covey.learner.live_memory import FakeBytes, nbytes
 from covey.learner.longest import groups_of
 from covey.learner.memory import Memory, allocator_bytes, cache_bytes, enough_tokens, starting_tokens
 from covey.learner.packing import rows_of
 from covey.models import disable_dropout, dtype_of, prepare_for_training, with_adapter
-from covey.products import is_mkls
 from covey.rollout.engine import BFLOAT16_FROM
-from covey.rollout.linear import has_bfloat16
 from covey.world import World
 
 CPU = torch.device("cpu")
+_WIDENED = 5
+"""Copies in float32 that bitsandbytes makes on a CPU of a parameter in its update, which fake tensors do not enter."""
 
 
 def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: int, prompt_tokens: int) -> Memory:
@@ -67,11 +68,16 @@ def _on_a_cpu(learner: Learner, activations: int, products: int) -> tuple[int, i
     saves = footprint(policy.model, dtype)
     layers = 1 if policy.is_checkpointing else policy.model.config.get_text_config().num_hidden_layers
     activations = max(0, activations - saves.saved_a_token * layers * learner.room.largest[1])
-    keeps = saves.keeps_products and not is_mkls(dtype)
-    is_adapted = hasattr(policy.model, "peft_config")
-    return activations, allocator_bytes(
-        activations, products if keeps else 0, is_checkpointed=policy.is_checkpointing, is_adapted=is_adapted
+    allocator = allocator_bytes(
+        activations,
+        products * saves.kept_a_product,
+        is_checkpointed=policy.is_checkpointing,
+        is_adapted=hasattr(policy.model, "peft_config"),
     )
+    if type(learner.optimizer).__module__.startswith("bitsandbytes."):
+        largest = max(parameter.numel() for parameter in learner.trainable())
+        activations = max(activations, _WIDENED * 4 * largest)
+    return activations, allocator
 
 
 def _dtype_of(model: Any) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError
-from covey.fused_layers import faster
+from covey.kernels.fused_model import faster
 from covey.learner.packing import Row, pad_rows
 from covey.learner.policy import Measured, Policy
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.products import in_pairs, linear, outer, pays, wide
+from covey.kernels.matmul import in_pairs, linear, outer, pays, wide
 
 CHUNK_ELEMENTS = 2**23
 """Logits that exist at a time where the chunk is chosen here: 32 MiB in float32."""
@@ -183,7 +183,7 @@ class LinearLogProbability(torch.autograd.Function):
 
     With z the tempered logits and p their softmax: log p_y = z_y - log Z and H = log Z - E_p[z], so
     d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Products run in the type of `hidden`, which is that of `weight`
-    but where the kernels of `covey.compiled.linear` multiply: they read a weight in float32 as well.
+    but where the kernels of `covey.kernels.matmul_bf16` multiply: they read a weight in float32 as well.
     """
 
     @staticmethod

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from covey.kernels.matmul import faster_products, in_pairs, repeating
 from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
-from covey.products import faster_products, in_pairs, is_mkls, repeating
 
 R = TypeVar("R")
 
@@ -115,11 +115,10 @@ def _fused(
     bias: Tensor | None = linear.bias
     if in_pairs(hidden, weight) is None:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        is_onednns = hidden.device.type == "cpu" and dtype.itemsize <= 4 and not is_mkls(dtype)
-        if is_onednns:  # the last chunk's rows are to return
-            rest = count % shape.chunk
-            extra = min(repeating(rest), shape.chunk) - rest
-            hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
+    if hidden.device.type == "cpu":  # so that the last chunk has one of few numbers of rows
+        rest = count % shape.chunk
+        extra = min(repeating(rest), shape.chunk) - rest
+        hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
     with torch.autocast(hidden.device.type, enabled=False):
         logp, entropies = LinearLogProbability.apply(hidden, weight, bias, targets, shape, entropy)
     return logp[:count], entropies[:count]

@@ -11,7 +11,6 @@ import torch
 from covey.learner.live_memory import LiveBytes
 from covey.learner.policy import Policy
 from covey.memory import free_memory
-from covey.products import KEPT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +73,14 @@ _ROW_COUNTS = 6
 """Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts)."""
 
 
-def allocator_bytes(activations: int, products: int, *, is_checkpointed: bool, is_adapted: bool) -> int:
+def allocator_bytes(activations: int, code: int, *, is_checkpointed: bool, is_adapted: bool) -> int:
     """Bytes that a CPU's libraries keep beside tensors, by formula: fake tensors meet no allocator (measured with glibc on Linux).
 
     Freed blocks stay in the heap, by a share of the activations; where these are recomputed, large blocks go back at once. PEFT
-    puts small tensors between large ones. `products` are the sizes for which oneDNN keeps code.
+    puts small tensors between large ones. `code` is what oneDNN keeps for the products of one number of rows.
     """
     share = 0.0 if is_checkpointed else 0.6 if is_adapted else 0.25
-    return _LIBRARIES + int(share * activations) + products * _ROW_COUNTS * KEPT
+    return _LIBRARIES + int(share * activations) + _ROW_COUNTS * code
 
 
 CPU_TOKENS = 4096

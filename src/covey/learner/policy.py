@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
-from covey.fused_layers import faster, recomputes_inside
-from covey.learner import shared, shared_flex
+from covey.kernels import flex_attention as shared_flex
+from covey.kernels.flex_attention import Heads
+from covey.kernels.fused_model import faster
+from covey.learner import shared
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
-from covey.learner.shared_flex import Heads
-from covey.products import takes_any_rows
 from covey.types import Completion, Prompt
 from covey.world import autocast
 
@@ -79,7 +79,6 @@ class Policy:
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
     _kernel: str = field(default="own", init=False)
-    _any_length: bool | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -115,8 +114,7 @@ class Policy:
         """
         has_siblings = len({row.group for row in rows}) < len(rows)
         if has_siblings and self._shares() and (against is None or against.policy._shares()):
-            any_length = self._takes_any_length() and (against is None or against.policy._takes_any_length())
-            packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel, any_length=any_length)
+            packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
         return self._measure(packed, entropy, against)
@@ -170,14 +168,6 @@ class Policy:
         if self._splits():
             return _decoder(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
         return self.model(input_ids=rows.input_ids, **extra).logits, None
-
-    def _takes_any_length(self) -> bool:
-        """Whether nothing is kept on a CPU for each length that it meets, so that rows need not be of few."""
-        if self._any_length is None:
-            dtype = self.compute_dtype or next(self.model.parameters()).dtype
-            is_cpu = self.device.type == "cpu" and recomputes_inside(self.model)
-            self._any_length = is_cpu and takes_any_rows(self.model, dtype, shared.FEWER_LENGTHS)
-        return self._any_length
 
     def shares_prompts(self) -> bool:
         """Whether the completions of a group share the computation of their prompt."""

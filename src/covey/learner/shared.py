@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from covey.compiled.layout import Layout
-from covey.learner import shared_flex
+from covey.kernels import flex_attention as shared_flex
+from covey.kernels.flex_attention import Heads
+from covey.kernels.layout import Layout
+from covey.kernels.matmul import repeating
+from covey.kernels.shared_attention import SharedAttention, runs_here
 from covey.learner.packing import Row
-from covey.learner.shared_attention import SharedAttention, runs_here
-from covey.learner.shared_flex import Heads
-from covey.products import repeating
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +99,11 @@ class SharedRows:
         return flat.index_put((self.place,), values).view(self.shape)
 
 
-def share_rows(
-    rows: Sequence[Row], device: torch.device, kernel: str = "own", *, any_length: bool = False
-) -> SharedRows:
+def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -> SharedRows:
     """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`.
 
-    For the kernel "flex", and on a CPU unless it takes `any_length`, the row ends with padding of its own, which nothing sees:
-    up to a whole block, or to lengths of which there are few.
+    For the kernel "flex", and on a CPU, the row ends with padding of its own, which nothing sees: up to a whole block, or to
+    lengths of which there are few.
     """
     longest = max(row.completion.num_tokens for row in rows)
     groups: dict[int, list[int]] = {}
@@ -132,7 +130,7 @@ def share_rows(
             place.append((i * longest, len(tokens)))
             offset += count
     padding = shared_flex.padded(offset) - offset if kernel == "flex" else 0
-    if kernel == "own" and device.type == "cpu" and offset >= FEWER_LENGTHS and not any_length:
+    if kernel == "own" and device.type == "cpu" and offset >= FEWER_LENGTHS:
         padding = repeating(offset) - offset
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.long))

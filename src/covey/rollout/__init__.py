@@ -1,10 +1,12 @@
 """Text out of weights: what to ask of a sampler, and the samplers."""
 
+from covey.errors import Unsupported
+from covey.rollout.backends import Backend, choose_sampler
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment, Reply, Turn
 from covey.rollout.hf import TransformersSampler
 from covey.rollout.prompts import PromptLike
-from covey.rollout.sampler import Backend, Sampler, SamplingParams, Unsupported, choose_sampler
+from covey.rollout.sampler import Sampler, SamplingParams
 
 __all__ = [
     "Backend",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from covey.rollout.sampler import Unsupported
+from covey.errors import Unsupported
 
 NAME = "covey_rollout"
 """Our name in transformers' attention interface. No mask is registered under it, so that none is built."""

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.compiled import packed_attention
-from covey.compiled.layout import Layout
+from covey.kernels import packed_attention
+from covey.kernels.decode import Kernels, Slabs, Step
+from covey.kernels.layout import Layout
 from covey.memory import mapped_zeros
 from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
-from covey.rollout.compiled import Kernels, Step
-from covey.rollout.whole_step import Slabs
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
@@ -57,11 +56,10 @@ class KeyValues:
         dtype: torch.dtype,
         context: int,
         kernels: Kernels | None = None,
-        any_rows: bool = False,
     ) -> None:
-        """`kernels` attend while decoding; without them, PyTorch's operations do. `any_rows` as in `Forward`."""
+        """`kernels` attend while decoding; without them, PyTorch's operations do."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
-        self.kernels, self.any_rows = kernels, any_rows
+        self.kernels = kernels
         self.merge = best_merge(device, dtype)
         self.prefix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, P, Hkv, columns, D]
         self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
@@ -91,8 +89,8 @@ class KeyValues:
 
     @property
     def num_computed(self) -> int:
-        """Rows that a decode step computes: those in flight and, where numbers should return, some more, which mean nothing."""
-        return self.num_rows if self.any_rows else padded_rows(self.num_rows)
+        """Rows that a decode step computes: those in flight and, so that few numbers of rows occur, some more, which mean nothing."""
+        return padded_rows(self.num_rows)
 
     # -- prompts and rows come and go -------------------------------------------------------------------------------
 

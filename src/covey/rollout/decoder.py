@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey.compiled import layers
+from covey.errors import Unsupported
+from covey.kernels import fused_ops as layers
+from covey.kernels.decode import Kernels, Step, Weights
+from covey.kernels.sampler_linear import Linear, Live, Paired
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import Kernels, Step
 from covey.rollout.forward import ModulesForward
-from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
-from covey.rollout.sampler import Unsupported
-from covey.rollout.whole_step import Weights
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
@@ -35,7 +34,7 @@ WRITTEN_OUT = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qw
 """Decoders of one shape, norm, rotary attention, norm, gated SiLU, that are computed here without calling their modules."""
 
 PACKED = 64
-"""Where oneDNN multiplies, tokens of prompts are computed in multiples of this many: a new number of rows costs it 3 ms."""
+"""Tokens of prompts are computed in multiples of this many: a new number of rows costs oneDNN 3 ms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,6 @@ class DecoderForward:
             self.norm = decoder.norm.weight.detach().float()
             self.head = self.linear.of(self.model.lm_head)
         self.weights = Weights.of(self.blocks, self.norm, self.head)
-        self.any_rows = self.weights is not None
 
     def _pack(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -135,9 +133,8 @@ class DecoderForward:
     def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
         """The prompts' own tokens are computed end to end; only attention may see padding."""
         real = batch.places(ids.shape[1])
-        if not self.any_rows:
-            real = F.pad(real, (0, -len(real) % PACKED))  # by the first token again, which nobody looks at
-        real = real.to(ids.device)
+        # by the first token again, which nobody looks at
+        real = F.pad(real, (0, -len(real) % PACKED)).to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
 
         def attend(layer: int, h: Tensor) -> Tensor | None:

@@ -10,19 +10,19 @@ from typing import Any, Literal
 
 import torch
 
-from covey.errors import ConfigError, MemoryLimitError
+from covey.errors import ConfigError, MemoryLimitError, Unsupported
+from covey.kernels.decode import Kernels
+from covey.kernels.sampler_linear import has_bfloat16
 from covey.memory import is_out_of_memory, release
-from covey.rollout.compiled import Kernels
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.flight import Flight, Job
 from covey.rollout.forward import Forward, ModulesForward
 from covey.rollout.graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.kernels import AttentionChoice, captures, verified_attention, verified_kernels
-from covey.rollout.linear import has_bfloat16
 from covey.rollout.mode import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
-from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams, Unsupported
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.static_cache import Attention
 from covey.rollout.static_flight import StaticFlight

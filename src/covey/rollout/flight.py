@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.kernels.decode import Kernels
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
-from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, plain_cache
 from covey.rollout.sampler import SamplingParams

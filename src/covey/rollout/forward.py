@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from covey.errors import Unsupported
+from covey.kernels.decode import Kernels
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
-from covey.rollout.compiled import Kernels
 from covey.rollout.mode import accepts, evaluating, unwrapped
-from covey.rollout.sampler import Unsupported
 from covey.rollout.stopping import context_of
 
 UNLIMITED = 2**31
@@ -28,8 +28,6 @@ class Forward(Protocol):
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
-    any_rows: bool
-    """A step of any number of rows costs what its rows cost, so none need be computed in vain."""
 
     def refresh(self) -> bool:
         """The live weights have changed. False when the model itself has, so that another way must be found."""
@@ -54,8 +52,6 @@ class Forward(Protocol):
 
 class ModulesForward:
     """The model's own forward under our attention: any architecture, adapters and all, weights read in place."""
-
-    any_rows = False
 
     def __init__(self, model: Any) -> None:
         """Raises Unsupported, with the reason, for a model that this cannot run exactly."""
@@ -156,7 +152,7 @@ NewCache = Callable[[Forward, int], KeyValues]
 
 
 def plain_cache(forward: Forward, context: int, kernels: Kernels | None = None) -> KeyValues:
-    return KeyValues(forward.layers, forward.device, forward.dtype, context, kernels, forward.any_rows)
+    return KeyValues(forward.layers, forward.device, forward.dtype, context, kernels)
 
 
 def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cache: NewCache = plain_cache) -> None:

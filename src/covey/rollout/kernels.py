@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from covey.compiled import tell_fallback, why_not
-from covey.errors import ConfigError
+from covey.errors import ConfigError, Unsupported
+from covey.kernels.compile import tell_fallback, why_not
+from covey.kernels.decode import Kernels, kernels_for
 from covey.memory import is_out_of_memory
 from covey.rollout.cache import KeyValues
-from covey.rollout.compiled import Kernels, kernels_for
 from covey.rollout.forward import Forward, plain_cache, verify
-from covey.rollout.sampler import Unsupported
 from covey.rollout.static_cache import Attention, StaticKeyValues
 
 logger = logging.getLogger(__name__)

@@ -1,21 +1,18 @@
-"""What a sampler is, what can be asked of one, and which backend a model gets."""
+"""What a sampler is, and what can be asked of one."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from covey.errors import ConfigError, ModelError
+from covey.errors import ConfigError
 from covey.rollout.prompts import PromptLike
 from covey.types import Group
 
 DEFAULT_ROWS = 256
 """Completions that are written at once unless one says otherwise."""
-
-Backend = Literal["auto", "native", "transformers", "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,43 +85,3 @@ class Sampler(Protocol):
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish: not always in the order of the prompts."""
         ...
-
-
-class Unsupported(ModelError):  # noqa: N818  # the name others rely on
-    """The native engine cannot run this model exactly; the message is the reason."""
-
-
-def choose_sampler(
-    model: Any, tokenizer: Any, *, eos_ids: Sequence[int] | None = None, backend: Backend = "auto", **options: Any
-) -> Sampler:
-    """The fastest sampler that is exact for this model.
-
-    `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
-    `native` raises `Unsupported` instead. `options` go to the constructor of the sampler that is asked for.
-    """
-    from covey.rollout.engine import NativeSampler
-    from covey.rollout.hf import TransformersSampler
-
-    if backend not in ("auto", "native", "transformers", "vllm"):
-        raise ConfigError(f"sampler backend {backend!r} does not exist; take auto, native, transformers or vllm.")
-    if backend == "vllm":
-        from covey.rollout.vllm import VLLMSampler
-
-        return VLLMSampler(model, tokenizer, eos_ids=eos_ids, **options)
-    if backend == "transformers":
-        return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
-    try:
-        return NativeSampler(model, tokenizer, eos_ids=eos_ids, **options)
-    except Unsupported as reason:
-        if backend == "native" or options.get("environment") is not None:
-            raise
-        lost = sorted(options.keys() - {"max_rows", "environment"})
-        warnings.warn(
-            f"Completions are written by plain transformers, which is slower: {reason}."
-            + (f" Without effect there: {', '.join(lost)}." if lost else ""),
-            UserWarning,
-            stacklevel=2,
-        )
-        return TransformersSampler(
-            model, tokenizer, eos_ids=eos_ids, max_batch_completions=options.get("max_rows", DEFAULT_ROWS)
-        )

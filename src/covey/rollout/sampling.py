@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.rollout.drawing import BLOCK, kernels_for
 from covey.rollout.sampler import SamplingParams
 
+BLOCK = 256
+"""Tokens whose weights are summed before the drawn one is looked for among them."""
 HEAD = 512
 """Tokens that top-p sorts before it sorts the whole vocabulary, for the rows whose mass is not in them."""
 
@@ -42,21 +43,14 @@ def draw(
     seen: Tensor | None = None,
     with_entropy: bool = False,
     in_place: bool = False,
-    by_operations: bool = False,
 ) -> Draw:
     """Draw one token a row from `logits` [B, V] with `uniforms` [B] in [0, 1).
 
     `seen` [B, V] bool marks the tokens that a repetition penalty applies to; it is needed only with one.
     Greedy decoding takes the likeliest token (the first of equals); its log-probability is that at temperature 1.
-    `in_place`: `logits` may be overwritten. `by_operations`: by PyTorch's alone, which a graph can capture.
+    `in_place`: `logits` may be overwritten.
     """
-    is_plain = not (params.is_greedy or params.truncates or params.repetition_penalty != 1.0)
-    scores, scale = (logits, 1 / params.temperature) if is_plain else (processed(logits, params, seen), 1.0)  # [B, V]
-    kernels = None if with_entropy or params.is_greedy or by_operations else kernels_for(scores)
-    if kernels is not None:
-        return Draw(*kernels.draw(scores, uniforms, scale))
-    if is_plain:
-        scores = processed(logits, params)
+    scores = processed(logits, params, seen)  # [B, V]
     top = scores.amax(-1, keepdim=True)
     scores = scores - top if scores is logits and not in_place else scores.sub_(top)
     weights = scores.exp() if with_entropy or params.is_greedy else scores.exp_()  # [B, V], the likeliest is 1

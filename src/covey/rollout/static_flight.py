@@ -108,7 +108,7 @@ class StaticFlight(Flight):
         )  # a plain 0 would come from the host
         seen = None if self.seen is None else self.seen[:rows]
         uniforms = self.uniforms[seat, written]
-        drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True, by_operations=True)
+        drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs
         if self.outside is not None:
             outside = self.outside[seat, written]

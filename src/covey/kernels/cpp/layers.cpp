@@ -1,5 +1,4 @@
-// What stands between a decoder layer's products, forward and backward on a CPU: the sums of the residual stream, the
-// root-mean-square norm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32
+// What stands between a decoder layer's products, forward and backward on a CPU: the root-mean-square norm, the rotation of queries and keys, the gated SiLU. Each is one pass over memory; sums are in float32
 // whatever the numbers' precision. Threads are those of the OpenMP runtime that torch has loaded.
 
 #include "vectors.h"
@@ -12,20 +11,12 @@ namespace {
 
 constexpr int64_t FEW = 16384;  // numbers below which one thread is enough
 
-// total = x + update
+// Of each row: out = x * scale * weight with scale = (mean of x^2 + epsilon)^-1/2.
 template <class X, class Y>
-void add(const X* x, const Y* update, X* total, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES) store(total + i, load(x + i) + load(update + i));
-}
-
-// Of each row: out = x * scale * weight with scale = (mean of x^2 + epsilon)^-1/2; of `total`, x plus an update, where there is one.
-template <class X, class Y>
-void norm(const X* x, const Y* update, X* total, const float* weight, Y* out, float* scales, int64_t rows, int64_t size,
-          double epsilon, int64_t threads) {
+void norm(const X* x, const float* weight, Y* out, float* scales, int64_t rows, int64_t size, double epsilon, int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > FEW)
     for (int64_t row = 0; row < rows; row++) {
         const X* mine = x + row * size;
-        if (update) add(mine, update + row * size, total + row * size, size), mine = total + row * size;
         Floats squares = {};
         for (int64_t i = 0; i < size; i += LANES) {
             const Floats value = load(mine + i);
@@ -37,11 +28,10 @@ void norm(const X* x, const Y* update, X* total, const float* weight, Y* out, fl
     }
 }
 
-// The gradient of x, and into `sums` [threads, size] what each thread's rows add to that of the weight. The gradient that x has
-// otherwise, `more`, is added, and all of it written to `narrow` too, where they are given.
+// The gradient of x, and into `sums` [threads, size] what each thread's rows add to that of the weight.
 template <class X, class Y>
-void norm_backward(const Y* gradient, const X* x, const float* weight, const float* scales, const X* more, X* out, Y* narrow,
-                   float* sums, int64_t rows, int64_t size, int64_t threads) {
+void norm_backward(const Y* gradient, const X* x, const float* weight, const float* scales, X* out, float* sums, int64_t rows,
+                   int64_t size, int64_t threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * size > FEW)
     {
         float* own = sums + omp_get_thread_num() * size;
@@ -59,10 +49,7 @@ void norm_backward(const Y* gradient, const X* x, const float* weight, const flo
             const float mean = sum(along) / (float)size;
             for (int64_t i = 0; i < size; i += LANES) {
                 const Floats normed = load(mine + i) * scale;
-                Floats found = (load(slope + i) * load(weight + i) - normed * mean) * scale;
-                if (more) found += load(more + row * size + i);
-                store(out + row * size + i, found);
-                if (narrow) store(narrow + row * size + i, found);
+                store(out + row * size + i, (load(slope + i) * load(weight + i) - normed * mean) * scale);
             }
         }
     }
@@ -132,20 +119,14 @@ void rotate(const Heads& from, const Heads& to, const float* cosines, const floa
 // STREAM is what the residual stream holds, NUMBER what the products take; layers.py gives both.
 extern "C" {
 
-void covey_add(const void* x, const void* update, void* total, int64_t count, int64_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > FEW)
-    for (int64_t i = 0; i < count; i += LANES) add((const STREAM*)x + i, (const NUMBER*)update + i, (STREAM*)total + i, LANES);
+void covey_norm(const void* x, const float* weight, void* out, float* scales, int64_t rows, int64_t size, double epsilon,
+                int64_t threads) {
+    norm<STREAM, NUMBER>((const STREAM*)x, weight, (NUMBER*)out, scales, rows, size, epsilon, threads);
 }
 
-void covey_norm(const void* x, const void* update, void* total, const float* weight, void* out, float* scales, int64_t rows, int64_t size,
-                double epsilon, int64_t threads) {
-    norm<STREAM, NUMBER>((const STREAM*)x, (const NUMBER*)update, (STREAM*)total, weight, (NUMBER*)out, scales, rows, size, epsilon, threads);
-}
-
-void covey_norm_backward(const void* gradient, const void* x, const float* weight, const float* scales, const void* more, void* out,
-                         void* narrow, float* sums, int64_t rows, int64_t size, int64_t threads) {
-    norm_backward<STREAM, NUMBER>((const NUMBER*)gradient, (const STREAM*)x, weight, scales, (const STREAM*)more, (STREAM*)out,
-                                  (NUMBER*)narrow, sums, rows, size, threads);
+void covey_norm_backward(const void* gradient, const void* x, const float* weight, const float* scales, void* out, float* sums,
+                         int64_t rows, int64_t size, int64_t threads) {
+    norm_backward<STREAM, NUMBER>((const NUMBER*)gradient, (const STREAM*)x, weight, scales, (STREAM*)out, sums, rows, size, threads);
 }
 
 void covey_gate(const void* gates, const void* ups, void* out, int64_t count, int64_t threads) {

@@ -1,4 +1,4 @@
-"""The kernels of layers.cpp, called on torch's memory: sums, norm, rotation and gate of a decoder layer, with gradients."""
+"""The kernels of layers.cpp, called on torch's memory: norm, rotation and gate of a decoder layer, with gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, largest_gap, proven
+from covey.kernels.compile import NUMBERS, largest_gap, proven
 
-SOURCE = Path(__file__).with_name("layers.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
 LANES = 16
 """Numbers that are computed at a time: widths must be multiples."""
 _EXACT, _ROUNDED = 1e-5, 2e-2
@@ -34,9 +34,8 @@ class Kernels:
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         kinds = {
-            "add": [pointer] * 3 + [size] * 2,
-            "norm": [pointer] * 6 + [size, size, real, size],
-            "norm_backward": [pointer] * 8 + [size] * 3,
+            "norm": [pointer] * 4 + [size, size, real, size],
+            "norm_backward": [pointer] * 6 + [size] * 3,
             "gate": [pointer] * 3 + [size] * 2,
             "gate_backward": [pointer] * 5 + [size] * 3,
             "rotate": [pointer] * 4 + [size] * 4,
@@ -45,61 +44,24 @@ class Kernels:
         for name, function in self._call.items():
             function.argtypes, function.restype = kinds[name], None
 
-    def add(self, x: Tensor, update: Tensor) -> Tensor:
-        """`x + update` [.., D] in the type of `x`."""
-        out = torch.empty_like(x)
-        self._call["add"](
-            x.data_ptr(), update.data_ptr(), out.data_ptr(), out.numel(), torch.get_num_threads()
-        )  # fmt: skip
-        return out
-
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`x` [.., D] by its root mean square, times `weight` [D] float32, in `dtype`, and the scales [..] float32 it took."""
-        return self._normed(x, None, None, weight, epsilon, dtype)
-
-    def add_norm(self, x: Tensor, update: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-        """`x + update` [.., D] in the type of `x`, and `norm` of it in that of `update`: sum, norm, scales."""
-        total = torch.empty_like(x)
-        return total, *self._normed(x, update, total, weight, epsilon, update.dtype)
-
-    def _normed(
-        self,
-        x: Tensor,
-        update: Tensor | None,
-        total: Tensor | None,
-        weight: Tensor,
-        epsilon: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
         out = torch.empty(x.shape, dtype=dtype)
         scales = torch.empty(x.shape[:-1], dtype=torch.float32)
         self._call["norm"](
-            x.data_ptr(), _address(update), _address(total), weight.data_ptr(), out.data_ptr(), scales.data_ptr(),
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), scales.data_ptr(),
             scales.numel(), x.shape[-1], epsilon, torch.get_num_threads(),
         )  # fmt: skip
         return out, scales
 
     def norm_backward(self, gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of `x` [.., D] and of `weight` [D] float32."""
-        return self._norm_backward(gradient, x, weight, scales, None, None)
-
-    def add_norm_backward(
-        self, gradient: Tensor, of_total: Tensor, total: Tensor, weight: Tensor, scales: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `x`, `update` and `weight` from those of the norm and of the sum; the first two are one, in two types or one."""
-        narrow = None if total.dtype == gradient.dtype else torch.empty(total.shape, dtype=gradient.dtype)
-        of_x, of_weight = self._norm_backward(gradient, total, weight, scales, of_total, narrow)
-        return of_x, of_x if narrow is None else narrow, of_weight
-
-    def _norm_backward(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor, more: Tensor | None, narrow: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
         threads = torch.get_num_threads()
         out = torch.empty(x.shape, dtype=x.dtype)
         sums = torch.zeros(threads, x.shape[-1], dtype=torch.float32)
         self._call["norm_backward"](
-            gradient.data_ptr(), x.data_ptr(), weight.data_ptr(), scales.data_ptr(), _address(more), out.data_ptr(),
-            _address(narrow), sums.data_ptr(), scales.numel(), x.shape[-1], threads,
+            gradient.data_ptr(), x.data_ptr(), weight.data_ptr(), scales.data_ptr(), out.data_ptr(),
+            sums.data_ptr(), scales.numel(), x.shape[-1], threads,
         )  # fmt: skip
         return out, sums.sum(0)
 
@@ -136,10 +98,6 @@ class Kernels:
         return out
 
 
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
 def kernels_for(stream: torch.dtype, products: torch.dtype) -> Kernels | None:
     """The kernels for a residual stream and for products in these precisions; None where there are none.
 
@@ -167,7 +125,6 @@ def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
     x, weight = drawn(5, 32).to(stream).float(), drawn(32)
     gradient, gate, up = (drawn(5, 32).to(products).float() for _ in range(3))
     cosines, sines = drawn(5, 32), drawn(5, 32)
-    before = x - up  # whose sum with `up` is x, but for rounding
     scales = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     slope = gradient * weight
     opened = gate.sigmoid()
@@ -176,10 +133,6 @@ def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
         x * scales * weight,
         (slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales,
         (gradient * x * scales).sum(0),
-        x,
-        x,
-        x * scales * weight,
-        *[(slope - x * scales * (slope * x * scales).mean(-1, keepdim=True)) * scales + x] * 2,
         gate * opened * up,
         gradient * up * opened * (1 + gate * (1 - opened)),
         gradient * gate * opened,
@@ -192,9 +145,6 @@ def _gap(kernels: Kernels, stream: torch.dtype, products: torch.dtype) -> float:
     found = [
         out,
         *kernels.norm_backward(half(gradient), x.to(stream), weight, taken),
-        kernels.add(before.to(stream), half(up)),
-        *kernels.add_norm(before.to(stream), half(up), weight, 1e-6)[:2],
-        *kernels.add_norm_backward(half(gradient), x.to(stream), x.to(stream), weight, taken)[:2],
         kernels.gate(half(gate), half(up)),
         *kernels.gate_backward(half(gradient), half(gate), half(up)),
         kernels.rotate(heads(gate), cosines, sines)[0, 0],

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from covey.compiled import largest_gap, processor_has, proven
+from covey.kernels.compile import largest_gap, processor_has, proven
 
-SOURCE = Path(__file__).with_name("linear.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
 PANEL = 16
 """Outputs that are computed together."""
 BLOCK = 32

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled.layout import Layout
-from covey.compiled.packed_attention import empty_like, kernels_for
+from covey.kernels.layout import Layout
+from covey.kernels.packed_attention import empty_like, kernels_for
 
 
 class SharedAttention(torch.autograd.Function):

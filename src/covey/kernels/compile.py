@@ -29,7 +29,7 @@ from covey.errors import ConfigError
 logger = logging.getLogger(__name__)
 K = TypeVar("K")
 
-HEADERS = Path(__file__).parent
+HEADERS = Path(__file__).parent / "cpp"
 FLAGS = (
     "-O3",
     "-march=native",

@@ -1,4 +1,4 @@
-"""What the layers of `covey.fused_layers` compute by kernels, with gradients: residual sums, norms, gated layers, rotations.
+"""What the layers of `covey.kernels.fused_model` compute by kernels, with gradients: norms, gated layers, rotations.
 
 Each function takes the module, or function, and what it computes itself, which is called where the kernels do not fit.
 """
@@ -6,15 +6,14 @@ Each function takes the module, or function, and what it computes itself, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from covey import products
-from covey.compiled.layers import LANES, Kernels, kernels_for
+from covey.kernels import matmul as products
+from covey.kernels.fused_ops import LANES, Kernels, kernels_for
 
 Forward = Callable[..., Any]
 
@@ -42,33 +41,6 @@ def _is_hooked(module: nn.Module) -> bool:
 def epsilon_of(norm: Any) -> float | None:
     found = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
     return found if isinstance(found, float) else None
-
-
-def layer(block: Any, original: Forward, x: Tensor, *more: Any, **named: Any) -> Any:
-    """A layer of two residual sums, where it keeps its activations: the first with the norm that reads it, in one pass."""
-    norm = block.post_attention_layernorm
-    if more or not _is_normed(norm) or getattr(block, "gradient_checkpointing", False):
-        return original(x, *more, **named)
-    update = block.self_attn(hidden_states=block.input_layernorm(x), **named)[0]
-    kernels = _kernels_of_sum(x, update)
-    if kernels is None or not is_plain(norm.weight) or products_type(norm.weight) != update.dtype:
-        x = x + update
-        return x + block.mlp(norm(x))
-    x, inner = _SumNorm.apply(x, update.contiguous(), norm.weight, epsilon_of(norm), kernels)
-    update = block.mlp(inner)
-    kernels = _kernels_of_sum(x, update)
-    return x + update if kernels is None else _Sum.apply(x, update.contiguous(), kernels)
-
-
-def _is_normed(norm: nn.Module) -> bool:
-    """Whether `normed` computes it, and nobody else looks at it."""
-    found = norm.__dict__.get("forward")
-    return isinstance(found, partial) and found.func is normed and found.args[0] is norm and not _is_hooked(norm)
-
-
-def _kernels_of_sum(x: Tensor, update: Tensor) -> Kernels | None:
-    fits = is_plain(x, update) and x.is_contiguous() and x.shape == update.shape and not x.shape[-1] % LANES
-    return kernels_for(x.dtype, update.dtype) if fits and update.dtype == products_type(x) else None
 
 
 def normed(norm: Any, original: Forward, x: Tensor) -> Any:
@@ -128,40 +100,6 @@ class _Norm(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         of_x, of_weight = ctx.kernels.norm_backward(gradient.contiguous(), x, weight.float(), scales)
         return of_x, of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
-
-
-class _SumNorm(torch.autograd.Function):
-    """`(x [.., D], update [.., D], weight [D], epsilon, kernels)` -> `x + update`, and its norm in the type of `update`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, weight: Tensor, epsilon: float, kernels: Kernels) -> Any:
-        total, out, scales = kernels.add_norm(x, update, weight.float(), epsilon)
-        ctx.save_for_backward(total, weight, scales)
-        ctx.kernels = kernels
-        return total, out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_total: Tensor, gradient: Tensor) -> Any:
-        total, weight, scales = ctx.saved_tensors
-        of_x, of_update, of_weight = ctx.kernels.add_norm_backward(
-            gradient.contiguous(), of_total.contiguous(), total, weight.float(), scales
-        )
-        return of_x, of_update, of_weight.to(weight.dtype) if ctx.needs_input_grad[2] else None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    """`(x [.., D], update [.., D], kernels)` -> `x + update` in the type of `x`; torch makes a copy of one to add two types."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, kernels: Kernels) -> Tensor:
-        ctx.dtype = update.dtype
-        return kernels.add(x, update)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, gradient.to(ctx.dtype), None
 
 
 class _Gate(torch.autograd.Function):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from covey.compiled import largest_gap, proven
-from covey.compiled.linear import Then
+from covey.kernels.compile import largest_gap, proven
+from covey.kernels.matmul_bf16 import Then
 
-SOURCE = Path(__file__).with_name("live.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "live.cpp"
 PANEL = 16
 """Rows that are turned together."""
 

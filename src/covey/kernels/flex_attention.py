@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from covey.compiled.layout import Layout
+from covey.kernels.layout import Layout
 from covey.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey import products
-from covey.compiled.linear import PANEL, Kernels, Then, kernels
-from covey.rollout.sampler import Unsupported
+from covey.errors import Unsupported
+from covey.kernels import matmul as products
+from covey.kernels.matmul_bf16 import PANEL, Kernels, Then, kernels
 
 
 class Linear(Protocol):
@@ -116,7 +116,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Paired:
-    """A bfloat16 copy for the kernel of `covey.compiled.linear`, bfloat16 in and out.
+    """A bfloat16 copy for the kernel of `covey.kernels.matmul_bf16`, bfloat16 in and out.
 
     It costs the same for every number of rows, where oneDNN builds, and keeps, 0.6 MiB of code for each that it meets.
     """

@@ -1,4 +1,4 @@
-"""The kernels of packed_attention.cpp, called on torch's memory; `covey.compiled` makes the library."""
+"""The kernels of packed_attention.cpp, called on torch's memory; `covey.kernels.compile` makes the library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.compiled import NUMBERS, is_fake, largest_gap, processor_has, proven
-from covey.compiled.layout import Layout
+from covey.kernels.compile import NUMBERS, is_fake, largest_gap, processor_has, proven
+from covey.kernels.layout import Layout
 
-SOURCE = Path(__file__).with_name("packed_attention.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
 MOST_NUMBERS = 2**20
 """Of all keys that a token may see, for one head: each thread holds up to six times as many in float32."""
 LONG = 512

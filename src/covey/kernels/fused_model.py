@@ -1,4 +1,4 @@
-"""Decoder layers on a CPU with what stands between their products computed by kernels: residual sums, norms, rotations, gated SiLUs.
+"""Decoder layers on a CPU with what stands between their products computed by kernels: norms, rotations, gated SiLUs.
 
 The modules stay transformers' own, adapters included. Inside `fused(model)` those whose formula the kernels know compute it
 in one pass over memory and keep less for the backward: a norm its input and one number a token, a gated layer the outputs
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from covey import fused_operations as operations
-from covey import products
-from covey.compiled import is_fake, why_not
-from covey.compiled.layers import LANES, kernels_for
-from covey.fused_operations import Forward, epsilon_of, is_plain, is_watched
+from covey.kernels import fused_functions as operations
+from covey.kernels import matmul as products
+from covey.kernels.compile import is_fake, why_not
+from covey.kernels.fused_functions import Forward, epsilon_of, is_plain
+from covey.kernels.fused_ops import LANES, kernels_for
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call to rotate queries and keys, a function of their module."""
@@ -67,9 +67,6 @@ class FusedLayers:
         """A copy of the model recognises its own modules."""
         return type(None), ()
 
-    def _knows(self, module: nn.Module) -> bool:
-        return any(module is known for known, _ in self._forwards)
-
     @torch.no_grad()
     def _recognise(self, layers: list[Any]) -> None:
         """Which modules compute what the kernels do."""
@@ -81,8 +78,6 @@ class FusedLayers:
                         self._forwards.append((norm, partial(operations.normed, norm, norm.forward)))
                 if _is_gated(layer.mlp):
                     self._forwards.append((layer.mlp, partial(operations.gated, layer.mlp, layer.mlp.forward)))
-                    if self._knows(layer.post_attention_layernorm) and _is_residual(layer):
-                        self._forwards.append((layer, partial(operations.layer, layer, layer.forward)))
             for home in dict.fromkeys(sys.modules[type(layer.self_attn).__module__] for layer in layers):
                 original = getattr(home, ROTATION, None)
                 if isinstance(original, partial) and original.func is operations.rotated:
@@ -206,40 +201,6 @@ def _is_norm(norm: Any) -> bool:
         return _agree(norm.forward(x), F.rms_norm(x.float(), weight.shape, weight.float(), epsilon))
     except (RuntimeError, TypeError):
         return False
-
-
-def _is_residual(layer: Any) -> bool:
-    """Whether it computes `y + mlp(norm(y))` of `y = x + attention(norm(x))`, and attention hears what the layer is told."""
-    names = ("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings")
-    told = {name: object() for name in names}
-    heard: dict[str, Any] = {}
-
-    def attend(hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
-        heard.update(named)
-        return 1.5 * hidden_states, None
-
-    parts = {layer.self_attn: attend, layer.mlp: lambda x: -0.5 * x}
-    first, second = layer.input_layernorm, layer.post_attention_layernorm
-    has_own = next(layer.parameters(recurse=False), None) is not None
-    if has_own or any(is_watched(module) for module in (layer, first, second, *parts)):
-        return False
-    x = torch.randn(1, 3, len(first.weight)).to(first.weight.dtype)
-    before = {name: layer.__dict__[name] for name in ("training", "gradient_checkpointing") if name in layer.__dict__}
-    try:
-        layer.__dict__.update(training=True, gradient_checkpointing=False)  # so that what is dropped at random is seen
-        for module, forward in parts.items():
-            module.__dict__["forward"] = forward
-        found = layer.forward(x, **told)
-    except Exception:  # noqa: BLE001 - the border to foreign code, to which these parts are no attention
-        return False
-    finally:
-        del layer.__dict__["gradient_checkpointing"]
-        layer.__dict__.update(before)
-        for module in parts:
-            module.__dict__.pop("forward", None)
-    y = x + 1.5 * first.forward(x)
-    is_told = heard.keys() == told.keys() and all(heard[name] is told[name] for name in told)
-    return is_told and isinstance(found, Tensor) and _agree(found, y - 0.5 * second.forward(y))
 
 
 def _is_silu(function: Any) -> bool:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from covey.compiled import NUMBERS, is_fake
-from covey.compiled.linear import BLOCK, PANEL, Kernels, kernels
+from covey.kernels.compile import NUMBERS, is_fake
+from covey.kernels.matmul_bf16 import BLOCK, PANEL, Kernels, kernels
 
 KEPT = 580 * 2**10
 """Bytes that oneDNN keeps of each size of product that it meets, in any type of numbers, for as long as the process lives
@@ -43,11 +43,6 @@ def is_onednn_faster() -> bool:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-
-
-def is_mkls(dtype: torch.dtype) -> bool:
-    """Whether a CPU's products of this type are MKL's, which keeps nothing of their sizes."""
-    return dtype == torch.float32 and torch.backends.mkl.is_available() and not is_onednn_faster()
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
@@ -120,24 +115,6 @@ def _pairs_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Kernels | None:
 def fits(inside: int, outside: int) -> bool:
     """Whether a layer of this many inputs and outputs can be multiplied in pairs."""
     return not outside % PANEL and not inside % BLOCK
-
-
-def takes_any_rows(model: Any, dtype: torch.dtype, least: int) -> bool:
-    """Whether nothing is kept for each count of rows from `least` on: in `dtype` all products with this model's weights, beside
-    embeddings and head, are in pairs, or MKL's."""
-    if is_mkls(dtype):
-        return True
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    others |= {id(parameter) for parameter in (head.parameters() if head is not None else ())}
-    own = {id(layer.weight): layer.weight for layer in layers if id(layer.weight) not in others}
-    if dtype != torch.bfloat16 or not own or kernels() is None:
-        return False
-    if any(parameter.ndim > 1 and id(parameter) not in own.keys() | others for parameter in model.parameters()):
-        return False  # multiplied by something else
-    rows = lambda weight: torch.empty(least, weight.shape[1], dtype=dtype)
-    return all(in_pairs(rows(weight), weight) for weight in own.values())
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
