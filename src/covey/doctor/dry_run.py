@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from covey.learner.learner import Learner
 from covey.learner.live_memory import FakeBytes, nbytes
 from covey.learner.longest import groups_of
 from covey.learner.memory import Memory, allocator_bytes, cache_bytes, enough_tokens, starting_tokens
-from covey.learner.packing import rows_of
+from covey.learner.packing import Row, tokens_in
 from covey.models import disable_dropout, dtype_of, prepare_for_training, with_adapter
 from covey.rollout.engine import BFLOAT16_FROM
+from covey.types import Completion, Prompt
 from covey.world import World
 
 CPU = torch.device("cpu")
@@ -35,7 +37,7 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
     with FakeBytes() as live:
         learner = _learner(args, model_config, peft_config, live, on_cpu)
-        held, peak = _step(learner, args, live, prompt_tokens)
+        held, peak, tokens = _step(learner, args, live, prompt_tokens)
     model = learner.policy.model
     own, size = _dtype_of(model), sum(parameter.numel() for parameter in model.parameters())
     samples_in_copy = on_cpu and own == torch.float32 and size >= BFLOAT16_FROM and has_bfloat16(CPU)
@@ -47,7 +49,7 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
     activations = peak - held - gradients
     allocator = 0
     if on_cpu:
-        activations, allocator = _on_a_cpu(learner, activations, len(live.products))
+        activations, allocator = _on_a_cpu(learner, activations, tokens, len(live.products))
     return Memory(
         weights=weights,
         reference=copies[0],
@@ -61,13 +63,13 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
     )
 
 
-def _on_a_cpu(learner: Learner, activations: int, products: int) -> tuple[int, int]:
+def _on_a_cpu(learner: Learner, activations: int, tokens: int, products: int) -> tuple[int, int]:
     """Activations less what the kernels save of them, and what the allocator keeps."""
     policy = learner.policy
     dtype = policy.compute_dtype or _dtype_of(policy.model)
     saves = footprint(policy.model, dtype)
     layers = 1 if policy.is_checkpointing else policy.model.config.get_text_config().num_hidden_layers
-    activations = max(0, activations - saves.saved_a_token * layers * learner.room.largest[1])
+    activations = max(0, activations - saves.saved_a_token * layers * tokens)
     allocator = allocator_bytes(
         activations,
         products * saves.kept_a_product,
@@ -102,7 +104,8 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         model = with_adapter(model, peft_config)
     if args.disable_dropout:
         disable_dropout(model)
-    with live.fakes:
+    with live.fakes, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # a copy of a model does it
         model = prepare_for_training(_on_fakes(model), args)
         algorithm, nothing = build_algorithm(args), None
         parts = Given(plain, model, _NoTokenizer(), (), algorithm, nothing, nothing, World(device=CPU))  # type: ignore[arg-type]
@@ -129,19 +132,42 @@ def _on_fakes(model: Any) -> Any:
     return model
 
 
-def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> tuple[int, int]:
-    """Bytes that stay after a short step, and bytes at the peak of one with the largest micro-batch."""
+_LONG = 4096
+"""Tokens of a completion beyond which the peak is continued from that of half and of all of these: it grows with the length."""
+
+
+def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> tuple[int, int, int]:
+    """Bytes that stay after a short step, bytes at the peak of one with the largest micro-batch, and the tokens of that."""
     algorithm = build_algorithm(args)
     algorithm = algorithm.resolve(algorithm.initial_controllers())
     vocabulary = learner.policy.model.get_input_embeddings().num_embeddings
-    make = lambda count, prompt, answer: groups_of(count, prompt, answer, args.num_generations, vocabulary)
-    learner.step(learner.annotate(make(args.num_generations, 4, 4), algorithm), algorithm, 1)
+    size, length = args.num_generations, args.max_completion_length
+
+    def peak_of(count: int, prompt: int, answer: int) -> int:
+        groups = groups_of(count, prompt, answer, size, vocabulary)
+        live.begin()
+        learner.step(learner.annotate(groups, algorithm), algorithm, 1)
+        return live.peak
+
+    peak_of(size, 4, 4)
     held = live.now
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    batches = learner.room.batches(rows_of(make(rows, prompt_tokens, args.max_completion_length)))
+    batches = learner.room.batches(_rows(args, prompt_tokens))
+    count = len(batches[0])
     for parameter in learner.trainable() if len(batches) > 1 else ():
         parameter.grad = torch.zeros_like(parameter)  # of the micro-batch before
-    groups = make(len(batches[0]), prompt_tokens, args.max_completion_length)
-    live.begin()
-    learner.step(learner.annotate(groups, algorithm), algorithm, 2)
-    return held, live.peak
+    tokens = tokens_in(batches[0], learner.policy.shares_prompts())
+    if length <= _LONG:
+        return held, peak_of(count, prompt_tokens, length), tokens
+    learner.room.max_tokens = learner.room.enough_tokens = None  # so many rows in one micro-batch
+    half, whole = (peak_of(count, prompt_tokens, answer) for answer in (_LONG // 2, _LONG))
+    return held, whole + (length - _LONG) * (whole - half) // (_LONG - _LONG // 2), tokens
+
+
+def _rows(args: GRPOConfig, prompt_tokens: int) -> list[Row]:
+    """The completions of a step on one device, as long as allowed; all tokens are one number in memory."""
+    length, nothing = args.max_completion_length, torch.zeros(())
+    answer = Completion(token_ids=torch.zeros(1, dtype=torch.long).expand(length), text="", finish="length")
+    counts = torch.ones(1, dtype=torch.bool).expand(length)
+    prompt = Prompt(uid="longest", token_ids=(0,) * prompt_tokens)
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return [Row(prompt, answer, i // args.num_generations, nothing, counts) for i in range(rows)]

@@ -56,5 +56,8 @@ def groups_of(count: int, prompt_tokens: int, completion_tokens: int, size: int,
     for start in range(0, count, size):
         answers: Sequence[Completion] = [answer() for _ in range(min(size, count - start))]
         prompt = Prompt(uid=f"longest:{start}", token_ids=tuple(drawn(max(1, prompt_tokens)).tolist()))
-        found.append(Group(prompt=prompt, completions=tuple(answers), advantages=torch.ones(len(answers))))
+        returns = torch.zeros(len(answers), completion_tokens)  # for a critic
+        found.append(
+            Group(prompt=prompt, completions=tuple(answers), advantages=torch.ones(len(answers)), returns=returns)
+        )
     return found

@@ -69,18 +69,16 @@ def cache_bytes(config: Any, tokens: int, value_bytes: int) -> int:
 
 _LIBRARIES = 36 * 2**20
 """Measured with 10 and with 60 million parameters: sampling leaves 36 to 45 MiB beside the weights and any copy of them."""
-_ROW_COUNTS = 6
-"""Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts)."""
 
 
 def allocator_bytes(activations: int, code: int, *, is_checkpointed: bool, is_adapted: bool) -> int:
     """Bytes that a CPU's libraries keep beside tensors, by formula: fake tensors meet no allocator (measured with glibc on Linux).
 
     Freed blocks stay in the heap, by a share of the activations; where these are recomputed, large blocks go back at once. PEFT
-    puts small tensors between large ones. `code` is what oneDNN keeps for the products of one number of rows.
+    puts small tensors between large ones, which then stay. `code` is what oneDNN keeps for the products of a step.
     """
-    share = 0.0 if is_checkpointed else 0.6 if is_adapted else 0.25
-    return _LIBRARIES + int(share * activations) + _ROW_COUNTS * code
+    share = 1.0 if is_adapted else 0.0 if is_checkpointed else 0.25
+    return _LIBRARIES + int(share * activations) + code
 
 
 CPU_TOKENS = 4096
