@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from covey import options
-from covey.cli import output, train
+from covey.cli import output
+from covey.cli.adapter import adapter
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.doctor.dry_run import dry_run
@@ -65,7 +66,7 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
     return dry_run(
         config,
         model_config(given["model"], config.trust_remote_code),
-        peft_config=train.adapter(given),
+        peft_config=adapter(given),
         prompts=-(-prompts // config.world_size),
         prompt_tokens=prompt_tokens,
     )
