@@ -4,10 +4,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-trl
-# processes that share the quick tests, a file at a time
+# processes that share the tests
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test test-all check bench soak audit clean
+.PHONY: install demo test slow nightly test-all check bench soak audit clean
 
 install: $(STAMP)
 
@@ -20,10 +21,15 @@ demo: $(STAMP)           ## train the shipped model with GRPO, on this machine, 
 	$(BIN)/covey demo
 
 test: $(STAMP)           ## the quick tests (minutes)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not slow and not nightly and not gpu"
 
-test-all: $(STAMP)       ## the slow ones too
-	$(BIN)/python -m pytest -m "not gpu"
+slow: $(STAMP)           ## real runs that are killed, resumed and trained: CI runs them after the quick tests
+	$(PYTEST) -m "slow and not nightly and not gpu" --timeout 900 --durations 20
+
+nightly: $(STAMP)        ## repetitions of the slow tests; with `pip install triton` its kernels too
+	$(PYTEST) -m "nightly and not gpu" --timeout 1800
+
+test-all: test slow nightly   ## every test that needs no GPU
 
 check: $(STAMP)          ## style and types
 	$(BIN)/ruff check .

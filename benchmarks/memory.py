@@ -25,9 +25,10 @@ from resident import peak_since, resident
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
+from covey.doctor.dry_run import dry_run
 from covey.kernels.sampler_linear import has_bfloat16
 from covey.learner import Policy
-from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
+from covey.learner.memory import Memory
 from covey.types import Completion, Group, Prompt
 from learner import as_in_runs, learner_of
 
@@ -171,14 +172,18 @@ def run_cell(options: dict[str, Any]) -> dict[str, float]:
         never_ends(tokenizer)
         model.resize_token_embeddings(max(vocabulary or 0, len(tokenizer)), mean_resizing=False)
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-        shape = Shape.of_model(model)
+        model_config = model.config
         args, lengths = trained(
             model, tokenizer, prompts, {"max_completion_length": 200, "max_steps": 2, **options}, rank
         )
         measured = peak() - before
     assert min(lengths) > 180, f"completions ended early: {lengths}"
     longest = max(len(tokenizer(text)["input_ids"]) for text in prompts)
-    return {"predicted": predicted(shape, args, longest, rank).peak / 2**20, "measured": measured, "process": before}
+    return {
+        "predicted": predicted(model_config, args, longest, rank).peak / 2**20,
+        "measured": measured,
+        "process": before,
+    }
 
 
 def warm_up(prompts: list[str], options: dict[str, Any], rank: int | None) -> None:
@@ -209,10 +214,8 @@ def trained(
 ) -> tuple[GRPOConfig, list[float]]:
     """What a run was configured to, and the mean length of its completions by step."""
     from datasets import Dataset
-    from peft import LoraConfig
 
     given = {"per_device_train_batch_size": 32, "num_generations": 8, "bf16": False, "gradient_checkpointing": False}
-    adapter = LoraConfig(r=rank or 1, target_modules="all-linear", task_type="CAUSAL_LM")
     quiet = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
     with tempfile.TemporaryDirectory() as output:
         args = GRPOConfig(output_dir=output, **quiet, **{**given, **options})
@@ -222,39 +225,25 @@ def trained(
             reward_funcs=lambda completion_ids, **columns: [float(sum(ids) % 97) for ids in completion_ids],
             args=args,
             train_dataset=Dataset.from_list([{"prompt": text} for text in prompts]),
-            peft_config=None if rank is None else adapter,
+            peft_config=adapter_of(rank),
         )
         trainer.train()
     name = "completions/mean_length"
     return args, [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def predicted(shape: Shape, args: GRPOConfig, prompt_tokens: int, rank: int | None) -> Memory:
+def adapter_of(rank: int | None) -> Any:
+    """LoRA of this rank on every linear layer but the output head, or None."""
+    if rank is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def predicted(model_config: Any, args: GRPOConfig, prompt_tokens: int, rank: int | None) -> Memory:
     """What `--dry-run` says of these options, with the prompts counted in tokens."""
-    compute_bytes = 2 if args.bf16 else 4
-    checkpoints = args.checkpoints_activations
-    limit = starting_tokens(
-        args.max_tokens_per_microbatch, shape, on_cpu=True, compute_bytes=compute_bytes, is_checkpointed=checkpoints
-    )
-    return estimate(
-        shape,
-        weight_bytes=4,
-        compute_bytes=compute_bytes,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
-        rows=args.per_device_train_batch_size,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=args.max_completion_length,
-        max_tokens=limit,
-        enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=True),
-        logits_chunk=None,
-        is_checkpointed=checkpoints,
-        has_reference=args.beta > 0,
-        adapter_rank=rank,
-        prompts=4,
-        group=args.num_generations,
-        samples_in_copy=has_bfloat16(torch.device("cpu")),
-        is_on_heap=True,
-    )
+    return dry_run(args, model_config, peft_config=adapter_of(rank), prompts=4, prompt_tokens=prompt_tokens)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from covey.invariants import RatioWatch
 from covey.ladder import Ladder, Rungs
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
-from covey.learner.memory import Shape, enough_tokens, starting_tokens
+from covey.learner.memory import enough_tokens, starting_tokens
 from covey.learner.noting import TokenNotes
 from covey.learner.reference import Reference
 from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
@@ -272,13 +272,7 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
         world=given.world,
         max_completion_length=args.max_completion_length,
         max_rows=args.per_device_train_batch_size,
-        max_tokens=starting_tokens(
-            args.max_tokens_per_microbatch,
-            Shape.of_model(given.model),
-            on_cpu=on_cpu,
-            compute_bytes=2 if compute_dtype(args) else 4,
-            is_checkpointed=args.checkpoints_activations,
-        ),
+        max_tokens=starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu),
         enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
         max_grad_norm=args.max_grad_norm,
         ladder=Ladder(build_rungs(args)),

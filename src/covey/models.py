@@ -34,11 +34,8 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     source = resolve_source(model)
-    kwargs = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-    if isinstance(kwargs["dtype"], str):
-        kwargs["dtype"] = _dtype(kwargs["dtype"])
-    if kwargs["dtype"] is None:
-        kwargs["dtype"] = torch.float32
+    kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+    kwargs["dtype"] = dtype_of(kwargs.get("dtype"))
     _check_folder(source, needs=("config.json",), what="model")
     try:
         with quiet_bars():
@@ -110,9 +107,13 @@ def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
         raise ModelError(f"The {what} folder {source!r} lacks {' and '.join(missing)}; it holds {found}.")
 
 
-def _dtype(name: str) -> Any:
-    if name == "auto":
-        return "auto"
+def dtype_of(given: Any) -> Any:
+    """The type of a model's weights from `model_init_kwargs["dtype"]`: float32 where nothing is said, "auto" as its files say."""
+    if given is None:
+        return torch.float32
+    if given == "auto" or not isinstance(given, str):
+        return given
+    name = given
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         known = ["auto", "float32", "bfloat16", "float16"]

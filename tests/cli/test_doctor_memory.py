@@ -37,6 +37,7 @@ def test_a_data_set_says_how_long_the_prompts_are(capsys):
     assert found(capsys, "--predict-only", "--dataset", "demo")[1]["prompt_tokens"] < 100
 
 
+@pytest.mark.slow
 def test_what_would_lower_the_peak_does_and_what_is_in_force_is_not_named(capsys):
     plain = ["--predict-only", "--no-gradient-checkpointing"]
     _, said = found(capsys, *plain)
@@ -48,7 +49,7 @@ def test_what_would_lower_the_peak_does_and_what_is_in_force_is_not_named(capsys
 
 
 def test_a_run_that_cannot_fit_fails_before_anything_is_loaded(capsys):
-    huge = ["--max-completion-length", "90000000", "--max-tokens-per-microbatch", "900000000"]
+    huge = ["--max-completion-length", "9000000", "--max-tokens-per-microbatch", "90000000"]
     code, said = found(capsys, *huge)
     assert code == 1
     assert not said["ok"]

@@ -36,7 +36,7 @@ def words(*more):
     return ["train", *WHAT.split(), *SMALL.split(), "--disable-tqdm", *map(str, more)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_seed_is_a_run_and_one_seed_more_keeps_those_that_ended(place, capsys):
     assert main(words("--max-steps", 1, "--seeds", 1, "--json")) == 0
     first = json.loads(capsys.readouterr().out)["seeds"]["0"]["metrics"]["eval_reward"]
@@ -55,7 +55,7 @@ def test_each_seed_is_a_run_and_one_seed_more_keeps_those_that_ended(place, caps
     assert "on average (95%" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_series_goes_on_with_the_seed_that_it_was_at(place, capsys):
     command = [sys.executable, "-m", "covey", *words("--max-steps", 60, "--seeds", 2, "--logging-steps", 1)]
     metrics = place / "runs" / "a" / "seed-0" / "metrics.jsonl"
@@ -79,7 +79,7 @@ def test_an_interrupted_series_goes_on_with_the_seed_that_it_was_at(place, capsy
     assert set(json.loads((place / "runs" / "a" / "seeds.json").read_text())) == {"0", "1"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_seed_that_was_stopped_in_its_last_evaluation_is_evaluated_again(place, capsys):
     assert main(words("--max-steps", 2, "--save-steps", 2, "--seeds", 1, "--json")) == 0
     first = json.loads(capsys.readouterr().out)["seeds"]["0"]
@@ -90,7 +90,7 @@ def test_a_seed_that_was_stopped_in_its_last_evaluation_is_evaluated_again(place
     assert again["metrics"]["eval_reward"] == first["metrics"]["eval_reward"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wrong_input_stops_before_the_second_seed(place, capfd):
     Path("mine.py").write_text("def digits(completions, nothing):\n    return completions\n")
     assert main(words("--max-steps", 1, "--seeds", 2)) == 2

@@ -41,7 +41,7 @@ def words(*more):
 RATES = ("--search", "learning_rate=1e-5:1e-2:log")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trials_are_runs_and_the_best_ones_options_can_be_trained(place, capsys):
     assert main(words(*RATES, "--max-steps", 2, "--trials", 2, "--learning-rate", "1e-3", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ def test_trials_are_runs_and_the_best_ones_options_can_be_trained(place, capsys)
     assert f"best: trial {found['best']['trial']}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_search_goes_on_with_the_trial_that_it_was_at(place, capsys):
     given = words(*RATES, "--max-steps", 60, "--trials", 1, "--logging-steps", 1)
     command = [sys.executable, "-m", "covey", *given]
@@ -88,7 +88,7 @@ def test_an_interrupted_search_goes_on_with_the_trial_that_it_was_at(place, caps
     assert [attempt["from_step"] for attempt in recorded["attempts"]] == [0, reached]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_over_is_asked_to_save_and_stop(place):
     given = [*WHAT.split(), *SMALL.split(), "--max-steps", "5000", "--logging-steps", "1", "--output-dir", "run"]
     metrics = place / "run" / "metrics.jsonl"

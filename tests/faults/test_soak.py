@@ -33,7 +33,7 @@ def test_a_run_survives(fault: str, bench: Bench) -> None:
     assert outcome.lost <= 3, "no more than the steps since the newest checkpoint that verifies, and the one before"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_survives_fifty_kills_at_random_moments(bench: Bench) -> None:
     tallies = soak(bench, ["kill -9"], minutes=10, count=50)
     assert tallies[0].survived == len(tallies[0].outcomes) > 30, tallies[0].to_json()["wrong"]

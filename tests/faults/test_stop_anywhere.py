@@ -83,9 +83,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return weights(whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
-@pytest.mark.parametrize("phase", [*PHASES, "reward"])
+@pytest.mark.parametrize(
+    "phase, number",
+    [
+        pytest.param(
+            phase,
+            number,
+            # SIGTERM in every phase, every signal in one phase; the other pairs nightly
+            marks=pytest.mark.slow if number == signal.SIGTERM or phase == "optimizer" else pytest.mark.nightly,
+            id=f"{phase}-{number.name}",
+        )
+        for phase in [*PHASES, "reward"]
+        for number in CODES
+    ],
+)
 def test_a_signal_in_any_phase_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit(
     phase: str, number: signal.Signals, undisturbed: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from covey import options
 
 ROOT = Path(__file__).parents[2]
@@ -17,8 +15,11 @@ def test_every_refused_and_inert_option_is_in_the_page_for_trl_users():
         assert f"| `{name}` | {said} |" in page, f"docs/from-trl.md does not say what becomes of {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_links_between_pages_lead_somewhere():
+    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())]
+    broken = [
+        f"{page.name} links to {target}"
+        for page, target in links
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not broken, "\n" + "\n".join(broken)

@@ -170,7 +170,7 @@ def test_kernels_that_compute_something_else_are_found_out(one_thread, fresh, mo
 
 
 @needs_kernels
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("flags", [["-mno-avx512bf16"], AVX2_ALONE])
 def test_what_is_compiled_for_an_older_processor_is_the_same(dtype, slack, flags, one_thread, monkeypatch, tmp_path):

@@ -125,7 +125,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 
 @needs_kernels
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, nothing_known):
     import ctypes

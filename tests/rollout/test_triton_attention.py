@@ -17,7 +17,10 @@ from covey.rollout.attention import HIDDEN, Part, Places, by_one_softmax, wide
 from kit import tiny_model, tiny_tokenizer
 
 pytest.importorskip("triton", reason="triton is not installed (286 MB, so not among the development tools)")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without CUDA")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without CUDA"),
+]
 
 
 @pytest.fixture
@@ -157,7 +160,6 @@ def test_long_parts_are_split_when_there_are_too_few_programs(kernels):
     assert kernels.pieces(keys=0, programs=0, enough=528) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen2", "gpt2"])
 def test_the_engine_writes_the_same_completions_with_the_kernels(kernels, arch):
     """Queries of several heads, prompts of different lengths, rows that end at different times."""
@@ -220,7 +222,6 @@ for target, dtype, queries, keys in ((80, "fp32", 32, 32), (90, "bf16", 64, 64))
 """
 
 
-@pytest.mark.slow
 def test_the_kernels_compile_for_gpus_of_two_generations():
     """Triton brings its own assembler. In bfloat16 the products run on tensor cores; all fits a consumer card's 99 KiB."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

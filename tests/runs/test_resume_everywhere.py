@@ -10,11 +10,16 @@ from resume_cases import Case, differences, train
 STEPS = 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_iterations", [1, 2])
-@pytest.mark.parametrize("steps_per_generation", [1, 2, 4])
+@pytest.mark.parametrize(
+    "steps_per_generation, num_iterations",
+    [
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in [(1, 1), (1, 2), (2, 1), (4, 2)]),
+    ],
+)
 def test_a_run_resumed_from_any_step_ends_as_the_one_left_alone(
-    num_iterations: int, steps_per_generation: int, tmp_path: Path
+    steps_per_generation: int, num_iterations: int, tmp_path: Path
 ) -> None:
     options = {"num_iterations": num_iterations, "steps_per_generation": steps_per_generation, "max_steps": STEPS}
     case = Case("everywhere", {**options, "max_completion_length": 3, "gradient_accumulation_steps": 1})

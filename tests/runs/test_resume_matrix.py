@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from resume_cases import CASES, compare
@@ -16,10 +17,35 @@ QUICK = (
     "evaluation and early stopping",
 )
 
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+HOLDS_STATE = (
+    "algorithm: ppo",
+    "optimizer: adamw_8bit",
+    "schedule: cosine",
+    "adapter: rank-stabilised LoRA and a trained head",
+    "in the middle of a rollout of 4 steps, used twice",
+    "at the end of an epoch",
+    "dropout",
+    "streaming data",
+    "a mixture of data sets",
+    "dynamic sampling",
+    "an adaptive KL coefficient",
+    "an adaptive entropy coefficient",
+    "the ladder's memory, roll-backs allowed",
+    "a curriculum by what was learned",
+    "rewards with running statistics",
+    "two processes",
 )
+"""One case for each thing that a checkpoint has to remember; all other cases run nightly."""
+assert {*QUICK, *HOLDS_STATE} <= CASES.keys()
+
+
+def tier(name: str) -> Any:
+    if name in QUICK:
+        return name
+    return pytest.param(name, marks=pytest.mark.slow if name in HOLDS_STATE else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("name", [tier(name) for name in CASES])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
 def test_a_run_resumed_in_the_middle_ends_as_the_one_left_alone(name: str, tmp_path: Path) -> None:

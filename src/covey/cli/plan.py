@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from covey import options
-from covey.build import build_algorithm
 from covey.cli import output
+from covey.cli.adapter import adapter
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, batch_arithmetic
+from covey.doctor.dry_run import dry_run
 from covey.errors import ModelError
-from covey.kernels import SamplerLinear
-from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
-from covey.rollout.engine import BFLOAT16_FROM
+from covey.learner.memory import Memory
 
 _CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is not loaded for an estimate
 
@@ -65,44 +62,13 @@ def as_yaml(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int) -> Memory:
-    """The estimate for a model by name, from its configuration alone."""
-    init = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
-    shape = Shape.of(model_config(given["model"], config.trust_remote_code))
-    algorithm = build_algorithm(config)
-    weight_bytes = (
-        2 if str(init.get("dtype", "float32")).removeprefix("torch.") in ("bfloat16", "float16", "half") else 4
-    )
-    compute_bytes = 2 if config.bf16 or config.fp16 else weight_bytes
-    on_cpu = config.use_cpu or not torch.accelerator.is_available()
-    is_checkpointed = config.checkpoints_activations
-    return estimate(
-        shape,
-        weight_bytes=weight_bytes,
-        compute_bytes=compute_bytes,
-        optimizer=str(getattr(config.optim, "value", config.optim)),
-        rows=config.per_device_train_batch_size,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=config.max_completion_length,
-        max_tokens=starting_tokens(
-            config.max_tokens_per_microbatch,
-            shape,
-            on_cpu=on_cpu,
-            compute_bytes=compute_bytes,
-            is_checkpointed=is_checkpointed,
-        ),
-        enough_tokens=enough_tokens(config.max_tokens_per_microbatch, on_cpu=on_cpu),
-        logits_chunk=config.logits_chunk_tokens,
-        is_checkpointed=is_checkpointed,
-        has_reference=algorithm.needs.ref_logp or algorithm.needs.distribution,
-        adapter_rank=given.get("lora_r"),
+    """The memory of each device for a model by name, by a dry run from its configuration alone."""
+    return dry_run(
+        config,
+        model_config(given["model"], config.trust_remote_code),
+        peft_config=adapter(given),
         prompts=-(-prompts // config.world_size),
-        group=config.num_generations,
-        has_critic_model=getattr(algorithm.critic, "model", None) == "separate",
-        is_on_heap=on_cpu,
-        samples_in_copy=on_cpu
-        and weight_bytes == 4
-        and shape.num_parameters >= BFLOAT16_FROM
-        and SamplerLinear.has_bfloat16(torch.device("cpu")),
+        prompt_tokens=prompt_tokens,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from covey import options
 from covey.cli import output, rerun, seeds
+from covey.cli.adapter import adapter
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
@@ -257,26 +258,6 @@ def load_prompts(named: str, given: Given, limit: int | None) -> Any:
         limit=limit,
         streaming=bool(given.get("streaming")),
         config_name=given.get("dataset_config"),
-    )
-
-
-def adapter(given: Given) -> Any:
-    """The PEFT configuration that the flags ask for, or None."""
-    if not given.get("lora_r"):
-        for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
-            if name in given:
-                raise ConfigError(f"--{name.replace('_', '-')} needs --lora-r, the rank of the adapter.")
-        return None
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError("--lora-r needs the peft package: pip install 'covey[peft]'.") from error
-    return LoraConfig(
-        r=given["lora_r"],
-        lora_alpha=given.get("lora_alpha", 2 * given["lora_r"]),
-        lora_dropout=given.get("lora_dropout", 0.0),
-        target_modules=given.get("lora_target_modules", "all-linear"),
-        task_type="CAUSAL_LM",
     )
 
 

@@ -7,11 +7,11 @@ other numbers than PyTorch, PyTorch computes.
 from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights
 from covey.kernels.flex_attention import AttentionHeads
+from covey.kernels.footprint import Footprint, footprint
 from covey.kernels.fused_model import Recomputing, learning
 from covey.kernels.heap import training_heap, zeros
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import WeightMatmul
-from covey.kernels.memory_footprint import Footprint, footprint
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.sampler_linear import SamplerLinear
 from covey.kernels.triton_decode import TritonDecode

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from covey.errors import ConfigError
 
@@ -119,6 +120,11 @@ def unavailable_reason() -> str | None:
     if _compiler() is None:
         return "there is no C++ compiler (install g++)"
     return None
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether it has a shape and no memory, as in a dry run, and is left to PyTorch's own operations."""
+    return isinstance(x, FakeTensor)
 
 
 def processor_has(what: str) -> bool:

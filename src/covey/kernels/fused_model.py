@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.kernels import fused_functions as operations
-from covey.kernels.compile import unavailable_reason
+from covey.kernels.compile import is_fake, unavailable_reason
 from covey.kernels.fused_functions import Forward, epsilon_of, is_plain
 from covey.kernels.fused_ops import LANES, layer_kernels
 from covey.kernels.matmul import FasterLinears
@@ -136,7 +136,7 @@ _fused: WeakKeyDictionary[nn.Module, FusedLayers] = WeakKeyDictionary()
 def _runs_here(decoder: nn.Module) -> bool:
     """True for a model with decoder layers on a CPU that can compile the kernels, in a precision that they know."""
     first = next(decoder.parameters(), None)
-    if first is None or first.device.type != "cpu" or next(_layers(decoder), None) is None:
+    if first is None or first.device.type != "cpu" or is_fake(first) or next(_layers(decoder), None) is None:
         return False
     return layer_kernels(first.dtype, first.dtype) is not None
 

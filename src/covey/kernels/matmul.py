@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from covey.kernels.compile import NUMBERS
+from covey.kernels.compile import NUMBERS, is_fake
 from covey.kernels.matmul_bf16 import BLOCK, PANEL, Bf16Matmul, bf16_matmul
 
 ONEDNN_BYTES_PER_SHAPE = 580 * 2**10
@@ -53,6 +53,7 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
+        and not is_fake(weight)
         and x.numel() * weight.shape[0] >= MIN_MULTIPLICATIONS
         and is_onednn_faster()
     )

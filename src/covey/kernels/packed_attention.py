@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.kernels.compile import NUMBERS, largest_gap, load_verified, processor_has
+from covey.kernels.compile import NUMBERS, is_fake, largest_gap, load_verified, processor_has
 from covey.kernels.layout import Layout
 
 SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
@@ -95,7 +95,7 @@ class PackedAttention:
 
 def empty_like(x: Tensor) -> Tensor:
     """[H, S, D], tokens outermost in memory: the layout in which the model's projections read and write."""
-    return torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=x.dtype).transpose(0, 1)
+    return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def packed_attention_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) 
     times key heads) than threads.
     """
     width, most = query.shape[2], _most(layouts)
-    if query.dtype not in NUMBERS or width % 16 or most * width > MOST_NUMBERS:
+    if query.dtype not in NUMBERS or width % 16 or most * width > MOST_NUMBERS or is_fake(query):
         return None
     if len(layouts) * key.shape[0] < torch.get_num_threads():
         return None

@@ -32,7 +32,7 @@ class SharedAttention(torch.autograd.Function):
         heads, tokens, _ = query.shape
         out = empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)
-        normalizer = torch.empty(heads, tokens, dtype=wide)
+        normalizer = query.new_empty(heads, tokens, dtype=wide)
         for layout in layouts:
             for place in (layout.prompt, *layout.each_answer()):
                 part, log_sum = _causal(query[:, place], key[:, place], value[:, place], scale)

@@ -33,7 +33,7 @@ def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, g
 
     Raises MemoryLimitError when a single completion does not fit.
     """
-    make = lambda count: _groups(count, prompt_tokens, learner.max_completion_length, group, vocabulary)
+    make = lambda count: groups_of(count, prompt_tokens, learner.max_completion_length, group, vocabulary)
     started = time.perf_counter()
     first = learner.room.batches(rows_of(make(learner.room.max_rows)))[0]
     groups = learner.annotate(make(len(first)), algorithm)
@@ -47,7 +47,7 @@ def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, g
     )
 
 
-def _groups(count: int, prompt_tokens: int, completion_tokens: int, size: int, vocabulary: int) -> list[Group]:
+def groups_of(count: int, prompt_tokens: int, completion_tokens: int, size: int, vocabulary: int) -> list[Group]:
     """`count` completions of random tokens in groups of `size`, with advantages, so that all of them teach."""
     draw = torch.Generator().manual_seed(0)
     drawn = lambda length: torch.randint(vocabulary, (length,), generator=draw)
@@ -56,5 +56,8 @@ def _groups(count: int, prompt_tokens: int, completion_tokens: int, size: int, v
     for start in range(0, count, size):
         answers: Sequence[Completion] = [answer() for _ in range(min(size, count - start))]
         prompt = Prompt(uid=f"longest:{start}", token_ids=tuple(drawn(max(1, prompt_tokens)).tolist()))
-        found.append(Group(prompt=prompt, completions=tuple(answers), advantages=torch.ones(len(answers))))
+        returns = torch.zeros(len(answers), completion_tokens)  # for a critic
+        found.append(
+            Group(prompt=prompt, completions=tuple(answers), advantages=torch.ones(len(answers)), returns=returns)
+        )
     return found

@@ -1,0 +1,122 @@
+"""Bytes of live tensors, counted at every operation of PyTorch: on real tensors, and on fake ones, which have a shape and no storage."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that are made inside of it, until they are freed.
+
+    `torch.distributed._tools.mem_tracker.MemTracker` does the same by module and refuses a module that is called twice, as a
+    learner calls its model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        """Bytes that are held."""
+        self.peak = 0
+        """The most that were held at a time since the last `begin`."""
+        self._freed_by: dict[int, weakref.finalize[Any, Any]] = {}
+
+    def begin(self) -> None:
+        """Measure `peak` from here on."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.counted(self.compute(func, args, kwargs or {}))
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The operation itself."""
+        return func(*args, **kwargs)
+
+    def counted(self, result: Any) -> Any:
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._freed_by:
+            self._freed_by[key] = weakref.finalize(storage, self._forget, key, size)
+            self.now += size
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._freed_by[key]
+        self.now -= size
+
+
+class FakeBytes(LiveBytes):
+    """`LiveBytes` for a model of fake tensors, whose shapes are computed and whose numbers are not.
+
+    Tensors that no fake one goes into are real, as the token ids of a batch are. A number that is read from a fake tensor is 0,
+    a flag is true: losses and norms are finite, comparisons of two ways to compute the same hold. A mask of fake flags selects
+    everything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        """Enter it to make a model."""
+        self.products: set[tuple[Any, ...]] = set()
+        """Sizes of the products that were computed."""
+
+    def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in _READ and any(isinstance(given, FakeTensor) for given in args):
+            return _READ[func](args[0])
+        if func in _PRODUCTS:
+            self.products.add(tuple(tuple(given.shape) for given in args if isinstance(given, Tensor)))
+        if func in _INDEXED:
+            args = (args[0], _places(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _number(x: Tensor) -> Any:
+    return True if x.dtype == torch.bool else 0.0 if x.dtype.is_floating_point else 0
+
+
+def _everywhere(x: Tensor) -> Tensor:
+    return x.new_zeros((x.numel(), x.ndim), dtype=torch.long)
+
+
+_READ = {
+    aten._local_scalar_dense.default: _number,
+    aten.equal.default: lambda x: True,
+    aten.allclose.default: lambda x: True,
+    aten.nonzero.default: _everywhere,
+}
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default, aten.bmm.default)
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+
+def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices with every mask as the places that it selects, whose number fake tensors do not know."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype != torch.bool:
+            found.append(index)
+        elif isinstance(index, FakeTensor):
+            found += [index.new_zeros(math.prod(index.shape), dtype=torch.long)] * index.ndim
+        else:
+            found += index.nonzero().unbind(-1)
+    return found
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of these tensors' storages, each counted once."""
+    sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())

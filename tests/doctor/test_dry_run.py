@@ -1,0 +1,160 @@
+"""A dry run on fake tensors holds what the same learner holds on real ones."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from covey import GRPOConfig
+from covey.build import Given, build_algorithm, build_learner
+from covey.cli.plan import model_config
+from covey.doctor import dry_run as module
+from covey.doctor.dry_run import dry_run
+from covey.kernels.footprint import footprint
+from covey.learner.live_memory import LiveBytes
+from covey.learner.memory import bytes_a_token, in_gib, starting_tokens
+from covey.learner.policy import Policy
+from covey.models import prepare_for_training, with_adapter
+from covey.world import World
+from kit import tiny_model
+
+PROMPT = 40
+ROWS = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 60,
+    "gradient_accumulation_steps": 1,
+}
+WAYS = {
+    "qwen2": {},
+    "llama": {},
+    "gemma2": {},
+    "qwen2, recomputed": {"gradient_checkpointing": True},
+    "qwen2, a reference": {"beta": 0.1},
+    "qwen2, gradients of the micro-batch before": {"gradient_accumulation_steps": 2, "max_tokens_per_microbatch": 280},
+    "qwen2, a critic": {"algorithm": "ppo"},
+    "qwen2, LoRA and a reference": {"beta": 0.1},
+    "qwen2, SGD": {"optim": "sgd"},
+}  # fmt: skip
+
+
+def options(tmp_path, **more):
+    quiet = {"output_dir": str(tmp_path / "run"), "report_to": "none", "use_cpu": True, "gradient_checkpointing": False}
+    return GRPOConfig(**{**quiet, **ROWS, **more})
+
+
+def lora(name):
+    peft = pytest.importorskip("peft") if "LoRA" in name else None
+    return peft and peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def predicted(args, config, adapter=None):
+    return dry_run(args, config, peft_config=adapter, prompts=2, prompt_tokens=PROMPT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
+    """In float64, for which no kernels are written."""
+    args = options(tmp_path, model_init_kwargs={"dtype": "float64"}, bf16=False, **WAYS[name])
+    model = tiny_model(name.partition(",")[0], layers=3, hidden=64)
+    config = AutoConfig.for_model(**model.config.to_dict())
+    with LiveBytes() as live:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        model = prepare_for_training(with_adapter(model, lora(name)), args)
+        parts = Given(args, model, module._NoTokenizer(), (), build_algorithm(args), None, None, World())
+        learner = build_learner(parts, 1, (None, None), is_off_policy=False)
+        held, peak, _ = module._step(learner, args, live, PROMPT)
+    found = predicted(args, config, lora(name))
+    stays = found.weights + found.reference + found.critic + found.optimizer
+    assert stays == pytest.approx(held, rel=0.15)
+    assert stays + found.gradients + found.activations == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.slow
+def test_weights_gradients_and_state_are_counted_by_what_holds_them(tmp_path):
+    config = tiny_model(layers=3, hidden=64).config
+    plain, size = (
+        predicted(options(tmp_path), config),
+        sum(p.nbytes for p in tiny_model(layers=3, hidden=64).parameters()),
+    )
+    assert plain.weights == pytest.approx(size, rel=0.01)
+    assert plain.gradients == size
+    assert plain.optimizer == pytest.approx(2 * size, rel=0.02)
+    assert plain.reference == plain.critic == 0
+    referenced = predicted(options(tmp_path, beta=0.1), config)
+    assert referenced.reference == size
+    assert referenced.peak > plain.peak
+    adapted = predicted(options(tmp_path, beta=0.1), config, lora("LoRA"))
+    assert adapted.gradients < size / 4
+    assert adapted.reference == adapted.gradients
+
+
+@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"bf16": True}, {"max_tokens_per_microbatch": 120}])
+def test_options_that_save_memory_do(more, tmp_path):
+    config = tiny_model(layers=4, hidden=64).config
+    assert predicted(options(tmp_path, **more), config).activations < predicted(options(tmp_path), config).activations
+
+
+def test_the_state_of_an_8_bit_optimizer_is_a_quarter(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    config = tiny_model(layers=3, hidden=64, vocab_size=5000).config
+    whole, small = (predicted(options(tmp_path, optim=name), config) for name in ("adamw_torch", "adamw_bnb_8bit"))
+    assert small.optimizer < 0.35 * whole.optimizer
+
+
+def test_a_long_completion_is_continued_from_shorter_ones(tmp_path, monkeypatch):
+    config, args = tiny_model(layers=2, hidden=32).config, options(tmp_path, max_completion_length=256)
+    whole = predicted(args, config)
+    monkeypatch.setattr(module, "_LONG", 128)
+    assert predicted(args, config).activations == pytest.approx(whole.activations, rel=0.1)
+
+
+def test_the_demo_needs_no_weights(tmp_path):
+    assert predicted(options(tmp_path), model_config("demo", False)).peak > 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["plain", "LoRA"])
+def test_kernels_save_what_they_say(name, dtype, monkeypatch):
+    """Both passes of a real model, with kernels and without."""
+    from covey.kernels import fused_model
+
+    model = with_adapter(tiny_model(layers=2, hidden=256, intermediate_size=1024).train(), lora(name))
+    said = footprint(model, dtype or torch.float32).saved_a_token
+    if not said:
+        pytest.skip("no kernels here")
+    policy = Policy(model, pad_id=0, compute_dtype=dtype)
+    with_kernels = bytes_a_token(policy)
+    monkeypatch.setattr(fused_model, "_runs_here", lambda decoder: False)
+    assert (bytes_a_token(policy) - with_kernels) / 2 == pytest.approx(said, rel=0.15)
+
+
+def test_tokens_at_the_start_are_what_half_of_the_free_memory_holds(monkeypatch):
+    policy = Policy(tiny_model(layers=2, hidden=64), pad_id=0)
+    state = torch.get_rng_state()
+    monkeypatch.setattr("covey.learner.memory.free_memory", lambda: int(2000 * bytes_a_token(policy)))
+    assert starting_tokens("auto", policy, on_cpu=True) == pytest.approx(1000, abs=10)
+    assert starting_tokens("auto", policy, on_cpu=False) is None
+    assert starting_tokens(500, policy, on_cpu=True) == 500
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_live_bytes_are_those_of_storages_that_are_held():
+    with LiveBytes() as live:
+        x = torch.zeros(1000)
+        y = x[10:].view(-1)
+        z = x + 1
+        assert (live.now, live.peak) == (8000, 8000)
+        del z
+        assert (live.now, live.peak) == (4000, 8000)
+        live.begin()
+        del x, y
+        assert (live.now, live.peak) == (0, 4000)
+
+
+def test_the_words_end_with_the_peak(tmp_path):
+    memory = predicted(options(tmp_path), tiny_model().config)
+    assert memory.in_words().splitlines()[-1].startswith("peak")
+    assert in_gib(memory.peak) in memory.in_words()
+    assert in_gib(3 * 2**30) == "3.0 GiB"
