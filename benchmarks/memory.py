@@ -26,7 +26,7 @@ from resident import peak_since, resident
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.learner import Policy
-from covey.learner.memory import Memory, Shape, bytes_for_outputs, enough_tokens, estimate, starting_tokens
+from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
 from covey.rollout.linear import has_bfloat16
 from covey.types import Completion, Group, Prompt
 from learner import as_in_runs, learner_of
@@ -254,7 +254,6 @@ def predicted(shape: Shape, args: GRPOConfig, prompt_tokens: int, rank: int | No
         group=args.num_generations,
         samples_in_copy=has_bfloat16(torch.device("cpu")),
         is_on_heap=True,
-        output_bytes=bytes_for_outputs(args.reuse_rollout, shape.hidden, is_checkpointed=checkpoints),
     )
 
 

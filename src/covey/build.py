@@ -29,7 +29,6 @@ from covey.learner.sliced_update import update_in_slices
 from covey.models import checkpoint_activations, context_limit, make_optimizer, make_scheduler
 from covey.options import ALGORITHM_OPTIONS
 from covey.parts import Parts
-from covey.reuse import shared_outputs
 from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import Backend, SamplingParams, choose_sampler
 from covey.runs import rollouts
@@ -247,7 +246,6 @@ def checkpoint_once(policy: Policy) -> bool:
     """Compute activations again from now on; False when that is done already."""
     if policy.is_checkpointing:
         return False
-    policy.give_back()
     checkpoint_activations(policy.model)
     policy.model.train()  # blocks in evaluation mode would not do it
     return True
@@ -320,8 +318,6 @@ def build_parts(
         backend=cast(Backend, args.rollout_backend),
         **sampler_options(args, given),
     )
-    dtype = compute_dtype(args) or next(given.model.parameters()).dtype
-    outputs = shared_outputs(args.reuse_rollout, learner.policy, sampler, dtype, given.world)
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
     sampler.between = learner.between = interruption
@@ -331,7 +327,6 @@ def build_parts(
         sampler=sampler,
         scorer=given.scorer,
         learner=learner,
-        outputs=outputs,
         algorithm=given.algorithm,
         session=made,
         world=given.world,

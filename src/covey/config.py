@@ -237,9 +237,6 @@ class GRPOConfig(TrainingArguments):
     """Most tokens of one forward pass, shared prompts counted once: a number, null, or auto; changes memory, no gradient."""
     checkpoint_when_needed: bool = False
     """Begin without gradient checkpointing, and switch it on once a single completion does not fit in memory."""
-    reuse_rollout: bool | None = None
-    """Keep what layers compute while completions are drawn, in up to an eighth of the free memory, and do not compute it again to
-    learn from them. Unset: on, from a hidden width of 256 and without gradient checkpointing. CPU, and as `covey.outputs` says."""
     activation_offloading: bool = False
     """Keep activations in the host's memory between forward and backward; for accelerators."""
     shared_attention: str = "auto"

@@ -1,5 +1,4 @@
-"""Decoder layers on a CPU with what stands between their products computed by kernels: residual sums, norms, rotations, gated SiLUs;
-and adapters added in place (`covey.fused_adapters`).
+"""Decoder layers on a CPU with what stands between their products computed by kernels: residual sums, norms, rotations, gated SiLUs.
 
 The modules stay transformers' own, adapters included. Inside `fused(model)` those whose formula the kernels know compute it
 in one pass over memory and keep less for the backward: a norm its input and one number a token, a gated layer the outputs
@@ -22,9 +21,7 @@ from covey import fused_operations as operations
 from covey import products
 from covey.compiled import why_not
 from covey.compiled.layers import LANES, kernels_for
-from covey.fused_adapters import adapted, is_adapted
 from covey.fused_operations import Forward, epsilon_of, is_plain, is_watched
-from covey.outputs import Replay, current, replaying
 
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call to rotate queries and keys, a function of their module."""
@@ -43,9 +40,6 @@ class FusedLayers:
         self._rotations: list[tuple[Any, Forward]] = []
         self._before: list[Forward] = []
         self._recognise(list(_layers(model)))
-        for module in model.modules():
-            if is_adapted(module) and "forward" not in module.__dict__:
-                self._forwards.append((module, partial(adapted, module, module.forward)))
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -111,16 +105,14 @@ def recomputes_inside(model: Any) -> bool:
 
 
 class _Faster:
-    """Both contexts, which may be entered again once they were left, with what is replayed, if it was another time's."""
+    """Both contexts, which may be entered again once they were left."""
 
-    def __init__(self, model: nn.Module, replay: Replay | None = None) -> None:
-        self.model, self.replay = model, replay
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            if self.replay is not None:
-                stack.enter_context(replaying(self.replay))
             stack.enter_context(products.faster_products(next(self.model.parameters()).device))
             stack.enter_context(fused(self.model))
             self.entered.append(stack.pop_all())
@@ -168,7 +160,7 @@ class Recomputing:
         self.decoder = _decoder(model)  # not the model, of which a copy of the decoder would copy the head too
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return _Faster(self.decoder), _Faster(self.decoder, current())
+        return _Faster(self.decoder), _Faster(self.decoder)
 
 
 def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:

@@ -190,13 +190,7 @@ class _GatedDown(torch.autograd.Function):
         known = weight if products.in_pairs(gate, weight) else weight.to(gate.dtype)
         ctx.save_for_backward(gate, up, known)
         ctx.kernels, ctx.dtype, ctx.bias = kernels, weight.dtype, None if bias is None else bias.dtype
-        replay = products.replayed(gate, weight)
-        if replay is None:
-            return products.forward(kernels.gate(gate, up), known, bias)
-        flat = [x.view(-1, x.shape[-1]) for x in (gate, up)]
-        inner = lambda rows: kernels.gate(*(x[rows] for x in flat))
-        out = replay.product(weight, lambda rows: products.forward(inner(rows), known, bias))
-        return products.shaped(out, *gate.shape[:-1], len(weight))
+        return products.forward(kernels.gate(gate, up), known, bias)
 
     @staticmethod
     @once_differentiable

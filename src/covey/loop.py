@@ -85,7 +85,7 @@ def answered(parts: Parts, state: TrainState, n: int, seconds: dict[str, float])
     """The next `n` prompts with their scored completions, in the order of the prompts."""
     prompts = take(parts.prompts, n, state.set_aside)
     scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
-    with timed(seconds, "rollout"), parts.outputs.filling():
+    with timed(seconds, "rollout"):
         groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), scoring.add)
     with timed(seconds, "reward"):
         groups = parts.world.interleave(score(parts, groups, scoring))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -98,42 +98,6 @@ def keep_freed_blocks() -> None:
     if library is not None:
         library.mallopt(_MMAP_THRESHOLD, 32 * 2**20)
         library.mallopt(_TRIM_THRESHOLD, 256 * 2**20)
-
-
-class Holes:
-    """What the C library's heap holds empty, given back to the system where none of it is anybody else's to use again.
-
-    Made before the work that will leave holes. Where there were holes already, the work uses those and leaves them: a learner
-    fills them again in every step, and pages that come back from the system cost it a seventh of that step.
-    """
-
-    FEW = 32 * 2**20
-    """Bytes that may be empty before."""
-
-    def __init__(self) -> None:
-        library = _glibc()
-        self._is_ours = hasattr(library, "mallinfo2") and _empty_bytes(library) <= self.FEW
-
-    def give_back(self) -> None:
-        """It takes microseconds where there is nothing to give, and about 50 a MiB where there is."""
-        library = _glibc()
-        if library is not None and self._is_ours:
-            library.malloc_trim(0)
-
-
-def _empty_bytes(library: Any) -> int:
-    """Of the heap, in blocks that were freed."""
-    library.mallinfo2.restype = _Mallinfo2
-    return int(library.mallinfo2().fordblks)
-
-
-class _Mallinfo2(ctypes.Structure):
-    """struct mallinfo2 of <malloc.h>, glibc 2.33 and later."""
-
-    _fields_ = (
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
-        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
-    )
 
 
 def free_memory() -> int | None:

@@ -64,7 +64,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "memory, precision and devices": (
         "bf16", "fp16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
         "activation_checkpointing_kwargs", "activation_offloading", "checkpoint_when_needed", "max_tokens_per_microbatch", "logits_chunk_tokens",
-        "shared_attention", "reuse_rollout", "use_cpu", "seed",
+        "shared_attention", "use_cpu", "seed",
         "data_seed", "full_determinism", "ddp_backend", "ddp_timeout",
     ),
 }  # fmt: skip
@@ -193,6 +193,11 @@ INERT: Mapping[str, str] = {
 
 SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "hub_token", "include_num_input_tokens_seen"})
 """Inert options that transformers itself documents as unused or sets by itself: naming them would be noise."""
+
+RETIRED: Mapping[str, str] = {
+    "reuse_rollout": "an update always computes its own forward pass",
+}
+"""Options that runs of earlier versions may have recorded, and what holds now: dropped when such a run is repeated or resumed."""
 
 REFUSED: Mapping[str, str] = {
     "vllm_tensor_parallel_size": "a run's vLLM is on its own device; leave it out",

@@ -8,7 +8,6 @@ from covey.algorithms import Algorithm
 from covey.data import PromptStream
 from covey.interruption import Interruption
 from covey.learner import Learner
-from covey.outputs import Outputs
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
 from covey.session import Session
@@ -23,8 +22,6 @@ class Parts:
     sampler: Sampler
     scorer: Scorer
     learner: Learner
-    outputs: Outputs
-    """What the sampler leaves for the learner."""
     algorithm: Algorithm
     session: Session
     world: World
@@ -45,7 +42,6 @@ class Parts:
 
     def close(self) -> None:
         """Give back what a run holds only while it goes on."""
-        self.outputs.close()
         self.session.monitor.close()
         self.session.display.close()
 

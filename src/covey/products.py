@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from covey.compiled import NUMBERS
 from covey.compiled.linear import BLOCK, PANEL, Kernels, kernels
-from covey.outputs import Replay, current
 
 KEPT = 580 * 2**10
 """Bytes that oneDNN keeps of each size of product that it meets, in any type of numbers, for as long as the process lives
@@ -149,14 +148,6 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return found.multiply(out, x.contiguous(), found.pair_columns(weight), wide(bias, weight.shape[0]))
 
 
-def replayed(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Replay | None:
-    """What knows the product of `x` [.., K], once it is of type `dtype`, with `weight` [N, K] from sampling; None: nothing does."""
-    found = current()
-    if found is None or not x.is_cpu or not found.knows(weight, dtype or x.dtype, x.numel() // x.shape[-1]):
-        return None
-    return found
-
-
 def wide(bias: Tensor | None, size: int) -> Tensor | None:
     """`bias` as the kernels read it: [size] float32."""
     return None if bias is None else bias.float().expand(size).contiguous()
@@ -180,43 +171,30 @@ def of_weight(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return sums.to(weight.dtype)
 
 
-def shaped(out: Tensor, *shape: int) -> Tensor:
-    """`out` in this shape, for a function of autograd to return: what is a view there nobody may change in place afterwards."""
-    found: Tensor = torch.ops.aten._unsafe_view(out, shape)
-    return found
-
-
 class _Linear(torch.autograd.Function):
-    """`(x [.., K], weight [N, K], bias [N] or None, replay or None)` -> [.., N] in the type of `x`, by what is fastest, as is
-    the backward; what `replay` knows is not multiplied."""
+    """`(x [.., K], weight [N, K], bias [N] or None)` -> [.., N] in the type of `x`, by what is fastest, as is the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, replay: Replay | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.bias = None if bias is None else bias.dtype
-        if replay is None:
-            return forward(x, weight, bias)
-        flat = x.reshape(-1, x.shape[-1])
-        out = replay.product(weight, lambda rows: forward(flat[rows], weight, bias))
-        return shaped(out, *x.shape[:-1], len(weight))
+        return forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
             of_input(gradient, weight) if wants_x else None,
             of_weight(flat, x.reshape(-1, x.shape[-1]), weight) if wants_weight else None,
             flat.sum(0, dtype=ctx.bias) if wants_bias and ctx.bias else None,
-            None,
         )
 
 
 class FasterProducts:
-    """Inside, linear layers on a CPU are computed by `_Linear` in float32 and bfloat16 where that is faster, forward and backward,
-    and not at all where sampling has left what they give (`covey.outputs`).
+    """Inside, linear layers on a CPU are computed by `_Linear` in float32 and bfloat16 where that is faster, forward and backward.
 
     Nothing else changes, and nothing at all on other machines or in other precisions. Activations that the backward pass
     computes again must be computed inside too: see `fused_layers.Recomputing`.
@@ -247,20 +225,19 @@ def _faster_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     is_cast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
     if is_cast or dtype == weight.dtype:  # else torch refuses
-        replay = replayed(x, weight, dtype)
-        if replay is not None or (x.dtype in NUMBERS and in_pairs(x, weight, dtype)):
-            return _applied(x.to(dtype), weight, bias, replay)
+        if x.dtype in NUMBERS and in_pairs(x, weight, dtype):
+            return _applied(x.to(dtype), weight, bias)
         if not is_cast and pays(x, weight):
             return _applied(x, weight, bias)
     return _torchs_linear(x, weight, bias)
 
 
-def _applied(x: Tensor, weight: Tensor, bias: Tensor | None, replay: Replay | None = None) -> Tensor:
-    out: Tensor = _Linear.apply(x, weight, bias, replay)
+def _applied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = _Linear.apply(x, weight, bias)
     return out
 
 
 def faster_products(device: torch.device) -> AbstractContextManager[Any]:
     """`FasterProducts` for a model on this device where they are any faster, else a context that does nothing."""
-    is_any = device.type == "cpu" and (is_onednn_faster() or kernels() is not None or current() is not None)
+    is_any = device.type == "cpu" and (is_onednn_faster() or kernels() is not None)
     return FasterProducts() if is_any else nullcontext()

@@ -1,4 +1,4 @@
-"""Memory outside of torch's allocator: pages for keys and values, what the C library's heap holds empty, what Python collects."""
+"""Memory outside of torch's allocator: pages for keys and values, what Python collects."""
 
 import gc
 import weakref
@@ -6,41 +6,7 @@ import weakref
 import pytest
 import torch
 
-from covey import memory
-from covey.memory import Holes, collecting_new_garbage_only, is_out_of_memory, mapped_zeros
-
-BLOCK = 2**16
-
-
-class Library:
-    """glibc's part of what is asked of it, with this much of the heap empty."""
-
-    def __init__(self, empty):
-        self.given_back = 0
-        self.mallinfo2 = lambda: memory._Mallinfo2(fordblks=empty)
-
-    def malloc_trim(self, padding):
-        self.given_back += 1
-
-
-@pytest.mark.parametrize(("empty", "times"), [(0, 1), (Holes.FEW, 1), (Holes.FEW + 1, 0)])
-def test_holes_are_given_back_where_there_were_none_before(empty, times, monkeypatch):
-    library = Library(empty)
-    monkeypatch.setattr(memory, "_glibc", lambda: library)
-    Holes().give_back()
-    assert library.given_back == times
-
-
-@pytest.mark.skipif(not hasattr(memory._glibc(), "mallinfo2"), reason="this C library does not say what is empty")
-def test_what_is_empty_is_what_the_c_library_says():
-    library = memory._glibc()
-    blocks = [torch.empty(BLOCK // 4) for _ in range(200)]
-    kept = blocks[1::2]
-    before = memory._empty_bytes(library)
-    del blocks
-    found = memory._empty_bytes(library)
-    assert found - before > 50 * BLOCK, "a hundred blocks between those that are kept"
-    assert kept
+from covey.memory import collecting_new_garbage_only, is_out_of_memory, mapped_zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -37,7 +37,7 @@ class RunsOut(TrainerCallback):
 
 
 def test_a_resumed_run_begins_with_the_sizes_that_were_found_to_fit(tmp_path: Path) -> None:
-    case = Case("memory", {"max_steps": 2, "save_steps": 1, "reuse_rollout": False})  # which would be given back first
+    case = Case("memory", {"max_steps": 2, "save_steps": 1})
     one = trainer(case, tmp_path / "one")
     one.add_callback(RunsOut(one))
     one.train()

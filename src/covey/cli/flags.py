@@ -6,7 +6,7 @@ Nothing heavy is imported before every name is known to be right, so a typo is a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,10 @@ def _near_flag(name: str, known: Mapping[str, Flag]) -> str:
     return " --help-all shows every option."
 
 
-def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] = NO_HINTS) -> dict[str, Any]:
-    """Options from a YAML file, by name. Raises ConfigError naming the file, the key and the nearest name."""
+def read_yaml(
+    path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] = NO_HINTS, retired: Collection[str] = ()
+) -> dict[str, Any]:
+    """Options from a YAML file, by name; `retired` names are read too. Raises ConfigError naming the file, the key and the nearest name."""
     import yaml
 
     try:
@@ -165,7 +167,7 @@ def read_yaml(path: str | Path, flags: Iterable[Flag], hints: Mapping[str, str] 
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds a {type(found).__name__}; it must hold options, one `name: value` a line.")
-    known = {flag.name for flag in flags}
+    known = {*(flag.name for flag in flags), *retired}
     assert isinstance(node, yaml.MappingNode)  # it became a dict
     written = [str(key.value).replace("-", "_") for key, _ in node.value]
     for name in written:

@@ -15,7 +15,7 @@ from covey.cli import output
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.errors import ModelError
-from covey.learner.memory import Memory, Shape, bytes_for_outputs, enough_tokens, estimate, starting_tokens
+from covey.learner.memory import Memory, Shape, enough_tokens, estimate, starting_tokens
 from covey.rollout.engine import BFLOAT16_FROM
 from covey.rollout.linear import has_bfloat16
 
@@ -99,7 +99,6 @@ def memory_of(config: GRPOConfig, given: Given, prompts: int, prompt_tokens: int
         group=config.num_generations,
         has_critic_model=getattr(algorithm.critic, "model", None) == "separate",
         is_on_heap=on_cpu,
-        output_bytes=bytes_for_outputs(config.reuse_rollout, shape.hidden, is_checkpointed=is_checkpointed),
         samples_in_copy=on_cpu
         and weight_bytes == 4
         and shape.num_parameters >= BFLOAT16_FROM

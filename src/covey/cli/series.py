@@ -9,6 +9,7 @@ from typing import Any
 
 from covey.cli.rerun import RECIPE
 from covey.errors import RunFolderError
+from covey.options import RETIRED
 
 
 def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
@@ -26,7 +27,9 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
     before = folder / RECIPE
     if before.is_file():
         recorded = yaml.safe_load(before.read_text()) or {}
-        changed = sorted(name for name in {*recorded, *wanted} if recorded.get(name) != wanted.get(name))
+        changed = sorted(
+            name for name in {*recorded, *wanted} if recorded.get(name) != wanted.get(name) and name not in RETIRED
+        )
         if changed:
             raise RunFolderError(
                 f"{folder} holds {what} of a run with other options ({', '.join(changed[:5])}); choose another --output-dir, or "

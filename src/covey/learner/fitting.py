@@ -30,9 +30,6 @@ class Room:
     """Tokens up to which groups are joined; None: up to `max_tokens`."""
     last_resort: Callable[[], bool] = lambda: False
     """Makes a single completion need less; False when there is nothing left to do."""
-    give_back: Callable[[], bool] = lambda: False
-    """Frees what only spares time; False when there is nothing of it."""
-    has_given_back: bool = False
     is_last_resort: bool = False
     """Whether it came to that."""
     largest: tuple[int, int] = (0, 0)
@@ -81,10 +78,6 @@ class Room:
         return until_it_fits(work, shrink)
 
     def _halve(self, said: str) -> None:
-        if self.give_back():
-            self.has_given_back = True
-            self._tell("Memory ran out; what layers compute while sampling is not kept for the update any more.", said)
-            return
         current = self._current
         rows, tokens = (len(current), tokens_in(current, self.shares_prompts())) if current else self.largest
         if rows <= 1 and self.last_resort():
@@ -123,14 +116,10 @@ class Room:
             "max_rows": self.max_rows,
             "max_tokens": self.max_tokens,
             "is_last_resort": self.is_last_resort,
-            "has_given_back": self.has_given_back,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sizes that were found to fit; those of the options win where they are smaller."""
-        if state.get("has_given_back"):
-            self.has_given_back = True
-            self.give_back()
         if state.get("is_last_resort") and not self.is_last_resort:
             self.is_last_resort = self.last_resort()
         self.max_rows = min(self.max_rows, state["max_rows"])

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.compiled.head import Kernels, kernels_for
 from covey.products import in_pairs, linear, outer, pays, wide
 
 CHUNK_ELEMENTS = 2**23
@@ -41,10 +40,6 @@ class Shape:
     def scale(self) -> float:
         """What the products are multiplied by where no cap comes between."""
         return self.multiply / self.temperature
-
-    def kernels(self, hidden: Tensor) -> Kernels | None:
-        """Those that read logits in the type of `hidden`; None where PyTorch's operations do."""
-        return kernels_for(hidden) if self.softcap is None else None
 
     def logits_(self, logits: Tensor) -> Tensor:
         """Of the tempered distribution, in place of the products [m, V]."""
@@ -150,13 +145,8 @@ class Workspace:
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
-        kernels = shape.kernels(rows)
-        if kernels is None:
-            found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
-            return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
-        out = self.raw(rows)
-        kernels.backward(out, known[0], shape.scale, *known[1:], *slopes)
-        return out
+        found = _gradient(shape.logits_(self.product(rows)), self.other[: rows.shape[0]], shape, known, slopes)
+        return found if self.narrow is None else self.narrow[: rows.shape[0]].copy_(found)
 
 
 def _gradient(
@@ -166,7 +156,7 @@ def _gradient(
     known: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """`Workspace.gradient` by PyTorch's operations, in the place of `gradient`; `logits` [m, V] are overwritten."""
+    """`Workspace.gradient` in float32 or wider, in the place of `gradient`; `logits` [m, V] are overwritten."""
     targets, normalizer, entropy = known
     of_logp, of_entropy = slopes
     torch.sub(logits, normalizer[:, None], out=gradient).exp_()  # the probabilities
@@ -203,14 +193,9 @@ class LinearLogProbability(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
         space = Workspace(min(shape.chunk, hidden.shape[0]), hidden, weight, bias)
-        kernels = shape.kernels(hidden)
-        measured = entropy if with_entropy else torch.empty_like(entropy)
         for start in range(0, hidden.shape[0], shape.chunk):
             part = slice(start, start + shape.chunk)
             rows = hidden[part]
-            if kernels is not None:
-                kernels.score(space.raw(rows), targets[part], shape.scale, logp[part], normalizer[part], measured[part])
-                continue
             logits, weights = shape.logits_(space.product(rows)), space.other[: rows.shape[0]]
             top = logits.amax(-1, keepdim=True)
             total = torch.sub(logits, top, out=weights).exp_().sum(-1)

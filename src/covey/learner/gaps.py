@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from covey.types import EffectiveSize, Max, Mean, Metric, TokenBatch
 
 
-def difference(tokens: TokenBatch, fresh: Tensor | None = None) -> dict[str, Metric]:
-    """How far the sampler's log-probabilities are from the learner's: 0 when both are the same model in the same numbers.
-
-    Told by the completions that are `fresh` [N] bool: of others the learner has taken what the sampler computed.
-    """
+def difference(tokens: TokenBatch) -> dict[str, Metric]:
+    """How far the sampler's log-probabilities are from the learner's: 0 when both are the same model in the same numbers."""
     if tokens.sampler_logp is None:
         return {}
     known = tokens.mask & ~tokens.sampler_logp.isnan()
-    known = known if fresh is None else known & fresh[:, None]
     gap = (tokens.old_logp - tokens.sampler_logp.nan_to_num(0.0)).abs()
     largest = gap[known].max().item() if bool(known.any()) else math.nan
     return {

@@ -86,7 +86,6 @@ class Learner:
             shares_prompts=self.policy.shares_prompts,
             enough_tokens=self.enough_tokens,
             last_resort=self.last_resort,
-            give_back=self.policy.give_back,
         )
 
     # -- before the advantages ------------------------------------------------------------------------------------
@@ -236,10 +235,7 @@ class Learner:
             loss = loss + self.policy.auxiliary_coefficient * share * measured.auxiliary_loss
         metrics["loss"] = Sum(loss.item())
         gap = (tokens.logp.detach() - tokens.old_logp).abs()
-        fresh = measured.fresh if batch[0].completion.old_logp is None else None  # those were measured without reuse
-        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | difference(tokens, fresh) | effective_size(
-            tokens
-        )
+        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | difference(tokens) | effective_size(tokens)
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
@@ -247,7 +243,7 @@ class Learner:
             self.reference.against(algorithm.kl.estimator) if algorithm.kl and algorithm.needs.distribution else None
         )
         self.between()
-        measured = self.policy.measure(batch, entropy=True, against=against, reuse=True)
+        measured = self.policy.measure(batch, entropy=True, against=against)
         device, shape = measured.logp.device, measured.logp.shape
         spread = lambda values, fill=0.0: _spread(values, shape, device, fill)
         completions = [row.completion for row in batch]

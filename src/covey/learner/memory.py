@@ -12,12 +12,10 @@ from torch import nn
 
 from covey.compiled import why_not
 from covey.compiled.linear import is_for_this_processor
-from covey.compiled.live import is_for_live_weights
 from covey.fused_layers import would_fuse
 from covey.learner.fused_head import chunk_for
 from covey.learner.packing import limit_of
 from covey.memory import free_memory
-from covey.outputs import WRITTEN_OUT
 from covey.products import KEPT, fits, is_mkls, is_onednn_faster, repeating
 
 
@@ -38,12 +36,8 @@ class Shape:
     """Whether head and embedding are one parameter."""
     is_fused: bool = False
     """Whether a CPU like this one's computes what stands between the products by kernels (`covey.fused_layers`)."""
-    reads_logits: bool = False
-    """Whether it reads logits by kernels too (`covey.compiled.head`)."""
     is_paired: bool = False
     """Whether it multiplies bfloat16 in pairs by kernels (`covey.compiled.linear`)."""
-    is_written_out: bool = False
-    """Whether a CPU decodes it a whole step at a time, from whose products the learner can take (`covey.outputs`)."""
 
     @staticmethod
     def of(config: Any) -> Shape:
@@ -72,14 +66,12 @@ class Shape:
             linears=tuple((m.in_features, m.out_features) for m in linears),
             is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
             is_fused=would_fuse(model),
-            reads_logits=why_not() is None and getattr(text, "final_logit_softcapping", None) is None,
             is_paired=why_not() is None and is_for_this_processor(),
-            is_written_out=type(model).__name__ in WRITTEN_OUT and why_not() is None,
         )
 
     def elsewhere(self) -> Shape:
         """On another device than a CPU."""
-        return replace(self, is_fused=False, reads_logits=False, is_paired=False, is_written_out=False)
+        return replace(self, is_fused=False, is_paired=False)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of a LoRA adapter of this rank on every linear layer but the output head."""
@@ -147,17 +139,13 @@ class Memory:
     """The copy of the weights that a CPU samples with in 16 bits, and what a 16-bit product of float32 weights needs."""
     libraries: int
     """On a CPU: what oneDNN keeps for every size of product that it meets, and what small blocks keep of the heap."""
-    outputs: int
-    """What the sampler leaves of its products for the learner."""
     cache: int
     """Keys and values while completions are drawn; activations and logits are gone then."""
 
     @property
     def peak(self) -> int:
         """The larger of learning and sampling, on top of what stays."""
-        stays = (
-            self.weights + self.reference + self.critic + self.optimizer + self.sampler + self.libraries + self.outputs
-        )
+        stays = self.weights + self.reference + self.critic + self.optimizer + self.sampler + self.libraries
         return stays + max(self.gradients + self.activations + self.logits + self.heap, self.cache)
 
     def in_words(self) -> str:
@@ -188,14 +176,13 @@ def estimate(
     has_critic_model: bool = False,
     samples_in_copy: bool = False,
     is_on_heap: bool = False,
-    output_bytes: int = 0,
 ) -> Memory:
     """Bytes of a run on one device.
 
     `rows` completions of `completion_tokens` are a micro-batch, a group's prompt counted once, bounded by `max_tokens` and
-    `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group, and at
-    most `output_bytes` kept of what layers compute. `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the
-    weights for it. `is_on_heap`: a CPU, whose activations leave holes.
+    `enough_tokens` (see `microbatches`); `prompts` times `group` are drawn at a time, the prompt stored once a group.
+    `samples_in_copy`: a CPU that samples in bfloat16 keeps a copy of the weights for it. `is_on_heap`: a CPU, whose activations
+    leave holes.
     """
     shape = shape if is_on_heap else shape.elsewhere()
     trained = shape.num_parameters if adapter_rank is None else shape.adapter_parameters(adapter_rank)
@@ -221,10 +208,9 @@ def estimate(
         optimizer=int(updated * _state_bytes(optimizer, own_bytes) / own_bytes),
         activations=activations,
         logits=max(at_head, at_end - (0 if keeps_holes else activations)),
-        heap=int(_holes(shape, weight_bytes, adapter_rank) * activations) if keeps_holes else 0,
+        heap=int(_holes(adapter_rank) * activations) if keeps_holes else 0,
         sampler=_cast_bytes(shape, compute_bytes) * is_cast + 2 * shape.num_parameters * samples_in_copy,
         libraries=kept + (_LIBRARIES if is_on_heap else 0),
-        outputs=min(output_bytes, _output_bytes(shape, drawn, compute_bytes, samples_in_copy, adapter_rank)),
         cache=(prompts * prompt_tokens + drawn) * shape.cache_bytes(2 if samples_in_copy else compute_bytes),
     )
 
@@ -243,15 +229,12 @@ def _most_tokens(
     return repeating(tokens) if pads else tokens
 
 
-def _holes(shape: Shape, weight_bytes: int, adapter_rank: int | None) -> float:
+def _holes(adapter_rank: int | None) -> float:
     """Share of the activations that holes of the heap take beside them (measured by benchmarks/memory.py with glibc on Linux).
 
-    PEFT's own modules put small tensors between large ones; `covey.fused_adapters`, which comes with the kernels, does not. It
-    leaves to them a base in 16 bits, whose adapters PEFT makes in 32.
+    PEFT's modules put small tensors between large ones.
     """
-    if adapter_rank is None:
-        return 0.25
-    return 0.0 if shape.is_fused and weight_bytes == 4 else 0.4
+    return 0.25 if adapter_rank is None else 0.4
 
 
 def _cast_bytes(shape: Shape, compute_bytes: int) -> int:
@@ -267,26 +250,14 @@ def _product_bytes(shape: Shape, compute_bytes: int, adapter_rank: int | None) -
     return shape.product_sizes(compute_bytes, adapter_rank) * _ROW_COUNTS * KEPT
 
 
-def _output_bytes(
-    shape: Shape, tokens: int, compute_bytes: int, samples_in_copy: bool, adapter_rank: int | None
-) -> int:
-    """What all products of the layers give for so many tokens, where sampler and learner compute in one precision by kernels."""
-    in_pairs = samples_in_copy and compute_bytes == 2 and not shape.left_to_onednn(shape.linears, compute_bytes)
-    live = not samples_in_copy and compute_bytes == 4 and is_for_live_weights()
-    if adapter_rank is not None or not shape.is_written_out or not (in_pairs or live):
-        return 0
-    return tokens * compute_bytes * sum(outside for _, outside in shape.linears)
-
-
 def _head_bytes(shape: Shape, chunk: int, compute_bytes: int, is_cast: bool, is_trained: bool) -> tuple[int, int]:
     """Bytes beside the activations while the head's backward runs, and at the end of the backward, before gradients are summed.
 
-    The head holds a chunk's logits, probabilities and their gradient, or one of them where kernels read them. Products in 16
+    The head holds a chunk's logits, probabilities and their gradient. Products in 16
     bits also hold a copy of its weight and one product of its size; in pairs two copies, and the turned gradient. The gradient of a tied head waits for the embedding's, which is whole too, until the very end.
     """
     values = shape.vocabulary * shape.hidden
-    held = compute_bytes if shape.reads_logits else 3 * 4
-    chunks, gradient = held * chunk * shape.vocabulary, 4 * values if is_trained else 0
+    chunks, gradient = 3 * 4 * chunk * shape.vocabulary, 4 * values if is_trained else 0
     copies = (4 if is_trained else 2) * values if is_cast else 0
     if not shape.left_to_onednn([(shape.hidden, shape.vocabulary)], compute_bytes):
         copies = 4 * values + (2 * chunk * shape.vocabulary if is_trained else 0)
@@ -299,9 +270,6 @@ _LIBRARIES = 36 * 2**20
 _ROW_COUNTS = 6
 """Counts of rows that a run meets whose completions are all of full length (2 to 6 in 100 steps of the benchmark's prompts).
 Where lengths vary there are up to eight between each power of two and its double, in smaller micro-batches."""
-
-WORTH_KEEPING = 256
-"""Hidden width from which outputs are kept unasked: at 128 rollout and update took 1.00 to 1.10 of the time, at 256 0.85 to 0.95."""
 
 CPU_TOKENS = 4096
 """Tokens of one forward pass on a CPU at most: for one group, whose prompt would otherwise be computed more than once."""
@@ -324,18 +292,6 @@ def starting_tokens(
         return None
     free = free_memory() or psutil.virtual_memory().available
     return max(256, min(CPU_TOKENS, int(0.5 * free / shape.activation_bytes(compute_bytes, is_checkpointed))))
-
-
-def bytes_for_outputs(asked: bool | None, hidden: int, *, is_checkpointed: bool) -> int:
-    """Most bytes for what the sampler leaves to the learner: between a sixteenth and an eighth of the memory that is free, a power
-    of two, which another run on this machine most likely finds too; 0 where it is not asked for.
-
-    Unless it is said (None), it is not where activations are recomputed to save memory, nor in models whose hidden states are
-    so narrow that a number is multiplied again in the time that it takes to fetch it.
-    """
-    wanted = not is_checkpointed and hidden >= WORTH_KEEPING if asked is None else asked
-    free = free_memory() or psutil.virtual_memory().available
-    return 1 << max(0, int(free // 8).bit_length() - 1) if wanted else 0
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:

@@ -21,7 +21,6 @@ from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared import SharedRows, share_rows
 from covey.learner.shared_flex import Heads
-from covey.outputs import Disagreement, Outputs, Replay, replaying
 from covey.products import takes_any_rows
 from covey.types import Completion, Prompt
 from covey.world import autocast
@@ -44,8 +43,6 @@ class Measured:
     """[N, T], to another model over the whole vocabulary, where one was given."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
-    fresh: Tensor | None = None
-    """[N] bool, the completions of which nothing is the sampler's. None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +75,6 @@ class Policy:
     """Keep activations in the host's memory between forward and backward."""
     shared_attention: str = "auto"
     """What computes the attention of prompts that are shared: auto (FlexAttention on CUDA where it works), flex, sdpa."""
-    outputs: Outputs | None = None
-    """What a sampler has left of the products with these very weights."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -109,21 +104,14 @@ class Policy:
         with faster(self.model), autocast(self.device, self.compute_dtype):
             yield
 
-    def give_back(self) -> bool:
-        """Keep nothing of what is sampled from now on. Whether there was any."""
-        return self.outputs is not None and self.outputs.close()
-
     def parameters(self) -> list[nn.Parameter]:
         """The trainable ones, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def measure(
-        self, rows: Sequence[Row], *, entropy: bool = False, against: Against | None = None, reuse: bool = False
-    ) -> Measured:
+    def measure(self, rows: Sequence[Row], *, entropy: bool = False, against: Against | None = None) -> Measured:
         """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
 
-        `against` another model, the distance to its distributions is measured too. With `reuse`, what sampling has left of all
-        but one of them is not multiplied again.
+        `against` another model, the distance to its distributions is measured too.
         """
         has_siblings = len({row.group for row in rows}) < len(rows)
         if has_siblings and self._shares() and (against is None or against.policy._shares()):
@@ -131,31 +119,7 @@ class Policy:
             packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel, any_length=any_length)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
-        replay = self._replay(rows, packed) if reuse else None
-        if replay is None:
-            return self._measure(packed, entropy, against)
-        try:
-            with replaying(replay[0]):
-                return replace(self._measure(packed, entropy, against), fresh=replay[1])
-        except Disagreement as gap:
-            replay[0].outputs.forget()
-            logger.warning(
-                "The sampler's products differ by %.2g from the learner's; all is computed again.", gap.args[0]
-            )
         return self._measure(packed, entropy, against)
-
-    def _replay(self, rows: Sequence[Row], packed: PaddedRows | SharedRows) -> tuple[Replay, Tensor] | None:
-        """What is known of these tokens from sampling, and which completions [N] bool are computed all the same: the shortest,
-        so that sampler and learner can still be compared."""
-        if self.outputs is None or not self._splits():
-            return None
-        lengths = [row.completion.num_tokens for row in rows]
-        left_out = min(range(len(rows)), key=lambda i: lengths[i] if lengths[i] > 1 else packed.shape[1])
-        asked = [
-            None if i == left_out else (row.completion.token_ids, row.prompt.token_ids) for i, row in enumerate(rows)
-        ]
-        found = self.outputs.replay(asked, lengths, packed.source, packed.input_ids.numel())
-        return None if found is None else (found, torch.arange(len(rows), device=self.device) == left_out)
 
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:

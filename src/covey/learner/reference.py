@@ -83,7 +83,7 @@ class FrozenCopy:
     def of(policy: Policy, *, follows: bool = False) -> FrozenCopy:
         """A copy of the policy as it is now."""
         model = copy.deepcopy(policy.model).eval().requires_grad_(False)
-        return FrozenCopy(replace(policy, model=model, auxiliary_coefficient=0.0, outputs=None), follows=follows)
+        return FrozenCopy(replace(policy, model=model, auxiliary_coefficient=0.0), follows=follows)
 
     @torch.no_grad()
     def measure(self, rows: Sequence[Row]) -> Measured | None:

@@ -198,14 +198,12 @@ class KeyValues:
 
     # -- forward passes ---------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> bool:
-        """A column for the keys of this decode step. Whether the buffers had to grow for it."""
-        is_full = self.clock >= self.suffix_bias.shape[1]
-        if is_full:
+    def begin_step(self) -> None:
+        """A column for the keys of this decode step."""
+        if self.clock >= self.suffix_bias.shape[1]:
             self._resize(self.num_rows)
         self.suffix_bias[:, self.clock] = 0.0
         self.wide_suffix = {}
-        return is_full
 
     def end_step(self) -> None:
         self.clock += 1
@@ -239,8 +237,6 @@ class Decode:
     """A forward pass of one new token for each row in flight."""
 
     cache: KeyValues
-    kept: int | None = None
-    """Where the outputs of its products stay among `covey.outputs`; None: nowhere."""
 
     @property
     def context(self) -> int:

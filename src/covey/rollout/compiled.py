@@ -12,7 +12,7 @@ from torch import Tensor
 from covey.compiled import NUMBERS, library
 
 if TYPE_CHECKING:
-    from covey.rollout.whole_step import Places, Slabs, Weights
+    from covey.rollout.whole_step import Slabs, Weights
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 WIDTHS = range(16, 257, 16)
@@ -26,7 +26,6 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "heads", "repeats", "width", "column", "threads")),
         *((name, ctypes.c_void_p) for name in ("starts", "owners", "lengths", "places", "cosines", "sines")),
         *((name, ctypes.c_double) for name in ("scale", "epsilon")),
-        ("kept", ctypes.c_int64),
     )
     held: Tensor
     """What one of the pointers points to, if nobody else keeps it."""
@@ -66,7 +65,7 @@ class Kernels:
         self._attend, self._add_norm, self._decode = library.covey_attend, library.covey_add_norm, library.covey_decode
         self._attend.argtypes = [pointer] * 9
         self._add_norm.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_double, size]
-        self._decode.argtypes = [pointer] * 8
+        self._decode.argtypes = [pointer] * 7
         self._attend.restype = self._add_norm.restype = self._decode.restype = None
 
     def attend(
@@ -101,17 +100,15 @@ class Kernels:
         )
         return out
 
-    def decode(self, step: Step, weights: Weights, slabs: Slabs, x: Tensor, kept: Places | None = None) -> Tensor:
+    def decode(self, step: Step, weights: Weights, slabs: Slabs, x: Tensor) -> Tensor:
         """[R, V] logits of the embedded tokens `x` [R, hidden] float32, which are overwritten: one step through all layers.
 
-        Keys and values go into `slabs`, and what products give to the rows of `kept` that `step` names. Rotations are those
-        that `step` describes.
+        Keys and values go into `slabs`. Rotations are those that `step` describes.
         """
         out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
         scratch = torch.empty(weights.scratch(len(x)), dtype=self.dtype)  # torch's, which says when there is no memory
         by, places = ctypes.byref, (tensor.data_ptr() for tensor in (x, scratch, out))
-        outputs = None if kept is None else kept.layers
-        self._decode(by(step), by(weights.decoder), slabs.own, slabs.prompts, outputs, *places)
+        self._decode(by(step), by(weights.decoder), slabs.own, slabs.prompts, *places)
         return out
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:

@@ -238,7 +238,6 @@ struct Step {
     const float* sines;      // [positions, D], with the sign that a rotation by halves wants
     double scale;
     double epsilon;
-    int64_t kept;  // the row of `Kept` where this step's begin
 };
 
 // Where the heads of one layer's rows begin: x[row * by_row + head * by_head + d].
@@ -268,11 +267,6 @@ struct Linear {
 struct Layer {
     const float *before, *after, *query_norm, *key_norm;  // weights of norms; of the heads' or null
     Linear query, key, value, out, gate, up, down;        // all three of the first in one where `key` has no weight
-};
-
-// Where one layer's outputs stay, each [rows of all steps, outputs of that weight], as the products of `Layer`.
-struct Kept {
-    void *query, *key, *value, *out, *gate, *up, *down;
 };
 
 struct Decoder {
@@ -406,10 +400,9 @@ void gated(const T* gate, const T* up, T* out, int64_t size) {
             for (int64_t j = i; j < size; j++) put(out + j, silu(all(one(gate + j)))[0] * one(up + j));
 }
 
-// By all threads of a parallel region. Outputs of products are written to where they are `kept`, or else to `scratch`; the numbers are the same.
+// By all threads of a parallel region.
 template <class T, int VD>
-void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, const Kept* kept, float* x, T* scratch,
-            T* logits) {
+void decode(const Step& step, const Decoder& decoder, const Slab* own, const Slab* prompts, float* x, T* scratch, T* logits) {
     const Layer& first = *decoder.layers;
     const int64_t rows = step.rows, hidden = first.query.inside, heads = step.heads * step.width, wide = first.gate.outside;
     const bool is_apart = first.key.weight;
@@ -436,28 +429,22 @@ void decode(const Step& step, const Decoder& decoder, const Slab* own, const Sla
     const T* more = nullptr;
     for (int64_t i = 0; i < decoder.count; i++) {
         const Layer& layer = decoder.layers[i];
-        const auto place = [&](void* Kept::*which, const Linear& by, T* otherwise) {
-            return kept ? (T*)(kept[i].*which) + step.kept * by.outside : otherwise;
-        };
-        T *queries = place(&Kept::query, layer.query, projected), *update = place(&Kept::out, layer.out, updates);
-        T *gate = place(&Kept::gate, layer.gate, inner), *up = place(&Kept::up, layer.up, ups);
-        T *down = place(&Kept::down, layer.down, updates);
-        const Heads query = heads_at(queries, 0, layer.query);
-        const Heads key = heads_at(is_apart ? place(&Kept::key, layer.key, projected + rows * keys) : queries, keys, layer.key);
-        const Heads value = heads_at(is_apart ? place(&Kept::value, layer.value, projected + rows * values) : queries, values, layer.value);
+        const Heads query = heads_at(projected, 0, layer.query);
+        const Heads key = heads_at(is_apart ? projected + rows * keys : projected, keys, layer.key);
+        const Heads value = heads_at(is_apart ? projected + rows * values : projected, values, layer.value);
         add_norm(x, more, layer.before, normed, rows, hidden, step.epsilon);
         const T* from = ready(normed, hidden);
         if (is_apart) share(from, layer.key, (T*)key.data), share(from, layer.value, (T*)value.data);
-        product(from, layer.query, queries);
+        product(from, layer.query, projected);
         attend<T, VD>(step, query, key, value, layer.query_norm, layer.key_norm, own[i], prompts[i], attended);
-        product(ready(attended, layer.out.inside), layer.out, update);
-        add_norm(x, (const T*)update, layer.after, normed, rows, hidden, step.epsilon);
+        product(ready(attended, layer.out.inside), layer.out, updates);
+        add_norm(x, (const T*)updates, layer.after, normed, rows, hidden, step.epsilon);
         from = ready(normed, hidden);
-        share(from, layer.gate, gate);
-        product(from, layer.up, up);
-        gated((const T*)gate, (const T*)up, inner, rows * wide);
-        product(ready(inner, layer.down.inside), layer.down, down);
-        more = down;
+        share(from, layer.gate, inner);
+        product(from, layer.up, ups);
+        gated((const T*)inner, (const T*)ups, inner, rows * wide);
+        product(ready(inner, layer.down.inside), layer.down, updates);
+        more = updates;
     }
     add_norm(x, more, decoder.norm, normed, rows, hidden, step.epsilon);
     share(ready(normed, hidden), decoder.head, logits);
@@ -484,10 +471,10 @@ void covey_add_norm(float* x, const void* update, const float* weight, void* out
 
 // A whole step: `logits` [rows, vocabulary] of the embedded tokens `x` [rows, hidden], which are overwritten. `own` and
 // `prompts` are those of all layers; `scratch` is [rows, 2 hidden + heads of queries, keys and values + inputs of out + outputs of gate and up],
-// and behind it what `turn` needs of the widest. What is `kept` may be null.
-void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, const Kept* kept, float* x,
-                  void* scratch, void* logits) {
+// and behind it what `turn` needs of the widest.
+void covey_decode(const Step* step, const Decoder* decoder, const Slab* own, const Slab* prompts, float* x, void* scratch,
+                  void* logits) {
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
-    decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, kept, x, (NUMBER*)scratch, (NUMBER*)logits);
+    decode<NUMBER, VECTORS>(*step, *decoder, own, prompts, x, (NUMBER*)scratch, (NUMBER*)logits);
 }
 }

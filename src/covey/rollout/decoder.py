@@ -17,21 +17,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from covey.compiled import layers
-from covey.memory import Holes
-from covey.outputs import WRITTEN_OUT, Outputs, Product
 from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.compiled import Kernels, Step
 from covey.rollout.forward import ModulesForward
 from covey.rollout.linear import Linear, Live, Paired
 from covey.rollout.mode import unwrapped
 from covey.rollout.sampler import Unsupported
-from covey.rollout.whole_step import Places, Weights
+from covey.rollout.whole_step import Weights
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
 """(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
 
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """What transformers and PEFT hang on embeddings with gradient checkpointing: it changes no number, and asks for their gradient."""
+
+WRITTEN_OUT = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders of one shape, norm, rotary attention, norm, gated SiLU, that are computed here without calling their modules."""
 
 PACKED = 64
 """Where oneDNN multiplies, tokens of prompts are computed in multiples of this many: a new number of rows costs it 3 ms."""
@@ -81,9 +82,6 @@ class DecoderForward:
         self.query_heads = self.key_heads * int(attention.num_key_value_groups)
         self._heads_of_qkv = (self.query_heads, self.key_heads, self.key_heads)
         self.rotation = torch.zeros(2, 0, self.width)
-        self.outputs: Outputs | None = None
-        """Where to keep those of products, if anywhere."""
-        self._kept: Places | None = None
         self.is_reserved = False
         self._take()
 
@@ -101,7 +99,6 @@ class DecoderForward:
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
-        holes = Holes()
         self.weights: Weights | None = None  # the old copy goes before the new one is whole
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
@@ -110,7 +107,6 @@ class DecoderForward:
             self.head = self.linear.of(self.model.lm_head)
         self.weights = Weights.of(self.blocks, self.norm, self.head)
         self.any_rows = self.weights is not None
-        holes.give_back()
 
     def _pack(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -156,35 +152,10 @@ class DecoderForward:
     def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
         cache = batch.cache
         if cache.kernels and self.weights:
-            step, kept = self._step(cache, positions), None
-            if batch.kept is not None and self.outputs is not None:
-                step.kept, kept = batch.kept, self._places(self.outputs)
-            return cache.kernels.decode(step, self.weights, cache.slabs, self.embedding[ids].float(), kept)
+            step = self._step(cache, positions)
+            return cache.kernels.decode(step, self.weights, cache.slabs, self.embedding[ids].float())
         attend = self._by_kernels(cache, positions) if cache.kernels else self._by_operations(cache, positions)
         return self.head(self._run(ids, attend, cache.kernels))
-
-    def products(self) -> list[Product]:
-        """What a decode step by kernels multiplies with, for `covey.outputs`; none where it cannot be kept."""
-        decoder, found = self.model.model, list[Product]()
-        for layer in decoder.layers if self.weights else ():
-            attention, mlp = layer.self_attn, layer.mlp
-            heads = attention.q_proj, attention.k_proj, attention.v_proj
-            others = attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-            if any(type(linear) is not nn.Linear for linear in (*heads, *others)):
-                return []  # an adapter's weights are added to those that the learner multiplies with
-            apart = [heads] if self.linear is Paired else [(one,) for one in heads]
-            found += [
-                Product(tuple(one.weight for one in linears)) for linears in (*apart, *((one,) for one in others))
-            ]
-        weights = [id(weight) for product in found for weight in product.weights]
-        return (
-            found if len(set(weights)) == len(weights) else []
-        )  # a weight that two layers share gives two outputs a token
-
-    def _places(self, outputs: Outputs) -> Places:
-        if self._kept is None or self._kept.generation != outputs.generation:
-            self._kept = Places(outputs.slabs, len(self.blocks), outputs.generation)
-        return self._kept
 
     def _by_operations(self, cache: KeyValues, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)

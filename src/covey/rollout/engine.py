@@ -12,7 +12,6 @@ import torch
 
 from covey.errors import ConfigError, MemoryLimitError
 from covey.memory import is_out_of_memory, release
-from covey.outputs import Outputs, Product
 from covey.rollout.compiled import Kernels
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
@@ -106,8 +105,6 @@ class NativeSampler:
         self.between: Callable[[], None] = lambda: None
         """Called between tokens; what it raises ends the sampling."""
         self.asked_graphs, self.asked_attention = cuda_graphs, attention
-        self.outputs: Outputs | None = None
-        """Where outputs of products are kept for the learner while it says so; nowhere unless `keep` was called."""
         self._take(model)
         self.version = 0
 
@@ -134,21 +131,7 @@ class NativeSampler:
         """Sample with this model, as it is now, from now on."""
         if policy is not self.model or not self.forward.refresh():
             self._take(policy)
-        self._begin_outputs()
         self.version = version
-
-    def keep(self, outputs: Outputs) -> None:
-        """From now on leave there what a learner of the same weights and precision need not compute again, if anything."""
-        self.outputs = outputs
-        self._begin_outputs()
-
-    def _begin_outputs(self) -> None:
-        if self.outputs is None:
-            return
-        found: list[Product] = []
-        if isinstance(self.forward, DecoderForward) and self.kernels is not None:
-            self.forward.outputs, found = self.outputs, self.forward.products()
-        self.outputs.begin(found, self.forward.dtype, unwrapped(self.model).parameters())
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
@@ -185,10 +168,7 @@ class NativeSampler:
             jobs, rows, held = deque(flight.unfinished), flight.max_rows, flight.budget
             del flight
             release()
-            if self.outputs is not None and self.outputs.close():
-                logger.warning("Memory ran out; what layers compute is not kept for the update any more.")
-            else:
-                self._halve(n, rows, held, failed)
+            self._halve(n, rows, held, failed)
 
     def _give_back(self) -> None:
         """What graphs had for themselves the allocator gives to nobody else before its cache is emptied."""
@@ -227,8 +207,7 @@ class NativeSampler:
             "between": self.between,
         }
         if not self.is_static:
-            outputs = self.outputs if self.outputs is not None and self.outputs.is_filling else None
-            return Flight(self.forward, jobs, params, **options, kernels=self.kernels, outputs=outputs)
+            return Flight(self.forward, jobs, params, **options, kernels=self.kernels)
         return StaticFlight(self.forward, jobs, params, **options, steps=self._new_steps(), attention=self.attention)
 
     def _new_steps(self) -> Eager | Captured:

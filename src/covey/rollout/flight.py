@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.memory import Holes
-from covey.outputs import Outputs
 from covey.rollout.cache import Decode, KeyValues, Prefill, padded_rows, rounded
 from covey.rollout.compiled import Kernels
 from covey.rollout.environments import Environment, Turn, replies
@@ -79,9 +77,8 @@ class Flight:
         environment: Environment | None,
         between: Callable[[], None] = lambda: None,
         kernels: Kernels | None = None,
-        outputs: Outputs | None = None,
     ) -> None:
-        self.between, self.kernels, self.outputs = between, kernels, outputs
+        self.between, self.kernels = between, kernels
         self.forward, self.jobs, self.params, self.tokenizer = forward, jobs, params, tokenizer
         self.unfinished = list(jobs)
         self.version, self.environment = version, environment
@@ -93,7 +90,6 @@ class Flight:
         device, seats = forward.device, min(len(jobs), SEATS_PER_ROW * self.max_rows // self.n) * self.n
         longest = max(job.limit for job in jobs)
         forward.reserve(rounded(max(len(job.prompt.token_ids) for job in jobs)) + longest)
-        self.holes = Holes()
         self.cache = self._new_cache(longest)
         self.free_seats = list(range(seats))[::-1]
         self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
@@ -104,11 +100,6 @@ class Flight:
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.outside = torch.full_like(self.tokens, -1) if environment is not None else None  # what an environment said
-        self.kept = (
-            torch.full_like(self.tokens, -1) if outputs is not None else None
-        )  # of the token fed with each that is drawn
-        if outputs is not None:
-            outputs.reserve(len(jobs) * self.n * longest)
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
         self.enders = self.stop.enders.to(device)
         self.seen: Tensor | None = None
@@ -181,7 +172,6 @@ class Flight:
                     break
                 stop += 1
             self._prefill_batch([job.prompt.token_ids[:-1] for job in jobs[start:stop]], slots[start:stop])
-            self.holes.give_back()  # of activations, whose sizes differ by portion
             start = stop
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]], slots: range) -> None:
@@ -201,14 +191,10 @@ class Flight:
     def _step(self) -> list[Group]:
         """One more token for every row. Returns the groups that are finished by it."""
         rows, computed = self.rows[:, : self.num_rows], self.rows[:, : self.cache.num_computed]
-        if self.cache.begin_step():
-            self.holes.give_back()  # of steps of other numbers of rows
-        kept = None if self.outputs is None else self.outputs.take(computed.shape[1])
-        logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache, kept))[: self.num_rows]
+        self.cache.begin_step()
+        logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache))[: self.num_rows]
         self.cache.end_step()
         seat, written = rows[SEAT], rows[WRITTEN]
-        if self.kept is not None:
-            self.kept[seat, written] = -1 if kept is None else kept + torch.arange(self.num_rows)
         seen = None if self.seen is None else self.seen[: self.num_rows]
         drawn = draw(logits, self.uniforms[seat, written], self.params, seen=seen, in_place=True)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
@@ -298,10 +284,6 @@ class Flight:
 
     def _close(self, group: _Open) -> Group:
         completions = self._completions(group)
-        if self.outputs is not None and self.kept is not None:
-            for seat, one in zip(group.seats, completions, strict=True):
-                rows = self.kept[seat, 1 : one.num_tokens]  # a completion's first token is fed to draw its second
-                self.outputs.note(one.token_ids, group.job.prompt.token_ids, rows.clone())
         self.unfinished = [job for job in self.unfinished if job is not group.job]
         self.open[group.slot] = None
         self.held -= group.job.cache_bytes(self.forward)

@@ -189,11 +189,10 @@ class StaticKeyValues(KeyValues):
 
     # -- one step: tensors only, so that it can be captured ----------------------------------------------------------
 
-    def begin_step(self) -> bool:
+    def begin_step(self) -> None:
         """Every row sees the clock's column from now on. Nothing grows in a step."""
         self.suffix_bias.index_fill_(1, self.now, 0.0)
         self.wide_prefix, self.wide_suffix = {}, {}
-        return False
 
     def end_step(self) -> None:
         """The clock of the kernels goes on. The host's follows by `advance`."""

@@ -101,26 +101,6 @@ class Weights:
         return Weights(blocks, norm, head, share, turn) if len(sizes) == 1 else None
 
 
-class _Kept(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "gate", "up", "down"))
-
-
-class Places:
-    """Where the outputs of all products are kept: `slabs`, those of one layer after those of another."""
-
-    def __init__(self, slabs: Sequence[Tensor], layers: int, generation: int) -> None:
-        self.generation, each = generation, len(slabs) // layers
-        """Which slabs they were: others may have taken their places."""
-        self.layers = (_Kept * layers)(*(self._of(slabs[i * each : (i + 1) * each]) for i in range(layers)))
-
-    @staticmethod
-    def _of(slabs: Sequence[Tensor]) -> _Kept:
-        """Four of what follows attention, before them queries, keys and values in one or apart."""
-        places = list(map(_address, slabs))
-        heads, others = places[:-4], places[-4:]
-        return _Kept(*heads, *[None] * (3 - len(heads)), *others)
-
-
 class Slabs:
     """A cache of all layers: `own` and `prompts`, each [2, .., H, columns, D]."""
 
