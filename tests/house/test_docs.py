@@ -8,7 +8,7 @@ import pytest
 from covey import options
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_every_refused_and_inert_option_is_in_the_page_for_trl_users():
@@ -22,3 +22,15 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_index_lists_every_page_once():
+    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    pages = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "index.md"]
+    assert sorted(linked) == pages
+
+
+def test_the_page_on_speed_is_one_page():
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 160] == []
