@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from covey import options
+from covey import GRPOTrainer, demo, options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,3 +34,14 @@ def test_the_page_on_speed_is_one_page():
     lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
     assert len(lines) <= 150
     assert [line for line in lines if len(line) > 160] == []
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+        small = block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(demo.model_path())).replace("trainer.train()", "")
+        small = re.sub(r"^GRPOTrainer\(\.\.\..*", "", small, flags=re.MULTILINE)
+        exec(compile(small, "README.md", "exec"), names)
+    assert isinstance(names["trainer"], GRPOTrainer)
+    assert names["mine"].advantage is names["from_median"]
