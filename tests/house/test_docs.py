@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from covey import options
+from covey import GRPOTrainer, demo, options
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_every_refused_and_inert_option_is_in_the_page_for_trl_users():
@@ -23,3 +23,26 @@ def test_links_between_pages_lead_somewhere():
         if "://" not in target and not (page.parent / target).exists()
     ]
     assert not broken, "\n" + "\n".join(broken)
+
+
+def test_the_index_lists_every_page_once():
+    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    pages = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "index.md"]
+    assert sorted(linked) == pages
+
+
+def test_the_page_on_speed_is_one_page():
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 160] == []
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+        small = block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(demo.model_path())).replace("trainer.train()", "")
+        small = re.sub(r"^GRPOTrainer\(\.\.\..*", "", small, flags=re.MULTILINE)
+        exec(compile(small, "README.md", "exec"), names)
+    assert isinstance(names["trainer"], GRPOTrainer)
+    assert names["mine"].advantage is names["from_median"]
