@@ -26,7 +26,7 @@ FAIR: dict[str, tuple[str, Any, tuple[str, str]]] = {
     "assertRaises called with a function": (_STACK, _CASE + "    def test(self):\n        self.assertRaises(Empty, self.s.pop)\n        self.assertRaisesRegex(Empty, 'emp', self.s.pop)", ("raise Empty('empty')", "return None")),
     "class-level set-up and clean-up": (
         _STACK, "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): cls.s = Stack(); cls.s.push(5)\n    def setUp(self): self.addCleanup(lambda: None)\n    def tearDown(self): self.s.push(9)\n"
-        "    def test_a(self): self.assertEqual(self.s.pop(), 5)\n    def test_b(self): self.assertEqual(self.s.pop(), 9)\n", _SWAP[:1] + ("self.items[0]",)),
+        "    def test_a(self): self.assertEqual(self.s.pop(), 5)\n    def test_b(self): self.assertEqual(self.s.pop(), 9)\n", (_SWAP[0], "self.items[0]")),
     "many assertions of unittest": (
         _STACK, _CASE + "    def test(self):\n        s = self.s\n        self.assertFalse(s); s.push([1]); self.assertTrue(s)\n        self.assertIsInstance(s, Stack); self.assertIs(s, self.s); self.assertIsNone(s.push(2))\n"
         "        self.assertIn([1], s.items); self.assertNotIn(7, s.items); self.assertListEqual(s.items, [[1], 2])\n        self.assertGreater(len(s), 1); self.assertLessEqual(len(s), 2); self.assertNotEqual(s, Stack())\n"

@@ -13,9 +13,11 @@ from covey.rewards import Scorer
 from covey.rewards.code import Code
 from covey.rewards.sandbox import Sandbox
 from covey.types import Completion, Group, Prompt
-from sandbox.cheats import CHEATS, FORMS
+from sandbox import cheats, cheats_of_the_run
+from sandbox.cheats import FORMS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
+CHEATS = {**cheats.CHEATS, **cheats_of_the_run.CHEATS}
 RIGHT = "def f(x):\n    return 2 * x"
 
 
@@ -23,6 +25,10 @@ RIGHT = "def f(x):\n    return 2 * x"
 def sandbox() -> Iterator[Sandbox]:
     with Sandbox(1) as sandbox:
         yield sandbox
+
+
+def test_there_are_at_least_64_of_them() -> None:
+    assert len(CHEATS) == len(cheats.CHEATS) + len(cheats_of_the_run.CHEATS) >= 64
 
 
 @pytest.mark.parametrize("form", FORMS)

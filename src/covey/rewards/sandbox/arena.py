@@ -30,7 +30,7 @@ _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
 def serve(source: bytes, connection: socket.socket, snapshot: guard.Snapshot) -> None:
     """Load the program, run the tests that the judge sent beforehand, and report what became of each. Raises Broken."""
     hello = wire.receive(connection)
-    channel = ends(connection, bytes.fromhex(hello["key"]), judge=False)
+    channel = guard.unclassed(ends(connection, bytes.fromhex(hello["key"]), judge=False))
     builtin = _Names(builtins.__dict__)
     for name, (module, attribute) in hello["known"].items():
         found = importlib.import_module(module)
@@ -38,8 +38,12 @@ def serve(source: bytes, connection: socket.socket, snapshot: guard.Snapshot) ->
     for name in hello["imports"]:
         snapshot.hold(name)
     snapshot.leave(hello["changed"])
+    snapshot.watch(_Names)
+    snapshot.watch(_Locals)
+    watch = guard.unclassed(snapshot)
+    run = guard.unclassed(_Run(channel, builtin, hello, watch))
+    guard.strip((_Names, _Locals))
     guard.install()
-    run = _Run(channel, builtin, hello, snapshot)
     failed = _load(source, builtin)
     candidate._flush()
     channel.send({"raised": _told(failed)} if failed is not None else {"loaded": True})
@@ -64,6 +68,7 @@ class _Names(dict[str, Any]):
 
     program: dict[str, Any]
 
+    @guard.alone
     def __missing__(self, name: str) -> Any:
         return self.program[name]
 
@@ -71,19 +76,29 @@ class _Names(dict[str, Any]):
 class _Locals:
     """The tests' own names; one that the program has too is the program's, also when it is assigned."""
 
-    def __init__(self, own: dict[str, Any], program: dict[str, Any]) -> None:
-        self._own, self._program, self._shared = own, program, frozenset(program) - frozenset(own)
+    _own: dict[str, Any]
+    _program: dict[str, Any]
+    _shared: frozenset[str]
 
+    @guard.alone
     def __getitem__(self, name: str) -> Any:
         return self._own[name]
 
+    @guard.alone
     def __setitem__(self, name: str, value: Any) -> None:
         self._own[name] = value
         if name in self._shared and name[:2] != "__":
             self._program[name] = value
 
+    @guard.alone
     def __delitem__(self, name: str) -> None:
         del self._own[name]
+
+
+def _locals(own: dict[str, Any], program: dict[str, Any]) -> _Locals:
+    names = _Locals()
+    names._own, names._program, names._shared = own, program, frozenset(program) - frozenset(own)
+    return names
 
 
 class _Run:
@@ -98,7 +113,7 @@ class _Run:
 
     def all(self) -> None:
         space = self._namespace()
-        names: Any = _Locals(space, self._builtin.program) if not self._hello["shared"] else space
+        names: Any = _locals(space, self._builtin.program) if not self._hello["shared"] else space
         self._snapshot.restore()
         error = self._attempt(lambda: exec(self._codes["setup"], space, names))
         if error is not None:
@@ -161,13 +176,15 @@ class _Run:
         count, result = suite.countTestCases(), self._outcome()
         if not count:
             return
+        passed: list[Any] = []
         result.failfast = True
+        result.addSuccess = passed.append  # type: ignore[assignment,method-assign]
         suite.run(result)
         bad = [*result.failures, *result.errors]
         if bad:
             raise _Failed("\n".join(text for _, text in bad[:3])[-1500:])
-        excused = result.skipped or result.expectedFailures or result.unexpectedSuccesses
-        if result.testsRun != count or (excused and not self._hello["skips"]):
+        excused = len(result.skipped) + len(result.expectedFailures)
+        if len(passed) + excused != count or (excused and not self._hello["skips"]):
             raise _Failed("a test was left out")
 
     def _main(self, *arguments: Any, **keywords: Any) -> None:

@@ -13,7 +13,7 @@ from os import urandom
 from typing import Any
 
 _STEPS = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
-"""Primes, so that a number modulo another does not come out the same."""
+"""Primes, so that a number modulo another does not come out the same; the nearest neighbours are decoys as well."""
 NUM_DECOYS = 6
 FOREIGN: tuple[Any, ...] = ("nothing like it", -918273645, ("neither", "this"), None)
 """What an object of the program's own is not equal to."""
@@ -23,7 +23,7 @@ def near(value: Any) -> list[Any]:
     """Values of the same kind as `value`, none of them equal to it."""
     found: list[Any] = []
     for number in range(NUM_DECOYS):
-        step = _STEPS[urandom(1)[0] % len(_STEPS)] * (1 if number % 2 else -1)
+        step = (_STEPS[urandom(1)[0] % len(_STEPS)] if number > 1 else 1) * (1 if number % 2 else -1)
         other = _moved(value, step)
         if not (other == value or any(other == known for known in found)):
             found.append(other)
@@ -58,7 +58,8 @@ def _moved(value: Any, step: Any) -> Any:
         moved = value + step * 0.6180339887
         return moved if abs(moved) < 1e15 else float(step)
     if kind in (str, bytes):
-        text = f"{'zqjxkv'[step % 6]}{abs(step)}"
+        letter = "zqjxkvw"[urandom(1)[0] % 7]
+        text = letter if abs(step) == 1 and value else f"{letter}{abs(step)}"
         return value[: len(value) // 2] + (text if kind is str else text.encode()) + value[len(value) // 2 + 1 :]
     if kind in (list, tuple, deque, set, frozenset):
         return kind(_moved(item, step) for item in value) if value else kind([step])

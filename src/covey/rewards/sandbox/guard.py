@@ -31,7 +31,6 @@ _REFUSED = frozenset(
         "gc.get_objects",
         "gc.get_referrers",
         "gc.get_referents",
-        "code.__new__",
         "cpython.PyInterpreterState_New",
         "sys.remote_exec",
     ]
@@ -46,7 +45,7 @@ WATCHED = (
 """Modules that tests lean on. Their names, and those of their classes, are not the program's to change."""
 
 
-class Denied(AttributeError, ValueError):
+class Denied(AttributeError, ValueError):  # noqa: N818 - what happened
     """A program asked for what could lead it to the tests. The library takes either kind for "not to be had"."""
 
 
@@ -121,6 +120,10 @@ class Snapshot:
             return False
         return True
 
+    def watch(self, kind: type) -> None:
+        """Watch one more class."""
+        self._dicts.append((kind, _dict_of(kind), dict(_dict_of(kind)), ""))
+
     def leave(self, names: list[str]) -> None:
         """Watch these modules no longer: the tests change them."""
         self._dicts = [entry for entry in self._dicts if entry[3].partition(".")[0] not in names]
@@ -169,33 +172,76 @@ def _put(owner: Any, now: Any, name: str, value: Any) -> None:
         type.__setattr__(owner, name, value)
 
 
-class Frame:
-    """A frame of the program's, or of the library's that it called, as it was when it was asked for; none of the tests' above."""
+def _shown(frame: Any) -> types.SimpleNamespace:
+    """A frame of the program's, or of the library's that it called, as it is now; none of the tests' above it."""
+    chain = [frame]
+    while (
+        len(chain) < _DEEPEST and _is_shown(chain[-1]) and chain[-1].f_back is not None and _is_shown(chain[-1].f_back)
+    ):
+        chain.append(chain[-1].f_back)
+    above = None
+    for one in reversed(chain):
+        is_own = _is_shown(one)
+        above = types.SimpleNamespace(
+            f_code=one.f_code if is_own else None,
+            f_lineno=one.f_lineno,
+            f_lasti=one.f_lasti,
+            f_trace=None,
+            f_globals=one.f_globals if is_own else {"__name__": one.f_globals.get("__name__")},
+            f_locals=dict(one.f_locals) if is_own else {},
+            f_builtins={},
+            f_back=above,
+        )
+    assert above is not None
+    return above
 
-    def __init__(self, frame: Any) -> None:
-        self.f_code, self.f_lineno, self.f_lasti, self.f_trace = frame.f_code, frame.f_lineno, frame.f_lasti, None
-        is_known = _is_shown(frame)
-        self.f_globals = frame.f_globals if is_known else {"__name__": frame.f_globals.get("__name__")}
-        self.f_locals = dict(frame.f_locals) if is_known else {}
-        self.f_builtins: dict[str, Any] = {}
-        self.f_back = Frame(frame.f_back) if is_known and frame.f_back is not None and _is_shown(frame.f_back) else None
+
+_DEEPEST = 100
 
 
 def _is_shown(frame: Any) -> bool:
     return frame.f_code.co_filename not in ("<tests>", "<sandbox>")
 
 
-def _frame_at(raw: Callable[[int], Any], busy: set[int]) -> Callable[..., Frame]:
-    def getframe(depth: int = 0) -> Frame:
+def _frame_at(raw: Callable[[int], Any], busy: set[int]) -> Callable[..., types.SimpleNamespace]:
+    def getframe(depth: int = 0) -> types.SimpleNamespace:
         here = _thread.get_ident()
         busy.add(here)
         try:
             frame = raw(depth + 1)
         finally:
             busy.discard(here)
-        return Frame(frame)
+        return _shown(frame)
 
     return getframe
+
+
+def unclassed(thing: Any) -> Any:
+    """`thing` without its class, which a program could find among `object.__subclasses__()` and change."""
+    box = types.SimpleNamespace(**vars(thing))
+    for name, value in vars(type(thing)).items():
+        if isinstance(value, types.FunctionType):
+            setattr(box, name, functools.partial(value, box))
+    return box
+
+
+def strip(kept: tuple[type, ...]) -> None:
+    """Take the functions out of all classes of these modules: each would lead to the module's names. `kept` have none."""
+    for module in family:
+        for kind in [value for value in vars(module).values() if isinstance(value, type)]:
+            if kind.__module__.startswith("covey.") and kind not in kept:
+                for name in [name for name, value in vars(kind).items() if isinstance(value, _LEADING)]:
+                    type.__delattr__(kind, name)
+
+
+family: list[types.ModuleType] = []
+"""The sandbox's own modules, which are in `sys.modules` no more when a program is loaded."""
+_LEADING = (types.FunctionType, property, classmethod, staticmethod)
+
+
+def alone(function: Any) -> Any:
+    """`function` with no names to look up, its own module's or Python's."""
+    return types.FunctionType(function.__code__, {"__builtins__": {}}, function.__name__, function.__defaults__)
 
 
 def install() -> None:
@@ -227,7 +273,7 @@ def _without_frame(signal: Callable[..., Any]) -> Callable[..., Any]:
     def install(number: int, handler: Any) -> Any:
         if not callable(handler) or handler is _signal.default_int_handler:
             return signal(number, handler)
-        return signal(number, lambda number, frame: handler(number, None))
+        return signal(number, _hidden(lambda number, frame: handler(number, None)))
 
     return install
 
@@ -261,9 +307,11 @@ def _hook(frame_at: Callable[[int], Any], busy: set[int]) -> Callable[[str, tupl
         elif event == "import":
             if arguments[0].partition(".")[0] in _NO_IMPORT:
                 raise ImportError(f"no module {arguments[0]} beside tests")
+        elif event == "code.__new__":
+            if caller()[0] not in _MAKING:
+                raise Denied("code is made by the compiler alone")
         elif event in _REFUSED or event[:7] == "ctypes.":
-            if event != "code.__new__" or caller()[0] not in _MAKING:
-                raise Denied(f"{event} is out of reach")
+            raise Denied(f"{event} is out of reach")
 
     return hook
 

@@ -93,6 +93,7 @@ def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated:
             continue
     for name in ("exit", "quit"):  # the site module brings them, which is not imported here
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
+    guard.family += [module for name, module in sys.modules.items() if name.startswith("covey.rewards.sandbox.")]
     layers, missing = _enter(wanted, slot)
     uncovered = [what for what, by in _COVERED.items() if not set(by) & set(layers)]
     wire.send(

@@ -79,18 +79,10 @@ _ENUMS = frozenset(
     id(kind) for kind in (enum.Enum, enum.IntEnum, getattr(enum, "StrEnum", None), getattr(enum, "ReprEnum", None))
 )
 _EXACT = (
-    (decimal.Decimal, fractions.Fraction, datetime.date, datetime.datetime, datetime.time, datetime.timedelta, complex)
-    + (
-        bytes,
-        bytearray,
-        range,
-        collections.deque,
-        collections.OrderedDict,
-        collections.defaultdict,
-        collections.Counter,
-    )
-    + (int, float, bool, str, list, tuple, set, frozenset, dict, type(None))
-)
+    decimal.Decimal, fractions.Fraction, datetime.date, datetime.datetime, datetime.time, datetime.timedelta, complex, bytes,
+    bytearray, range, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter, int, float, bool,
+    str, list, tuple, set, frozenset, dict, type(None),
+)  # fmt: skip
 _PLAIN = frozenset(id(kind) for kind in _EXACT)  # by number: a class may have a metaclass that says it equals another
 _OF_BASE: dict[type, Callable[[Any], Any]] = {
     int: int.__pos__,

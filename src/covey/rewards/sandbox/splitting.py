@@ -286,7 +286,7 @@ def _assertion(call: ast.Call) -> tuple[ast.expr, list[ast.expr]] | None:
 def _reached(tree: ast.Module) -> Iterable[int]:
     """Statements that a test comes to whatever the program does, but for an exception: at its top, and in what it calls there."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    waiting: list[list[ast.stmt]] = [tree.body]
+    waiting: list[list[ast.stmt]] = [tree.body, *_cases(tree)]
     seen: set[str] = set()
     while waiting:
         for statement in waiting.pop():
@@ -303,6 +303,24 @@ def _reached(tree: ast.Module) -> Iterable[int]:
                 function = functions[value.func.id]
                 if not function.decorator_list and not _has(function, (ast.Yield, ast.YieldFrom)):
                     waiting.append(function.body)
+
+
+def _cases(tree: ast.Module) -> Iterable[list[ast.stmt]]:
+    """The bodies of the methods that unittest runs, and of the functions that pytest would; the last of each name."""
+    owners: list[list[ast.stmt]] = [tree.body]
+    for node in tree.body:
+        if (
+            isinstance(node, ast.ClassDef)
+            and not node.decorator_list
+            and any("TestCase" in ast.unparse(base) for base in node.bases)
+        ):
+            owners.append(node.body)
+    for owner in owners:
+        methods = {node.name: node for node in owner if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        for name, method in methods.items():
+            is_run = isinstance(method, ast.FunctionDef) and (owner is not tree.body or not method.args.args)
+            if name.startswith("test") and is_run and not method.decorator_list:
+                yield method.body
 
 
 _LEAVING = ("exit", "_exit", "skip", "skipTest", "quit")
