@@ -114,7 +114,7 @@ CHEATS: dict[str, str] = {
     "standard output that raises": "import sys\nclass O:\n    def flush(self): raise SystemExit(0)\n    def __getattr__(self, n): raise KeyboardInterrupt\nsys.stdout = sys.stderr = O()\ndef f(x): return x",
     "what is done when objects end": "import os, gc\nclass D:\n    def __del__(self): os._exit(0)\ngc.callbacks.append(lambda *a: os._exit(0))\ndef f(x):\n    D()\n    return x",
     "an answer that never ends": "class E(list):\n    def __iter__(self):\n        while True: yield 1\ndef f(x):\n    a = []\n    a.append(a)\n    return a",
-    "an answer too large": "def f(x): return [0] * 400_000",
+    "an answer too large": "def f(x): return [0] * 100_000",
     "an enormous number": "def f(x): return 1 << 9_000_000",
     "a wrong text of surrogates": "def f(x): return '\\ud800' * 3",
     "no such function": "pass",

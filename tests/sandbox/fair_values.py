@@ -137,6 +137,18 @@ FAIR: dict[str, tuple[str, str | list[str], tuple[str, str]]] = {
     "functions with attributes, closures and partials": (
         "from functools import partial\ndef counter():\n    n = 0\n    def step(k=1):\n        nonlocal n\n        n += k\n        return n\n    step.start = 0\n    return step\ndouble = partial(lambda a, b: a * b, 2)\n",
         ["c = counter()\nassert c() == 1 and c(5) == 6 and c.start == 0", "assert double(4) == 8 and double.args == (2,)", "assert counter().__name__ == 'step'"], ("n += k", "n -= k")),
+    "iterators that a test uses up": (
+        "def it(): return iter([1, 2])\ndef g(n):\n    for i in range(n): yield i\n",
+        ["i = it()\nassert next(i, None) == 1 and next(i, None) == 2 and next(i, 'e') == 'e'", "assert 2 in it() and 5 not in it()", "assert sum(it(), 10) == 13 and list(zip(it(), 'ab')) == [(1, 'a'), (2, 'b')]", "assert tuple(filter(None, g(3))) == (1, 2)"], ("[1, 2]", "[1, 3]")),
+    "equality within a tolerance": (
+        "class A:\n    def __init__(self, v): self.v = v\n    def __eq__(self, o): return abs(self.v - (o.v if isinstance(o, A) else o)) < 1e-6\n",
+        ["assert A(1.0) == 1.0000000001", "assert A(2) == A(2.0000000001)", "assert not A(1) == 1.1"], ("< 1e-6", "> 1e-6")),
+    "expressions instead of truth values": (
+        "class F:\n    def __init__(self, n): self.n = n\n    def __eq__(self, o): return ('eq', self.n, o)\n    __hash__ = None\n",
+        ["assert (F('a') == 3) == ('eq', 'a', 3)"], ("self.n, o)", "o, self.n)")),
+    "an interval": (
+        "class R:\n    def __init__(self, a, b): self.a, self.b = a, b\n    def __contains__(self, x): return self.a <= x < self.b\n",
+        ["assert 5 in R(0, 10) and 10 not in R(0, 10)", "assert all(x in R(0, 3) for x in range(3))", "assert 50 in R(0, 1000000)"], ("x < self.b", "x <= self.b")),
     "unhashable, callable and truth": (
         "class F:\n    __hash__ = None\n    def __call__(self, *a, k=1): return sum(a) * k\n    def __len__(self): return 0\n",
         ["assert F()(1, 2, k=3) == 9 and callable(F())", "assert not F()", "try:\n    hash(F())\n    raise RuntimeError\nexcept TypeError:\n    pass"], ("sum(a) * k", "sum(a) + k")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import builtins
 import importlib
+import itertools
 import marshal
 import os
 import socket
@@ -23,7 +24,6 @@ from covey.rewards.sandbox.channel import Channel, ends
 from covey.rewards.sandbox.splitting import ALMOST
 
 PROGRAM = "__candidate__"
-_MOST_TESTS = 10_000
 _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
 
 
@@ -209,8 +209,9 @@ class _Run:
         expression = types.FunctionType(self._codes["expressions"][number], {"__builtins__": self._builtin})
         answers: list[int] = []
         errors: dict[int, BaseException] = {}
+        copies = [_copies(item, len(questions)) for item in given]
         for place, question in enumerate(questions):
-            words = {f"given{n}": item for n, item in enumerate(given)}
+            words = {f"given{n}": items[place] for n, items in enumerate(copies)}
             words.update({name: wire.decode(item, _no_reference) for name, item in question.items()})
             try:
                 answers.append(1 if expression(**words) else 0)
@@ -245,6 +246,17 @@ def _filter(function: Any, inputs: Any) -> Any:
     for item in inputs:
         if item if function is None else function(item):
             yield item
+
+
+def _copies(item: Any, count: int) -> list[Any]:
+    """The same object for each question; of an iterator of Python's own, which one question would use up, a copy for each."""
+    kind = type(item)
+    if kind.__flags__ & guard._HEAP or not hasattr(kind, "__next__"):
+        return [item] * count
+    return [itertools.islice(copy, _MOST_ITEMS) for copy in itertools.tee(item, count)]
+
+
+_MOST_ITEMS = 200_000
 
 
 class _Failed(AssertionError):  # noqa: N818 - what happened
