@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from covey.rewards.sandbox import Result, Sandbox
+from covey.rewards.sandbox.jail import START
 from sandbox.escapes import CANARY, GREEDY, KERNEL, READING, WRITING
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
@@ -97,6 +98,34 @@ def test_a_program_cannot_see(what: str, run, world: World) -> None:
     assert world.visitors == 0
 
 
+MEMORY = (
+    "import gc, os, sys, types\nfound = [*sys.argv, *sys.orig_argv, *sys.path, sys.executable, sys.prefix, *os.environ.values(), os.getcwd()]\n"
+    "frame = sys._getframe()\nwhile frame: found += [frame.f_code.co_filename, *frame.f_locals.values()]; frame = frame.f_back\n"
+    "for o in gc.get_objects():\n    found += gc.get_referents(o)\n"
+    "found += [o.co_filename for o in found if isinstance(o, types.CodeType)]\n"
+    "texts = {o if isinstance(o, str) else o.decode('latin-1') for o in found if isinstance(o, (str, bytes, bytearray))}\n"
+    "print('FOUND', [w for w in {words!r} if any(w[::-1] in text for text in texts)], len(texts))\n"
+)
+"""The texts that Python's own means find in the process, searched for words that stand here backwards."""
+STACK = (
+    "import ctypes\nenviron = ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'environ').value\n"
+    "first = ctypes.c_void_p.from_address(environ).value or environ\n"
+    "data = ctypes.string_at((first & ~4095) - 8192, 8192 + (first & 4095))\n"
+    "print('FOUND', [w for w in {words!r} if w[::-1].encode() in data], len(data))\n"
+)
+"""The part of the stack where arguments were put when the process was started."""
+
+
+@pytest.mark.parametrize("code", [MEMORY, STACK], ids=["objects", "the stack"])
+def test_nothing_of_the_run_is_left_in_a_programs_memory(code: str) -> None:
+    words = [str(SOURCE), str(Path(__file__).parent), "covey/rewards/sandbox", f'"parent": {os.getpid()}', '"slot": ']
+    with Sandbox(1) as sandbox:
+        result = sandbox.run(
+            code.replace("{words!r}", repr([word[::-1] for word in words])), timeout=30, memory_mb=1024
+        )
+    assert result.stdout.startswith("FOUND [] "), result
+
+
 @pytest.mark.parametrize("what", KERNEL)
 def test_a_program_gets_no_privilege(what: str, world: World) -> None:
     with Sandbox(1) as sandbox:
@@ -154,22 +183,32 @@ def test_workers_end_with_the_run_that_was_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
-        assert _jails(child.pid)
+        jails = _jails(child.pid)
+        assert jails
         child.kill()
-    assert _until(lambda: not _jails(child.pid))
+    assert _until(lambda: not any(map(_is_jail, jails)))
 
 
 def _jails(run: int) -> set[int]:
-    """Processes of the sandboxes of the process `run`, programs in them included."""
-    found = set()
+    """Processes of the sandboxes of the process `run`, programs in them included: those below it that run `START`."""
+    parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if b'"parent": %d,' % run in (entry / "cmdline").read_bytes():
-                    found.add(int(entry.name))
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:  # it has ended meanwhile
                 continue
-    return found
+    below = {run}
+    while more := {process for process, parent in parents.items() if parent in below} - below:
+        below |= more
+    return {process for process in below if _is_jail(process)}
+
+
+def _is_jail(process: int) -> bool:
+    try:
+        return START.encode() in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _until(condition) -> bool:

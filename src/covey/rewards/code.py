@@ -29,7 +29,8 @@ class Code:
     program. The row's tests are in the column `tests`, or else `test_list` (MBPP), `test` (HumanEval, with `entry_point`), or
     `input_output` (APPS: JSON with `inputs` and `outputs`); `column` names another. They are statements, one text or a list, or
     pairs of input and output; code for them stands in `setup`, `test_setup_code` or `test_setup`. `None` for a row without tests.
-    `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone.
+    `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone. Tests run beside the
+    program; with `strict` in another process, for tests of functions alone (docs/sandbox.md).
 
     Raises RewardError where the machine cannot isolate a program (`covey env` says why) and `allow_unisolated` is false; tests
     that cannot be run are an error of their row's completions, so they are not scored.
@@ -41,6 +42,7 @@ class Code:
     partial: bool = False
     workers: int | None = None
     allow_unisolated: bool = False
+    strict: bool = False
     needs_one_of: tuple[str, ...] = field(default=_COLUMNS, init=False, repr=False)
     __name__ = "code_reward"
 
@@ -74,7 +76,12 @@ class Code:
         sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated)
         statements = isinstance(tests[0], str)
         result = sandbox.run(
-            program, tests, setup=setup if statements else "", timeout=self.timeout, memory_mb=self.memory_mb
+            program,
+            tests,
+            setup=setup if statements else "",
+            timeout=self.timeout,
+            memory_mb=self.memory_mb,
+            strict=self.strict,
         )
         if log_metric is not None:
             for reason in _SHARES:

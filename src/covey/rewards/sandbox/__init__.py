@@ -1,8 +1,8 @@
 """Model-written code, run where it can reach nothing: `run(code, tests=["assert f(2) == 4"])`.
 
 A process of its own for each program, without network, without the user's files, environment or processes, within limits on
-time, memory, processes, file size and output. Expected values and the verdict are in another process, which the code cannot
-reach. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
+time, memory, processes, file size and output. Tests run beside the program; expected values and the verdict are in another
+process, which the code cannot reach. `isolation()` says what keeps a program in on this machine; where files, network or processes would be open, nothing runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def run(
     timeout: float = 10.0,
     memory_mb: int = 256,
     allow_unisolated: bool = False,
+    strict: bool = False,
 ) -> Result:
-    """One program in the sandbox that this process shares; see `Sandbox.run` for `tests`, limits and errors."""
+    """One program in the sandbox that this process shares; see `Sandbox.run` for `tests`, limits, `strict` and errors."""
     sandbox = _shared(os.getpid(), allow_unisolated)
-    return sandbox.run(code, tests, setup=setup, timeout=timeout, memory_mb=memory_mb)
+    return sandbox.run(code, tests, setup=setup, timeout=timeout, memory_mb=memory_mb, strict=strict)
 
 
 def isolation() -> Isolation:

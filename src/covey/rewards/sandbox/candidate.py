@@ -127,6 +127,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def _module(name: str, source: bytes) -> types.ModuleType:
     """Registered under its name, where dataclasses and pickle look for it, and with its lines for tracebacks."""
     module = types.ModuleType(name)
+    module.__dict__["__builtins__"] = builtins  # not those of this module, which are its own
     sys.modules[name] = module
     text = source.decode(errors="replace")
     linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)

@@ -1,11 +1,14 @@
-"""The process that programs are forked from: `python -S -c "...; main()" SETTINGS`, one for each of the sandbox's workers.
+"""The process that programs are forked from, one for each of the sandbox's workers. `START` is what its interpreter runs.
 
 It locks itself in, then serves one socket. It is handed descriptors and never reads them: programs, tests, expected values
-and verdicts pass it by, so a program, which is a copy of this process, finds no trace of earlier ones. Standard library only.
+and verdicts pass it by, so a program, which is a copy of this process, finds no trace of earlier ones, nor of the process that
+started it: no path, no number, no argument. Even these modules come as text over the socket. Standard library only.
 """
 
 from __future__ import annotations
 
+import _sitebuiltins
+import builtins
 import importlib
 import json
 import os
@@ -16,18 +19,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from covey.rewards.sandbox import candidate, confine, judge, kernel, wire
+from covey.rewards.sandbox import arbiter, arena, candidate, confine, guard, judge, kernel, wire
 
 # fmt: off
 _PRELOADED = (
     "abc", "argparse", "array", "ast", "asyncio", "base64", "binascii", "bisect", "bz2", "calendar", "cmath",
-    "collections", "contextlib", "copy", "csv", "ctypes", "dataclasses", "datetime", "decimal", "difflib", "enum",
+    "cmd", "collections", "contextlib", "copy", "csv", "ctypes", "dataclasses", "datetime", "decimal", "difflib", "doctest", "enum",
     "fractions", "functools", "hashlib", "heapq", "hmac", "html", "inspect", "io", "itertools", "json", "keyword",
-    "lzma", "math", "numbers", "operator", "os", "pprint", "queue", "random", "re", "secrets", "sqlite3",
+    "lzma", "math", "numbers", "operator", "os", "pickle", "pprint", "queue", "random", "re", "secrets", "sqlite3",
     "statistics", "string", "struct", "sys", "textwrap", "threading", "time", "traceback", "types", "typing",
-    "unicodedata", "unittest", "urllib.parse", "uuid", "zlib",
+    "unicodedata", "unittest", "unittest.mock", "urllib.parse", "uuid", "zlib",
 )
 # fmt: on
 _COVERED = {
@@ -40,46 +44,85 @@ CANNOT = 70
 """Exit code of a program's process that could not lock itself in, and has therefore run nothing."""
 
 
-def main() -> None:
-    """Serve the socket that the settings name until it is closed."""
-    settings = json.loads(sys.argv[1])
-    control = socket.socket(fileno=settings["control"])
+MODULES = (
+    "wire", "kernel", "seccomp", "confine", "plain", "decoys", "channel", "guard", "judge", "candidate", "splitting", "arena",
+    "arbiter", "jail",
+)  # fmt: skip
+"""The modules of this package that the process runs, each after those that it imports."""
+START = """
+def start():
+    import builtins, json, os, socket, struct, sys, types
+    def read(size):
+        data = b""
+        while len(data) < size:
+            part = control.recv(size - len(data))
+            if not part:
+                os._exit(1)
+            data += part
+        return data
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    settings = json.loads(read(struct.unpack("!Q", read(8))[0]))
+    own = dict(builtins.__dict__)
+    package = None
+    for name in ("covey", "covey.rewards", "covey.rewards.sandbox"):
+        package = sys.modules[name] = types.ModuleType(name)
+        package.__path__ = []
+    for name, text in settings["modules"]:
+        module = sys.modules[package.__name__ + "." + name] = types.ModuleType(package.__name__ + "." + name)
+        module.__builtins__ = own
+        exec(compile(text, "<sandbox>", "exec", dont_inherit=True), module.__dict__)
+        setattr(package, name, module)
+    return module, control, settings["layers"], settings["slot"], settings["allow_unisolated"]
+jail, *words = start()
+del start
+jail.main(*words)
+"""
+
+
+def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated: bool) -> None:
+    """Lock this process in, then serve `control` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
-    sys.path[:] = [entry for entry in sys.path if entry != settings["source"]]
+    os.environ.clear()
     for name in _PRELOADED:
         try:
             importlib.import_module(name)
         except ImportError:  # a Python without it: then programs have it neither
             continue
-    layers, missing = _enter(settings, control)
+    for name in ("exit", "quit"):  # the site module brings them, which is not imported here
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
+    guard.family += [module for name, module in sys.modules.items() if name.startswith("covey.rewards.sandbox.")]
+    layers, missing = _enter(wanted, slot)
     uncovered = [what for what, by in _COVERED.items() if not set(by) & set(layers)]
     wire.send(
         control, {"layers": layers, "missing": missing, "uncovered": uncovered, "scratch": "namespaces" in layers}
     )
-    if not uncovered or settings["allow_unisolated"]:
-        _serve(control, tuple(layers))
+    if not uncovered or allow_unisolated:
+        _serve(control, tuple(layers), guard.Snapshot())
 
 
-def _enter(settings: dict[str, Any], control: socket.socket) -> tuple[list[str], dict[str, str]]:
+def _enter(wanted: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
     """The layers in force from here on, and for each of the others the reason why not."""
     layers: list[str] = []
-    missing: dict[str, str] = {name: "switched off" for name in confine.LAYERS if name not in settings["layers"]}
+    missing: dict[str, str] = {name: "switched off" for name in confine.LAYERS if name not in wanted}
     if sys.platform == "linux":
-        kernel.die_with_parent(settings["parent"])
+        kernel.die_with_parent()
     confine.measured = confine._virtual_memory()
-    if "namespaces" in settings["layers"]:
-        reason = _tried(lambda: confine.new_namespaces(settings["slot"]))
+    if "namespaces" in wanted:
+        reason = _tried(lambda: confine.new_namespaces(slot))
         if reason is None:
-            confine.new_namespaces(settings["slot"])
+            confine.new_namespaces(slot)
             layers.append("namespaces")
         else:
             missing["namespaces"] = reason
-    if "namespaces" not in layers and os.getuid() == 0 and _tried(lambda: _read_as(settings["slot"])) is None:
-        confine.become(confine._OWN_USERS + settings["slot"])
+    if "namespaces" not in layers and os.getuid() == 0 and _tried(lambda: _read_as(slot)) is None:
+        confine.become(confine._OWN_USERS + slot)
         if sys.platform == "linux":
-            kernel.die_with_parent(settings["parent"])  # a change of user takes it back
+            kernel.die_with_parent()  # a change of user takes it back
     for layer in ("landlock", "seccomp"):
-        if layer in settings["layers"]:
+        if layer in wanted:
             reason = _tried(lambda layer=layer: confine.confine((*layers, layer), confine.Limits()))  # type: ignore[misc]
             if reason is None:
                 layers.append(layer)
@@ -113,17 +156,17 @@ def _read_as(slot: int) -> None:
         os.listdir(confine.library())
 
 
-def _serve(control: socket.socket, layers: tuple[str, ...]) -> None:
-    children: dict[str, int] = {}
+def _serve(control: socket.socket, layers: tuple[str, ...], snapshot: guard.Snapshot) -> None:
+    children: dict[str, _Child] = {}
     while True:
         request, descriptors = _receive(control)
         if request is None:
-            _end(children, layers)
+            _end(children)
             return
         if request["do"] == "start":
-            children = _start(request, descriptors, layers, control)
+            children = _start(request, descriptors, layers, snapshot)
         else:
-            wire.send(control, _end(children, layers, request.get("wait", 0.0)))
+            wire.send(control, _end(children, request.get("wait", 0.0)))
             children = {}
 
 
@@ -132,21 +175,33 @@ def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return (json.loads(data), list(descriptors)) if data else (None, [])
 
 
+@dataclass(frozen=True)
+class _Child:
+    """A process of a program's: its number, and a pipe that says whether it has locked itself in."""
+
+    process: int
+    locked: int
+
+
 def _start(
-    request: dict[str, Any], descriptors: list[int], layers: tuple[str, ...], control: socket.socket
-) -> dict[str, int]:
+    request: dict[str, Any], descriptors: list[int], layers: tuple[str, ...], snapshot: guard.Snapshot
+) -> dict[str, _Child]:
     """Fork the program and, where there are tests, its judge: neither gets a descriptor of the other's."""
     given = dict(zip(request["descriptors"], descriptors, strict=True))
     limits = confine.Limits(**request["limits"])
+    strict = bool(request.get("strict"))
     ours, theirs = socket.socketpair()
     streams = [given[name] for name in ("stdin", "stdout", "stderr")]
     children = {}
-    children["candidate"] = _fork(
-        layers, limits, streams, [given["code"], theirs.fileno()], _candidate, "tests" in given
-    )
+    kept = [given["code"], theirs.fileno()]
+    run: Callable[[list[int]], int] = _script
+    if "tests" in given:
+        run = _candidate if strict else lambda kept: _arena(kept, snapshot)
+    children["candidate"] = _fork(layers, limits, streams, kept, run)
     if "tests" in given:
         kept = [given["tests"], ours.fileno(), given["verdict"]]
-        children["judge"] = _fork(layers, limits, [0, 1, 1], kept, _judge, True)  # its prints are nobody's
+        judged = judge.judge if strict else arbiter.arbitrate
+        children["judge"] = _fork(layers, limits, [0, 1, 1], kept, lambda kept: _judge(kept, judged))  # prints nothing
     ours.close()
     theirs.close()
     for descriptor in descriptors:
@@ -159,30 +214,59 @@ def _fork(
     limits: confine.Limits,
     streams: list[int],
     kept: list[int],
-    body: Callable[[list[int], bool], int],
-    judged: bool,
-) -> int:
+    body: Callable[[list[int]], int],
+) -> _Child:
+    told, tell = os.pipe()
     child = os.fork()
     if child:
-        return child
+        os.close(tell)
+        return _Child(child, told)
     code = CANNOT
     try:
         high = 200  # above every other descriptor, so that what is kept can be moved below
-        moved = [os.dup2(descriptor, high + place) for place, descriptor in enumerate([*streams, *kept])]
+        moved = [os.dup2(descriptor, high + place) for place, descriptor in enumerate([*streams, *kept, tell])]
         for place in range(3):
             os.dup2(moved[min(place, len(streams) - 1)], place)
         final = [os.dup2(descriptor, 3 + place) for place, descriptor in enumerate(moved[len(streams) :])]
         os.closerange(3 + len(final), 4096)
         confine.confine(layers, limits)
+        tell = final.pop()
+        os.write(tell, b".")
+        os.close(tell)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = body(final, judged)
+        code = body(final)
     except BaseException as error:  # noqa: BLE001 - there is nobody to raise it to
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
 
 
-def _candidate(descriptors: list[int], judged: bool) -> int:
+def _script(descriptors: list[int]) -> int:
+    source = _prepared(descriptors)
+    os.close(descriptors[1])
+    return candidate.run_script(source)
+
+
+def _candidate(descriptors: list[int]) -> int:
+    source = _prepared(descriptors)
+    try:
+        candidate.serve(source, socket.socket(fileno=descriptors[1]))
+    except wire.Broken:
+        return 0  # the judge has gone: it has seen enough
+    return 0
+
+
+def _arena(descriptors: list[int], snapshot: guard.Snapshot) -> int:
+    source = _prepared(descriptors)
+    try:
+        arena.serve(source, socket.socket(fileno=descriptors[1]), snapshot)
+    except wire.Broken:
+        return 0
+    return 0
+
+
+def _prepared(descriptors: list[int]) -> bytes:
+    """The program's text, in an interpreter as `python main.py` would find it."""
     source = _read(descriptors[0])
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -191,22 +275,16 @@ def _candidate(descriptors: list[int], judged: bool) -> int:
     random.seed(0)  # a fork draws anew: a program is to come out the same each time
     for name in [name for name in sys.modules if name.partition(".")[0] == "covey"]:
         del sys.modules[name]
+    sys.modules["__main__"] = type(sys)("__main__")
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
-    if not judged:
-        os.close(descriptors[1])
-        return candidate.run_script(source)
-    try:
-        candidate.serve(source, socket.socket(fileno=descriptors[1]))
-    except wire.Broken:
-        return 0  # the judge has gone: it has seen enough
-    return 0
+    return source
 
 
-def _judge(descriptors: list[int], judged: bool) -> int:
+def _judge(descriptors: list[int], judged: Callable[[bytes, socket.socket, int], None]) -> int:
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
-    judge.judge(_read(descriptors[0]), socket.socket(fileno=descriptors[1]), descriptors[2])
+    judged(_read(descriptors[0]), socket.socket(fileno=descriptors[1]), descriptors[2])
     return 0
 
 
@@ -218,7 +296,7 @@ def _read(descriptor: int) -> bytes:
     return data
 
 
-def _end(children: dict[str, int], layers: tuple[str, ...], seconds: float = 0.0) -> dict[str, Any]:
+def _end(children: dict[str, _Child], seconds: float = 0.0) -> dict[str, Any]:
     """Kill what is left of a program, all it started included, and say how its processes ended."""
     until = time.monotonic() + seconds
     ended: dict[str, int] = {}
@@ -229,20 +307,28 @@ def _end(children: dict[str, int], layers: tuple[str, ...], seconds: float = 0.0
     if os.getpid() == 1:
         _kill(os.kill, -1)  # all of this process namespace but ourselves
     for name, child in children.items():
-        _kill(os.killpg, child)
+        _kill(os.killpg, child.process)
         if name not in ended:
-            _kill(os.kill, child)
+            _kill(os.kill, child.process)
     ended.update(_reaped(children, 0, ended))
     while os.getpid() == 1 and _any_left():
         continue
-    return {"ended": ended, "peak_kib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss}
+    open_ones = [name for name, child in children.items() if not _has_locked(child) and ended[name] == CANNOT]
+    return {"ended": ended, "open": open_ones, "peak_kib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss}
 
 
-def _reaped(children: dict[str, int], options: int, ended: dict[str, int]) -> dict[str, int]:
+def _has_locked(child: _Child) -> bool:
+    """Whether it had locked itself in; its word for it was closed before it read a program."""
+    said = os.read(child.locked, 1)
+    os.close(child.locked)
+    return said == b"."
+
+
+def _reaped(children: dict[str, _Child], options: int, ended: dict[str, int]) -> dict[str, int]:
     found = {}
     for name, child in children.items():
         if name not in ended:
-            done, status = os.waitpid(child, options)
+            done, status = os.waitpid(child.process, options)
             if done:
                 found[name] = os.waitstatus_to_exitcode(status)
     return found

@@ -30,6 +30,31 @@ _OURS = {
     "datetime": ("date", "datetime", "timedelta"),
 }
 """Names that tests use without an import since the code under test usually has one: taken from the library all the same."""
+_MODULES = frozenset(
+    [
+        "bisect",
+        "cmath",
+        "collections",
+        "copy",
+        "datetime",
+        "decimal",
+        "fractions",
+        "functools",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+        "operator",
+        "os",
+        "random",
+        "re",
+        "statistics",
+        "sys",
+        "typing",
+        "unittest",
+    ]
+)
+"""Modules of which the same is true. Others may be what the code under test calls its own: `queue`, `code`, `array`."""
 
 
 def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:
@@ -45,7 +70,9 @@ def judge(tests: bytes, connection: socket.socket, verdict: int) -> None:
     except wire.Broken:
         return _write(verdict, {"gone": "before the tests"})
     except BaseException as error:  # noqa: BLE001 - the border to the tests' code
-        return _write(verdict, {"setup": _said(error)})
+        is_tests = isinstance(error, SyntaxError | ImportError) and link.raised is None
+        said = {"setup": _said(error)} if is_tests else {"code": {"raised": type(error).__name__, "said": _said(error)}}
+        return _write(verdict, said)
     for number, test in enumerate(plan["tests"]):
         _write(verdict, {"test": number, **_outcome(link, test, namespace)})
     _write(verdict, {"done": True})
@@ -82,38 +109,72 @@ def _write(verdict: int, line: Mapping[str, Any]) -> None:
 def _names(link: _Link, setup: str, tests: list[str]) -> dict[str, Any]:
     """What each name that the tests use but do not define stands for; `SyntaxError` for what is no Python."""
     trees = [ast.parse(text) for text in (setup, *tests)]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used, bound = names_of([node for tree in trees for node in ast.walk(tree)])
     found: dict[str, Any] = {}
-    subject = _subject(trees[1:])
+    subject = _subject(trees, used - bound)
     for name in sorted(used):
         known = _known(name) if name != subject else None
         value = link.name(name) if known is None else known[0]
+        if value is _MISSING and name in sys.stdlib_module_names and name not in ("this", "antigravity"):
+            value = importlib.import_module(name)
         if value is not _MISSING:
             found[name] = value
     return found
 
 
-def _subject(trees: list[ast.Module]) -> str | None:
-    """The builtin that the code under test redefines: the only function that every test calls first."""
-    firsts = [next((node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)), None) for tree in trees]  # fmt: skip
-    called = [{node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)} for tree in trees]  # fmt: skip
-    if len(set(firsts)) != 1 or firsts[0] is None or any(names - set(dir(builtins)) for names in called):
+def names_of(nodes: list[ast.AST]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that tests read, and those that they bind in any place."""
+    used: set[str] = set()
+    bound: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return frozenset(used), frozenset(bound)
+
+
+def _subject(trees: list[ast.Module], free: frozenset[str]) -> str | None:
+    """The name of Python's that the code under test redefines, where the tests name nothing else of that code's.
+
+    It is the one name of the library that they call, or else the one builtin that every test calls first.
+    """
+    if any(not hasattr(builtins, name) and library_name(name) is None for name in free):
         return None
-    return firsts[0]
+    called = [
+        [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        for tree in trees[1:]
+    ]
+    of_library = {name for names in called for name in names if name in free and library_name(name) is not None}
+    if len(of_library) == 1:
+        return of_library.pop()
+    firsts = {names[0] if names else None for names in called}
+    first = firsts.pop() if len(firsts) == 1 else None
+    return first if first in free else None
+
+
+def library_name(name: str) -> tuple[str, str] | None:
+    """The module of the library's that a name without an import is taken from, and its name there; empty for the module."""
+    for module, names in _OURS.items():
+        if name in names and name != "datetime":
+            return module, name
+    return (name, "") if name in _MODULES else None
 
 
 def _known(name: str) -> tuple[Any] | None:
     if hasattr(builtins, name):
         return (getattr(builtins, name),)
-    for module, names in _OURS.items():
-        if name in names and name != "datetime":
-            return (getattr(importlib.import_module(module), name),)
-    return (
-        (importlib.import_module(name),)
-        if name in sys.stdlib_module_names and name not in ("this", "antigravity")
-        else None
-    )
+    found = library_name(name)
+    if found is None:
+        return None
+    module = importlib.import_module(found[0])
+    return (getattr(module, found[1]) if found[1] else module,)
 
 
 class _Raised(Exception):  # noqa: N818 - what happened there

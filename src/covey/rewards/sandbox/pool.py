@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import socket
 import subprocess
@@ -20,13 +21,13 @@ from typing import Any
 from covey.errors import RewardError
 from covey.rewards.sandbox import verdicts, wire
 from covey.rewards.sandbox.confine import LAYERS, Limits
+from covey.rewards.sandbox.jail import MODULES, START
 from covey.rewards.sandbox.results import Isolation, Result
 from covey.rewards.workers import spawner
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
 """How long a worker may take to kill a program and answer, before it is killed itself."""
-_JAIL = "import sys; sys.path.insert(0, {source!r}); from covey.rewards.sandbox.jail import main; main()"
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Watched:
     late: bool = False
     loud: bool = False
     ended: dict[str, int] = field(default_factory=dict)
+    is_open: bool = False
+    """One of its processes could not lock itself in, and has therefore run nothing."""
 
 
 class Sandbox:
@@ -59,7 +62,6 @@ class Sandbox:
         self._lock = threading.Lock()
         self._idle: list[_Jail] = []
         self._all: set[_Jail] = set()
-        self._slots = 0
         self._finalizer = weakref.finalize(self, _kill_all, self._all)
 
     @property
@@ -79,12 +81,14 @@ class Sandbox:
         timeout: float = 10.0,
         memory_mb: int = 256,
         max_output: int = 2**20,
+        strict: bool = False,
     ) -> Result:
         """Run Python `code` where it can reach nothing, and say whether it passes `tests`.
 
         `tests` are statements such as `assert f(2) == 4`, one text each (or one text for all), which see the names that `code`
         defines, after `setup`; or `{"input": ..., "output": ...}` pairs, for programs that read and print: compared line by line
-        without trailing blanks. `None`: the code only has to come to its end. `timeout` is in seconds of wall time for the whole,
+        without trailing blanks. `None`: the code only has to come to its end. Statements run beside the program, in its interpreter;
+        with `strict` in another process, where objects of the program's own are stand-ins (docs/sandbox.md says when). `timeout` is in seconds of wall time for the whole,
         each pair of input and output being a run of its own; `memory_mb` is in MiB beyond the interpreter's own; more than
         `max_output` bytes of output end the program. Only the standard library can be imported. Raises RewardError for bad
         arguments, and where this machine cannot isolate.
@@ -96,11 +100,15 @@ class Sandbox:
         with self._room:
             jail = self._take()
             try:
-                result = self._judged(jail, code, plan, limits, time.monotonic() + timeout, max_output)
+                result = self._judged(jail, code, plan, limits, time.monotonic() + timeout, max_output, strict)
+            except (OSError, wire.Broken) as error:  # its worker is lost: this program's score, and no other's
+                self._drop(jail)
+                result = verdicts.lost(error, plan)
             except BaseException:
                 self._drop(jail)
                 raise
-            self._give_back(jail)
+            else:
+                self._give_back(jail)
         return verdicts.timed(result, time.perf_counter() - started)
 
     def close(self) -> None:
@@ -116,11 +124,12 @@ class Sandbox:
         self.close()
 
     def _judged(
-        self, jail: _Jail, code: str, plan: verdicts.Plan, limits: Limits, until: float, max_output: int
+        self, jail: _Jail, code: str, plan: verdicts.Plan, limits: Limits, until: float, max_output: int, strict: bool
     ) -> Result:
         source = code.encode("utf-8", errors="replace")
         if plan.pairs is None:
-            return verdicts.of_tests(jail.watch(source, limits, until, max_output, tests=plan.payload), plan)
+            seen_tests = jail.watch(source, limits, until, max_output, tests=plan.payload, strict=strict)
+            return verdicts.of_tests(seen_tests, plan)
         seen = []
         for given, _ in plan.pairs:
             seen.append(jail.watch(source, limits, until, max_output, stdin=given.encode("utf-8", errors="replace")))
@@ -135,9 +144,7 @@ class Sandbox:
                 if jail.alive:
                     return jail
                 self._all.discard(jail)
-            self._slots += 1
-            slot = (os.getpid() * 64 + self._slots) % 200_000_000
-        jail = spawner().run(lambda: _Jail({**self._settings, "slot": slot}))
+        jail = spawner().run(lambda: _Jail({**self._settings, "slot": secrets.randbelow(200_000_000)}))
         with self._lock:
             self._all.add(jail)
         try:
@@ -165,21 +172,20 @@ class _Jail:
             raise RewardError("the sandbox needs Linux (or macOS with allow_unisolated=True).")
         self._control, theirs = socket.socketpair()
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-        source = str(Path(__file__).resolve().parents[3])
-        words = json.dumps({**settings, "control": theirs.fileno(), "parent": os.getpid(), "source": source})
+        texts = [(name, (Path(__file__).parent / f"{name}.py").read_text()) for name in MODULES]
         self._allowed = bool(settings["allow_unisolated"])
         self.isolation = Isolation((), {}, ("files", "network", "processes"))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-s", "-c", _JAIL.format(source=source), words],
-                stdin=subprocess.DEVNULL,
+                [_interpreter(), "-S", "-s", "-c", START],
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._trace,
-                pass_fds=(theirs.fileno(),),
                 env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"},
                 cwd="/",
                 start_new_session=True,
             )
+        self._settings = {**settings, "modules": texts}
 
     @property
     def alive(self) -> bool:
@@ -189,6 +195,7 @@ class _Jail:
         """Wait until it has locked itself in. Raises RewardError where it cannot, or does not."""
         self._control.settimeout(_START_SECONDS)
         try:
+            wire.send(self._control, self._settings)
             said = wire.receive(self._control)
         except wire.Broken as error:
             told = os.pread(self._trace.fileno(), 4000, 0).decode(errors="replace").strip()
@@ -210,6 +217,7 @@ class _Jail:
         *,
         stdin: bytes = b"",
         tests: bytes | None = None,
+        strict: bool = False,
     ) -> Watched:
         """Run one program to its verdict or its end, or until the time `until`; what came of it."""
         watched = Watched()
@@ -217,24 +225,23 @@ class _Jail:
         files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}
         try:
             given = {**files, **{name: ends[1] for name, ends in pipes.items()}}
-            request = {"do": "start", "descriptors": list(given), "limits": asdict(limits)}
+            request = {"do": "start", "descriptors": list(given), "limits": asdict(limits), "strict": strict}
             self._control.settimeout(_GRACE_SECONDS)
             socket.send_fds(self._control, [json.dumps(request).encode()], list(given.values()))
             for _, end in pipes.values():
                 os.close(end)
             _drain({name: ends[0] for name, ends in pipes.items()}, watched, until, max_output)
-            watched.ended = self._end(
-                0.0 if watched.late or watched.loud else min(max(until - time.monotonic(), 0.0), 5.0)
-            )
+            said = self._end(0.0 if watched.late or watched.loud else min(max(until - time.monotonic(), 0.0), 5.0))
+            watched.ended, watched.is_open = dict(said["ended"]), bool(said["open"])
         finally:
             for descriptor in (*files.values(), *(ends[0] for ends in pipes.values())):
                 os.close(descriptor)
         return watched
 
-    def _end(self, wait: float) -> dict[str, int]:
+    def _end(self, wait: float) -> dict[str, Any]:
         self._control.settimeout(wait + _GRACE_SECONDS)
         self._control.sendall(json.dumps({"do": "end", "wait": wait}).encode())
-        return dict(wire.receive(self._control)["ended"])
+        return wire.receive(self._control)
 
     def kill(self) -> None:
         """End it and everything in it."""
@@ -288,6 +295,12 @@ def _file(data: bytes) -> int:
         os.write(descriptor, data[start : start + 2**20])
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def _interpreter() -> str:
+    """The Python that this one is, not the link of a virtual environment's: its path would name the user's folder."""
+    base = getattr(sys, "_base_executable", None)
+    return base if base and os.access(base, os.X_OK) else sys.executable
 
 
 def _kill_all(jails: set[_Jail]) -> None:

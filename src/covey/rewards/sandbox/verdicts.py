@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
-from covey.rewards.sandbox.jail import CANNOT
 from covey.rewards.sandbox.results import Reason, Result
 
 if TYPE_CHECKING:
@@ -63,6 +62,11 @@ def check_limits(code: Any, timeout: float, memory_mb: int, max_output: int) -> 
 def timed(result: Result, seconds: float) -> Result:
     """`result` with its wall time."""
     return replace(result, seconds=seconds)
+
+
+def lost(error: Exception, plan: Plan) -> Result:
+    """The verdict of a program whose worker did not answer any more."""
+    return Result(False, "crashed", detail=f"the sandbox's worker was lost: {error}"[:500], tests=(False,) * plan.count)
 
 
 def of_tests(seen: Watched, plan: Plan) -> Result:
@@ -117,7 +121,7 @@ def _of_pair(seen: Watched, expected: str | None) -> tuple[Reason, str] | None:
     met = _limit_met(seen)
     if met is not None:
         return met
-    code = seen.ended.get("candidate", CANNOT)
+    code = seen.ended.get("candidate", 1)
     error = seen.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     if code == 1:
         return _kind(error.partition(":")[0]), f"the code raised {error}"
@@ -135,7 +139,7 @@ def _printed(text: str) -> list[str]:
 
 
 def _limit_met(seen: Watched) -> tuple[Reason, str] | None:
-    if seen.ended.get("candidate") == CANNOT or seen.ended.get("judge") == CANNOT:
+    if seen.is_open:
         raise RewardError(f"the sandbox could not lock a program in: {seen.stderr.decode(errors='replace').strip()}")
     if seen.loud:
         return "output", "the code printed more than the limit on output"
@@ -147,7 +151,8 @@ def _limit_met(seen: Watched) -> tuple[Reason, str] | None:
 def _left(seen: Watched, when: str) -> tuple[Reason, str]:
     code = seen.ended.get("candidate", 0)
     if code < 0:
-        return "crashed", f"the code was ended by {signal.Signals(-code).name} {when}"
+        known = -code in {item.value for item in signal.Signals}
+        return "crashed", f"the code was ended by {signal.Signals(-code).name if known else f'signal {-code}'} {when}"
     return "exited", f"the code ended its process (exit code {code}) {when}"
 
 

@@ -1,0 +1,88 @@
+"""No wrong program is judged right, none raises an error out of the reward, and none costs others their scores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from covey.errors import RewardError
+from covey.rewards import Scorer
+from covey.rewards.code import Code
+from covey.rewards.sandbox import Sandbox
+from covey.types import Completion, Group, Prompt
+from sandbox import cheats, cheats_of_the_run
+from sandbox.cheats import FORMS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
+CHEATS = {**cheats.CHEATS, **cheats_of_the_run.CHEATS}
+RIGHT = "def f(x):\n    return 2 * x"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(1) as sandbox:
+        yield sandbox
+
+
+def test_there_are_at_least_64_of_them() -> None:
+    assert len(CHEATS) == len(cheats.CHEATS) + len(cheats_of_the_run.CHEATS) >= 64
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_right_program_passes_each_form(form: str, sandbox: Sandbox) -> None:
+    for strict in (False, *([True] if form in ("plain", "check") else [])):
+        result = sandbox.run(RIGHT, FORMS[form], timeout=20, strict=strict)
+        assert result.passed, result
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_passes_no_form_of_tests(name: str, sandbox: Sandbox) -> None:
+    for form, tests in FORMS.items():
+        result = sandbox.run(CHEATS[name], tests, timeout=2)
+        assert not result.passed, (form, result)
+        assert result.reason != "tests", (form, result)
+
+
+def test_a_cheat_gets_0_raises_nothing_and_costs_its_siblings_nothing() -> None:
+    texts = [text for cheat in CHEATS.values() for text in (cheat, RIGHT)]
+    prompt = Prompt(uid="0:0", text="Double it.", token_ids=(1,), columns={"tests": FORMS["plain"]})
+    answers = tuple(Completion(token_ids=torch.tensor([5]), text=text, finish="stop") for text in texts)
+    scorer = Scorer.of([Code(workers=2, timeout=2)])
+    (scored,) = scorer.score([Group(prompt=prompt, completions=answers)])
+    scorer.close()
+    assert scored.rewards is not None
+    assert scored.rewards[:, 0].tolist() == [0.0, 1.0] * len(CHEATS)
+
+
+SETUPS = {
+    "a set-up that uses the program": ("def make(): raise ValueError('no')", "thing = make()"),
+    "a set-up that names what the program has not": ("pass", "thing = make()"),
+    "a set-up in which the program leaves": ("def make(): raise SystemExit", "thing = make()"),
+    "a set-up in which the program says that the tests are broken": (
+        "def make(): raise SyntaxError('tests')",
+        "thing = make()",
+    ),
+    "a set-up in which the program misses a module": (
+        "def make(): raise ModuleNotFoundError('numpy')",
+        "thing = make()",
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", SETUPS)
+def test_what_a_program_does_to_the_set_up_is_its_own_fault(name: str, strict: bool) -> None:
+    code, setup = SETUPS[name]
+    assert Code(workers=1, strict=strict)(code, tests=["assert thing == 1"], setup=setup) == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests, setup", [(["assert f(2 =="], ""), (["assert f(2) == 4"], "import numpy"), (["import pandas as pd\nassert f(2) == 4"], ""), (["assert f(1) == 2"], "def (:")]
+)  # fmt: skip
+def test_tests_that_are_broken_are_told_whatever_the_program(tests: list[str], setup: str) -> None:
+    for program in (RIGHT, "import os; os._exit(0)"):
+        with pytest.raises(RewardError, match="the tests cannot be run"):
+            Code(workers=1)(program, tests=tests, setup=setup)
