@@ -16,7 +16,6 @@ from typing import Any
 from covey.rewards.cache import ScoreCache, keys_of
 from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, is_async
 from covey.rewards.deadline import EventLoop, call_within
-from covey.rewards.habits import Habit
 from covey.rewards.outcome import CircuitOpen, Outcome, evaluate
 from covey.rewards.portions import portions_of
 from covey.rewards.workers import WorkerPool
@@ -41,21 +40,13 @@ class Caller:
         self.portions = portions_of(spec.call)
         self.cache = ScoreCache() if self.manner.pure else None
         self.breaker = Breaker()
-        self.habit: Habit | None = None
-        """Of a plain function beside others: where it runs next."""
         at_once = self.manner.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)
         self._lanes = Lanes(spec.name, at_once)
 
     @property
     def is_beside(self) -> bool:
-        """Whether it runs beside the caller's thread rather than on it, now."""
-        is_told = self.is_async or self.pool is not None or bool(self.manner.in_thread) or self.manner.streams
-        return is_told or (self.habit is not None and self.habit.is_beside)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing was said of where it runs."""
-        return self.manner.in_thread is None and not self.is_beside
+        """True when it runs beside the caller's thread rather than on it."""
+        return self.is_async or self.pool is not None or self.manner.in_thread or self.manner.streams
 
     def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
         """Start scoring the batch, in one call or in one for each completion: places in the batch, and what comes."""
@@ -83,11 +74,6 @@ class Caller:
                 outcome.scores[i] = value[0]
         outcome.num_cached = len(batch) - len(missing)
         return outcome
-
-    def again(self, outcome: Outcome, batch: Batch, trainer_state: Any) -> Outcome:
-        """The outcome, or that of a call on this thread, when a plain function turns out not to work in another."""
-        is_misled = self.habit is not None and self.habit.is_beside and self.habit.has_misled(outcome)
-        return self.score(batch, trainer_state) if is_misled else outcome
 
     def close(self) -> None:
         """Kill the workers and let the threads end."""
@@ -141,8 +127,7 @@ class _Call:
             return _in_worker(caller.pool, keywords, logged, limit)
         if caller.is_async:
             return caller.loop.wait(caller.loop.start(lambda: reward(**keywords), limit), limit)
-        call = functools.partial(_listed, reward, keywords)
-        returned = call_within(limit, functools.partial(caller.habit.watch, call) if caller.habit else call)
+        returned = call_within(limit, functools.partial(_listed, reward, keywords))
         if inspect.isawaitable(returned):  # a lambda around a coroutine function
             return caller.loop.wait(caller.loop.start(lambda: returned, limit), limit)
         return returned

@@ -26,8 +26,8 @@ class Manner:
     """The score of a completion depends on its own inputs alone, so equal inputs need no second call."""
     isolated: bool = False
     """Run it in worker processes that are killed past the limit."""
-    in_thread: bool | None = None
-    """Run it in a thread beside the others (True), or always on the main thread (False); None: once it was seen to wait."""
+    in_thread: bool = False
+    """Run it in a thread beside the others, for a function that waits."""
     concurrency: int | None = None
     """Most calls at a time; unset: 16 for `async def`, the number of workers, or 1."""
     timeout_seconds: float | None = None
@@ -43,15 +43,15 @@ def reward(
     streams: bool = False,
     pure: bool = False,
     isolated: bool = False,
-    in_thread: bool | None = None,
+    in_thread: bool = False,
     concurrency: int | None = None,
     timeout: float | None = None,
 ) -> Callable[[T], T]:
     """Say how a reward function is to be called; the function itself is unchanged and stays TRL's.
 
     `streams`: one call for each prompt's completions, while others are still being written. `pure`: cached by content.
-    `isolated`: in worker processes that are killed past the limit. `in_thread`: from the first call on beside the other
-    functions, for one that waits; `False`: never. `concurrency`: most calls at a time. `timeout`: seconds of one call.
+    `isolated`: in worker processes that are killed past the limit. `in_thread`: in a thread beside the other
+    functions, for one that waits. `concurrency`: most calls at a time. `timeout`: seconds of one call.
 
     Example: `@reward(streams=True, pure=True, concurrency=8, timeout=5)` above `async def judge(completions, **columns)`.
     """

@@ -18,7 +18,6 @@ from covey.rewards.calling import Caller
 from covey.rewards.combining import Combiner, Running, Schedule, weight_of
 from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of
 from covey.rewards.deadline import EventLoop
-from covey.rewards.habits import habits
 from covey.rewards.outcome import Outcome, describe
 from covey.rewards.workers import INSIDE, packed
 from covey.types import Group, Mean, Metric, Reward, Sum, merge_metrics
@@ -35,11 +34,10 @@ class Scorer:
     nothing came, RewardError. What no retry can mend (a wrong number of values, no numbers at all) raises RewardError
     on the first call already. `on_error="raise"` raises RewardError at the first error of any kind.
 
-    Plain functions begin one after the other on the caller's thread, where they can be interrupted; beside them, at the same
+    Plain functions run one after the other on the caller's thread, where they can be interrupted; beside them, at the same
     time, `async def` ones on an event loop, those marked `in_thread` or `streams` in threads, `isolated` ones in worker
-    processes (see `covey.rewards.reward`). A plain function that was seen to wait joins the threads (`covey.rewards.habits`;
-    not in a run of several processes, whose functions may wait for each other). With `workers`, functions of the user's own that a process can import are isolated
-    without being marked, in so many processes each.
+    processes (see `covey.rewards.reward`). With `workers`, functions of the user's own that a process can import are
+    isolated without being marked, in so many processes each.
     `timeout_seconds` limits each call (see `covey.rewards.deadline` for what can be interrupted; `None`: no limit).
     With `isolate`, a call that raises is repeated on halves of the batch, so that only the completions that make it
     raise are lost.
@@ -87,12 +85,7 @@ class Scorer:
     def _make_callers(self, workers: int) -> list[Caller]:
         specs = [isolated(spec) for spec in self.rewards] if workers else self.rewards
         options: dict[str, Any] = {"isolate": self.isolate and self.on_error == "record", "workers": max(workers, 1)}
-        callers = [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
-        plain = [caller for caller in callers if caller.is_plain]
-        if len(plain) > 1 and os.environ.get("WORLD_SIZE", "1") == "1":
-            for caller, habit in zip(plain, habits([(each.spec.name, each.spec.call) for each in plain]), strict=True):
-                caller.habit = habit
-        return callers
+        return [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
 
     @staticmethod
     def of(rewards: Any, weights: Sequence[Any] | None = None, **options: Any) -> Scorer:
@@ -260,7 +253,7 @@ class Scoring:
     def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
         """What came of a reward that ran beside this thread, once all of it has come."""
         parts = [(places, future.result()) for places, future in pieces]
-        return caller.again(Outcome.joined(caller.spec.name, parts, len(batch)), batch, self._trainer_state)
+        return Outcome.joined(caller.spec.name, parts, len(batch))
 
     def _pieces(
         self, index: int, groups: Sequence[Group], batch: Batch
