@@ -71,7 +71,9 @@ class Evaluator:
     def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
         mine = self.world.share(prompts)
         groups = self.sampler.sample(mine, n, replace(sampling, seed=self.seed))  # scored while others are written
-        return self.world.interleave(self.scorer.score(groups))
+        scored = self.scorer.score(groups)
+        self.scorer.check_first(self.world.any)
+        return self.world.interleave(scored)
 
     def _named(
         self, metrics: Mapping[str, Metric], turns: int, count: int, seconds: float, prefix: str

@@ -136,6 +136,7 @@ def score(parts: Parts, groups: Sequence[Group], scoring: Scoring) -> list[Group
         failed = error
     if parts.world.any(failed is not None):
         raise failed or RewardError("a reward failed on another process; its message is in that process's log.")
+    parts.scorer.check_first(parts.world.any)
     return scored
 
 

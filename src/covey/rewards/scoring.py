@@ -15,12 +15,16 @@ from torch import Tensor
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin import resolve
 from covey.rewards.calling import Caller
-from covey.rewards.combining import Combiner, Running, Schedule, weight_of
-from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of
+from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
+from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of, takes
 from covey.rewards.deadline import EventLoop
-from covey.rewards.outcome import Outcome, describe
+from covey.rewards.inputs import own_state
+from covey.rewards.leftovers import Leftovers
+from covey.rewards.outcome import Outcome
+from covey.rewards.raised import with_place
+from covey.rewards.surroundings import Surroundings
 from covey.rewards.workers import INSIDE, packed
-from covey.types import Group, Mean, Metric, Reward, Sum, merge_metrics
+from covey.types import Event, Group, Mean, Metric, Reward, Sum, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,9 @@ class Scorer:
         self._metrics: dict[str, Metric] = {}
         self._in_a_row = {spec.name: 0 for spec in self.rewards}
         self._proven: set[str] = set()
+        self._lost: dict[str, RewardError] = {}
+        self._is_begun = False
+        self._leftovers = Leftovers()
         self._has_warned = False
 
     def _make_callers(self, workers: int) -> list[Caller]:
@@ -130,10 +137,37 @@ class Scorer:
 
     def settle(self, groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
         """Count what happened, raise where the run must stop, and give each group its scores."""
-        for outcome in outcomes:
-            self._account(outcome)
+        try:
+            for outcome in outcomes:
+                self._account(outcome, batch)
+        except RewardError as error:
+            error.events = tuple(event for outcome in outcomes for _, event in outcome.events(batch))
+            raise
         self._warn_of_unscored(outcomes, batch)
-        return _attach(groups, outcomes, batch)
+        scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
+        events = [event for outcome in outcomes for event in outcome.events(batch)]
+        scores, more = within_float32(scores, self.weights, self.names, batch)
+        extras = {column: values for outcome in outcomes for column, values in outcome.extras.items()}
+        return _attach(groups, scores, [*events, *more], extras)
+
+    def tidy(self, before: Surroundings) -> list[Event]:
+        """Put back what calls beside the caller's thread changed, cancel their tasks; what is to be told of it."""
+        changed = [(caller.spec.name, what) for caller in self._callers for what in caller.changed]
+        changed += [("", what) for what in before.put_back()]
+        return self._leftovers.events(changed, self._loop.cancel_left())
+
+    def check_first(self, agree: Callable[[bool], bool] = bool) -> None:
+        """After the first batch: RewardError where a reward failed on every completion, on every process.
+
+        `agree`: true where it is true on any process; all of them call this after the same batch.
+        """
+        if self._is_begun:
+            return
+        self._is_begun = True
+        for name in self.names:
+            has_answered = agree(name in self._proven)
+            if agree(name in self._lost) and not has_answered:
+                raise self._lost.get(name) or RewardError(f"reward {name!r} failed on every completion.")
 
     def take_metrics(self) -> dict[str, Metric]:
         """Seconds, errors and the functions' own `log_metric` values since the last call of this."""
@@ -182,7 +216,7 @@ class Scorer:
         own = spec.how.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
         return self.timeout_seconds if own is None else own
 
-    def _account(self, outcome: Outcome) -> None:
+    def _account(self, outcome: Outcome, batch: Batch) -> None:
         """Count what happened; raise where the run must stop."""
         name, failures = outcome.name, outcome.failures
         broken = [failure.error for failure in failures if isinstance(failure.error, RewardError)]
@@ -191,7 +225,7 @@ class Scorer:
         if failures and self.on_error == "raise":
             error = failures[0].error
             raise RewardError(
-                f"reward {name!r} raised {describe(error)} while completions were scored (on_reward_error is 'raise')."
+                f"reward {name!r} raised {with_place(error)} while completions were scored (on_reward_error is 'raise')."
             ) from error
         metrics: dict[str, Metric] = {f"rewards/{name}/seconds": Mean(outcome.seconds, 1)}
         if failures:
@@ -205,10 +239,12 @@ class Scorer:
         self._in_a_row[name] = self._in_a_row[name] + 1 if outcome.is_lost else 0
         if not outcome.is_lost:
             self._proven.add(name)
+        elif not self._is_begun:
+            self._lost[name] = _failed_from_the_start(outcome, batch)
         if self._in_a_row[name] >= self.error_limit:
             error = failures[-1].error
             raise RewardError(
-                f"reward {name!r} failed {self._in_a_row[name]} calls in a row, the last with {describe(error)}; "
+                f"reward {name!r} failed {self._in_a_row[name]} calls in a row, the last with {with_place(error)}; "
                 "fix the function and resume, or raise the limit of failures."
             ) from error
 
@@ -221,7 +257,10 @@ class Scoring:
     """
 
     def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:
-        self._scorer, self._callers, self._trainer_state = scorer, callers, trainer_state
+        self._scorer, self._callers = scorer, callers
+        states = {caller: own_state(trainer_state) for caller in callers if takes(caller.spec.call, "trainer_state")}
+        self._states = [states.get(caller) for caller in callers]
+        self._surroundings = Surroundings.now()
         self._started: dict[tuple[int, int], list[tuple[list[int], Future[Outcome]]]] = {}
         for caller in callers:
             caller.breaker.begin()
@@ -232,7 +271,7 @@ class Scoring:
         for index, caller in enumerate(self._callers):
             if caller.manner.streams and group.size:
                 batch = batch or self._scorer.checked(Batch.of([group]))
-                self._started[index, id(group)] = caller.submit(batch, self._trainer_state)
+                self._started[index, id(group)] = caller.submit(batch, self._states[index])
 
     def finish(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with `rewards` [G, R], `events` and `extras`; every one of them was added before."""
@@ -241,13 +280,14 @@ class Scoring:
         batch = self._scorer.checked(Batch.of(groups))
         waiting = [self._pieces(index, groups, batch) for index in range(len(self._callers))]
         outcomes = [
-            self._callers[index].score(batch, self._trainer_state) if pieces is None else None
+            self._callers[index].score(batch, self._states[index]) if pieces is None else None
             for index, pieces in enumerate(waiting)
         ]  # on this thread, while the others go on beside it
         whole = [
             outcome or self._joined(caller, pieces or [], batch)
             for caller, outcome, pieces in zip(self._callers, outcomes, waiting, strict=True)
         ]
+        whole[0].told += self._scorer.tidy(self._surroundings)
         return self._scorer.settle(groups, whole, batch)
 
     def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
@@ -263,7 +303,7 @@ class Scoring:
         if not caller.is_beside:
             return None
         if not caller.manner.streams:
-            return list(caller.submit(batch, self._trainer_state))
+            return list(caller.submit(batch, self._states[index]))
         pieces: list[tuple[Sequence[int], Future[Outcome]]] = []
         start = 0
         for group in groups:
@@ -307,11 +347,20 @@ def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | None
     return specs
 
 
-def _attach(groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
-    """Each group with its rows of the scores [N, R], the events that concern it, and its logged columns."""
-    scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
-    events = [event for outcome in outcomes for event in outcome.events(batch)]
-    extras: dict[str, list[Any]] = {column: values for outcome in outcomes for column, values in outcome.extras.items()}
+def _failed_from_the_start(outcome: Outcome, batch: Batch) -> RewardError:
+    error = RewardError(
+        f"reward {outcome.name!r} failed on every completion of the first batch, with "
+        f"{with_place(outcome.failures[-1].error)}; fix the function, or what it asks, and start again.",
+        events=[event for _, event in outcome.events(batch)],
+    )
+    error.__cause__ = outcome.failures[-1].error
+    return error
+
+
+def _attach(
+    groups: Sequence[Group], scores: Tensor, events: Sequence[tuple[int, Event]], extras: Mapping[str, list[Any]]
+) -> list[Group]:
+    """Each group with its rows of the scores [N, R], the events that concern it by their row, and its logged columns."""
     scored, start = [], 0
     for group in groups:
         stop = start + group.size

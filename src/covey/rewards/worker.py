@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import json
+import math
 import os
 import pickle
 import signal
@@ -54,7 +55,7 @@ def _load(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         for name, file in given["modules"]:
             _import_file(name, file)
         return {"loaded": True}, pickle.loads(given["reward"])
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the run, which stops with it
+    except BaseException as error:  # noqa: BLE001 - told to the run, which stops with it
         return _failure(error), None
 
 
@@ -81,7 +82,7 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
         faulthandler.dump_traceback_later(0.9 * request["seconds"], file=trace)  # where it hangs, also in C
     try:
         values = _values(reward(**keywords))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the border to user code: told to the run, which counts it
+    except BaseException as error:  # noqa: BLE001 - the border to user code: told to the run, which counts it
         return _failure(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -99,19 +100,27 @@ def _values(returned: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | float | str):
         return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**1023 else math.copysign(math.inf, value)
     if hasattr(value, "item") and getattr(value, "size", None) is not None:
         return _plain(value.item())
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
         return repr(value)[:200]
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
+    try:
+        said = str(error)[:2000]
+    except BaseException as again:  # noqa: BLE001 - the user's __str__
+        said = f"its text cannot be shown, for __str__ raises {type(again).__name__}"
     told = "".join(traceback.format_exception(error))
-    return {"error": type(error).__name__, "said": str(error)[:2000], "traceback": told[-8000:]}
+    return {"error": type(error).__name__, "said": said, "traceback": told[-8000:]}
 
 
 def _read(connection: Any) -> dict[str, Any] | None:
