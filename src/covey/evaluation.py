@@ -63,7 +63,7 @@ class Evaluator:
             scaled = self.scorer.combiner(groups, learn=False)
             groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
             losses = self.learner.loss(groups, algorithm)
-            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights)
+            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights, self.scorer.observe(groups))
             own = self.world.merge(self.scorer.take_metrics())
             parts.append({**losses, **rewards, **own, **completion_metrics(groups)})
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)

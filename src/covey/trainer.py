@@ -31,7 +31,7 @@ from covey.build import (
 )
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
-from covey.errors import ConfigError, CoveyError, DataError, InvariantError, RewardError, StorageError
+from covey.errors import ConfigError, CoveyError, DataError, InvariantError, StorageError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.models import (
@@ -332,14 +332,12 @@ class GRPOTrainer:
             parts.session.begin(state)
             return loop.run(parts, state)
         except BaseException as error:
-            if isinstance(error, RewardError):
-                parts.session.recorder.reward_failed(parts.session.latest.step, error)
             is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
             saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)
             saves = saves and self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved
             if is_shared and saves:
                 parts.session.save(parts.session.latest)
-            parts.session.fail()
+            parts.session.fail(error)
             raise
         finally:
             parts.close()

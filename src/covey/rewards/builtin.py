@@ -64,6 +64,14 @@ BUILTIN: dict[str, Any] = {
 }
 """Functions, and classes whose parameters are given as in `length(target=50)`."""
 
+_FROM_0_TO_1 = frozenset(
+    {
+        "math", "exact", "format", "think_format", "pattern", "tags", "json_schema", "choice", "numeric", "f1", "fuzzy", "rouge",
+        "bleu", "language", "code", "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
+    }
+)  # fmt: skip
+"""Those that give 0 to a wrong completion and 1 to a right one."""
+
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 
 
@@ -107,7 +115,8 @@ def _named(text: str) -> RewardSpec | None:
 
         return RewardSpec(name="demo", call=reward)
     if name in BUILTIN:
-        return RewardSpec(name=name, call=_made(BUILTIN[name], arguments, name))
+        scale = (0.0, 1.0) if name in _FROM_0_TO_1 else None
+        return RewardSpec(name=name, call=_made(BUILTIN[name], arguments, name), scale=scale)
     if ":" in name and not Path(name).exists():
         found = names.load(name, "reward")
         return RewardSpec(name=name_of(found), call=_made(found, arguments, name))

@@ -108,7 +108,10 @@ def within_float32(
     events = []
     for row in bad[:_EVENTS_IN_FULL]:
         said = f"A completion is not scored: the weighted sum of its rewards is {float(totals[row]):g}, beyond {LARGEST:g}."
-        details = {"rewards": dict(zip(names, scores[row].tolist(), strict=True)), "weights": weights.tolist()}
+        details: dict[str, Any] = {
+            "rewards": dict(zip(names, scores[row].tolist(), strict=True)),
+            "weights": weights.tolist(),
+        }
         details |= {"completions": len(bad), "completion": str(batch.completions[row])[:2000]}
         events.append((row, Event(kind="reward_error", said=said, details=details)))
     if bad:

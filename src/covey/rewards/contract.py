@@ -48,6 +48,13 @@ class RewardSpec:
     """Its own limit for one call; `None`: the scorer's; `math.inf`: none."""
     manner: Manner | None = None
     """How to call it; `None`: as its decorator says."""
+    scale: tuple[float, float] | None = None
+    """The score of a wrong and that of a right completion; `None`: as its decorator says, or not known."""
+
+    @property
+    def known_scale(self) -> tuple[float, float] | None:
+        """The declared scale; `None` where nothing declares one."""
+        return self.how.scale if self.scale is None else self.scale
 
     @property
     def how(self) -> Manner:

@@ -22,6 +22,7 @@ from covey.rewards.inputs import own_state
 from covey.rewards.leftovers import Leftovers
 from covey.rewards.outcome import Outcome
 from covey.rewards.raised import with_place
+from covey.rewards.scales import Scale, Scales
 from covey.rewards.surroundings import Surroundings
 from covey.rewards.workers import INSIDE, packed
 from covey.types import Event, Group, Mean, Metric, Reward, Sum, merge_metrics
@@ -87,6 +88,7 @@ class Scorer:
         self._lost: dict[str, RewardError] = {}
         self._is_begun = False
         self._leftovers = Leftovers()
+        self._scales = Scales([spec.known_scale for spec in self.rewards])
         self._has_warned = False
 
     def _make_callers(self, workers: int) -> list[Caller]:
@@ -110,6 +112,16 @@ class Scorer:
         """[R] float32, at the optimizer step that training has reached."""
         step = getattr(self.trainer_state(), "global_step", 0)
         return torch.tensor([weight(step) for weight in self._weights], dtype=torch.float32)
+
+    @property
+    def scales(self) -> list[Scale | None]:
+        """[R], the score of a wrong and that of a right completion; None where that is not known."""
+        return self._scales.known
+
+    def observe(self, groups: Sequence[Group]) -> list[Scale | None]:
+        """The scales, once the scored groups of all processes were looked at: only 0 and 1 so far is a scale of 0 to 1."""
+        self._scales.see(groups)
+        return self.scales
 
     def check(self, columns: Iterable[str] | None) -> None:
         """Raise one sentence when a reward is not callable or needs something that the data set's `columns` do not have."""
@@ -187,11 +199,12 @@ class Scorer:
     def state_dict(self) -> dict[str, Any]:
         found = {each.spec.name: each.portions.max_tokens for each in self._callers if each.portions}
         bounds = {name: bound for name, bound in found.items() if bound is not None}
-        held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict()}
+        held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict(), "scales": self._scales.state_dict()}
         return {**held, "portions": bounds} if bounds else held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row |= {name: count for name, count in state["in_a_row"].items() if name in self._in_a_row}
+        self._scales.load_state_dict(state.get("scales", {}))
         for caller in self._callers:
             if caller.portions:
                 caller.portions.limit(state.get("portions", {}).get(caller.spec.name))

@@ -23,6 +23,11 @@ def _directory() -> str | None:
         return None
 
 
+def _change_directory(before: str | None) -> None:
+    if before is not None:
+        os.chdir(before)
+
+
 def _set_device(device: torch.device) -> None:
     torch.set_default_device(
         None if device.type == "cpu" else device
@@ -30,7 +35,7 @@ def _set_device(device: torch.device) -> None:
 
 
 _PARTS: Mapping[str, _Access] = {
-    "the working directory": (_directory, lambda before: before and os.chdir(before)),
+    "the working directory": (_directory, _change_directory),
     "standard output": (lambda: sys.stdout, lambda before: setattr(sys, "stdout", before)),
     "standard error": (lambda: sys.stderr, lambda before: setattr(sys, "stderr", before)),
     "garbage collection": (gc.isenabled, lambda before: gc.enable() if before else gc.disable()),

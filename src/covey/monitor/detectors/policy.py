@@ -129,10 +129,12 @@ class DeadGroups:
         tied = seen["frac_reward_zero_std"].last(self.window)
         if len(tied) < self.window or fmean(tied) < self.share:
             return None
-        passed = fmean(seen["groups/all_pass"].last(self.window) or [0.0])
-        failed = fmean(seen["groups/all_fail"].last(self.window) or [0.0])
-        said = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing ({passed:.0%} all right, {failed:.0%} all wrong)"
-        evidence = {"tied": fmean(tied), "all_pass": passed, "all_fail": failed}
+        said, evidence = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing", {"tied": fmean(tied)}
+        passed = failed = 0.0
+        if seen["groups/all_pass"].count:  # only where it is known which scores are right
+            passed, failed = (fmean(seen[f"groups/all_{end}"].last(self.window)) for end in ("pass", "fail"))
+            said += f" ({passed:.0%} all right, {failed:.0%} all wrong)"
+            evidence |= {"all_pass": passed, "all_fail": failed}
         if passed > 0.5:
             return seen.alert(
                 "dead_groups", "info", said, ("the prompts are solved: take harder ones, or stop here",), **evidence
