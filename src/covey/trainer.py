@@ -258,7 +258,7 @@ class GRPOTrainer:
         folder = self._folder(start) if self.world.is_main else None
         session = partial(self._build_session, stop=stop, folder=folder)
         for said in advice_for(self.args, self.model) if self.world.is_main else ():
-            logger.info("advice: %s", said)
+            logger.warning("advice: %s", said)
         return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
 
     def _folder(self, start: Path | None) -> RunFolder:
