@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -361,3 +362,56 @@ ON_THE_SIDE = {
     "stops the event loop": _stops_the_loop,
 }
 """Score 1 and disturb what is not theirs."""
+
+
+# -- in worker processes -----------------------------------------------------------------------------------------------------
+
+
+@reward(isolated=True)
+def isolated_base(completions):
+    return raising(OwnBase)(completions)
+
+
+@reward(isolated=True)
+def isolated_interrupt(completions):
+    return raising(KeyboardInterrupt)(completions)
+
+
+@reward(isolated=True)
+def isolated_unspeakable(completions):
+    return raising(UnspeakableBase)(completions)
+
+
+@reward(isolated=True)
+def isolated_huge(completions):
+    return [10**5000 if c == "bad" else 1 for c in completions]
+
+
+@reward(isolated=True)
+def isolated_death(completions):
+    if "bad" in completions:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0 for _ in completions]
+
+
+@reward(isolated=True)
+def isolated_leave(completions):
+    if "bad" in completions:
+        os._exit(0)
+    return [1.0 for _ in completions]
+
+
+@reward(isolated=True)
+def isolated_endless(completions):
+    return itertools.repeat(1.0)
+
+
+ISOLATED = {
+    "own BaseException": isolated_base,
+    "KeyboardInterrupt": isolated_interrupt,
+    "a text that raises": isolated_unspeakable,
+    "a huge int": isolated_huge,
+    "killed": isolated_death,
+    "left": isolated_leave,
+}
+"""Lose the score of "bad" and no other, from their worker process."""

@@ -71,6 +71,19 @@ def test_one_bad_completion_costs_its_own_score_alone_and_is_told(name, tmp_path
     assert rollouts.write(tmp_path, 1, [found], ["a", "b", "c"]).is_file()
 
 
+@pytest.mark.parametrize("name", bad.ISOLATED)
+def test_one_bad_completion_costs_its_own_score_alone_in_a_worker_process_too(name):
+    found = scored(bad.ISOLATED[name])
+    assert found.rewards[:, 1].isnan().tolist() == [False, True, False, False]
+    (event,) = found.events
+    assert event.details["completion"] == "bad"
+
+
+def test_values_without_end_from_a_worker_process_are_refused():
+    with pytest.raises(RewardError, match="returned 5 values for 4 completions"):
+        scored(bad.isolated_endless)
+
+
 @pytest.mark.parametrize("name", bad.REFUSED)
 def test_what_is_no_list_of_numbers_stops_the_first_batch_with_one_sentence(name):
     with pytest.raises(RewardError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, BinaryIO
 
 _PR_SET_PDEATHSIG = 1
@@ -81,7 +82,8 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
     if request["seconds"] is not None:
         faulthandler.dump_traceback_later(0.9 * request["seconds"], file=trace)  # where it hangs, also in C
     try:
-        values = _values(reward(**keywords))
+        size = next((len(value) for value in keywords.values() if isinstance(value, list)), None)
+        values = _values(reward(**keywords), None if size is None else size + 1)
     except BaseException as error:  # noqa: BLE001 - the border to user code: told to the run, which counts it
         return _failure(error)
     finally:
@@ -90,13 +92,13 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
     return {"values": values, "extras": extras, "metrics": metrics, "seconds": time.perf_counter() - started}
 
 
-def _values(returned: Any) -> Any:
-    """What a reward may return as JSON has it; whatever else it is, as text, which the run refuses by name."""
+def _values(returned: Any, most: int | None) -> Any:
+    """What a reward may return as JSON has it, `most` values of it; whatever else it is, as text, which the run refuses."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
-    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+    if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
         return _plain(returned)
-    return [_plain(value) for value in returned]
+    return [_plain(value) for value in itertools.islice(returned, most)]  # it may never end
 
 
 def _plain(value: Any) -> Any:
@@ -110,8 +112,8 @@ def _plain(value: Any) -> Any:
         return float(value)
     except OverflowError:
         return math.inf
-    except (TypeError, ValueError):
-        return repr(value)[:200]
+    except Exception:  # noqa: BLE001 - no number, or one of the user's own making
+        return f"a {type(value).__name__}"
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
