@@ -146,6 +146,7 @@ class DeadGroups:
             return seen.alert(
                 "dead_groups", "info", said, ("the prompts are solved: take harder ones, or stop here",), **evidence
             )
+        advice: tuple[str, ...]
         if failed > 0.5:
             advice = (
                 "the prompts are too hard for this model: take easier ones, or more num_generations",
