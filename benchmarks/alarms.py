@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,10 @@ def letters(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def failing(completions: list[Any], **kwargs: Any) -> list[float]:
-    raise ConnectionError("the judge is down")
+    """A judge that answers for every other completion; one that answers for none ends the run at its first batch."""
+    if any(zlib.crc32(str(completion).encode()) % 2 for completion in completions):
+        raise ConnectionError("the judge is down")
+    return [0.0] * len(completions)
 
 
 def polite(row: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +73,7 @@ HEALTHY = {
 FAULTS = {
     "a reward that never matches": Case(expects=("dead_groups",), rewards=lambda: [zeros]),
     "learning rate times 50": Case(
-        expects=("reward_collapse",),
+        expects=("large_updates",),
         options={"learning_rate": 3e-2},
     ),
     "learning rate over 10,000": Case(expects=("tiny_updates",), options={"learning_rate": 6e-8}),

@@ -4,7 +4,7 @@
     python benchmarks/rewards.py --seconds 0.2 --repeats 3
 
 Every case scores the same batches with one scorer. `sum` is what the calls took (`rewards/<name>/seconds`), `wall` what was
-waited for them. A plain function runs in TRL's way until it was seen to wait, so the first batch stands apart. The last case
+waited for them. The first batch stands apart: it starts threads and processes. The last case
 trains the model that ships with Covey: there `wall` is the part of the rewards that decoding did not hide (`seconds/reward`),
 from the second step on. The last line is one JSON object.
 """

@@ -117,6 +117,7 @@ def advice_for(args: GRPOConfig, model: Any) -> list[str]:
         temperature=args.temperature,
         num_iterations=args.num_iterations,
         is_lora=hasattr(model, "peft_config"),
+        optimizer=str(getattr(args.optim, "value", args.optim)),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         beta=args.beta if acts else None,
         epsilon=args.epsilon if acts else None,

@@ -18,7 +18,7 @@ from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
 def with_advantages(
     groups: Sequence[Group], algorithm: Algorithm, weights: Tensor, scaled: Sequence[Group] | None = None
 ) -> list[Group]:
-    """The groups with `advantages` [G] or [G, T] (and the critic's `returns`), judged over the whole rollout.
+    """The groups with `advantages` [G] or [G, T], `totals` [G] (and the critic's `returns`), judged over the whole rollout.
 
     `scaled`: the same groups with the rewards that advantages are made of, where those are not the ones that are kept.
     """
@@ -27,7 +27,8 @@ def with_advantages(
     out = []
     for p, group in enumerate(groups):
         own_returns = None if returns is None else returns[p, : group.size]
-        out.append(replace(group, advantages=judged[p, : group.size], returns=own_returns))
+        totals = scores.total[p, : group.size]
+        out.append(replace(group, advantages=judged[p, : group.size], totals=totals, returns=own_returns))
     return out
 
 

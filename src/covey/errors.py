@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class CoveyError(Exception):
@@ -41,9 +42,16 @@ class RunFolderError(CoveyError, ValueError):
 
 
 class RewardError(CoveyError):
-    """A reward that is not callable, returns the wrong number of values, or failed too often."""
+    """A reward that is not callable, returns the wrong number of values, or failed too often.
+
+    `events`: what the run folder's `events.jsonl` should hold of it, each a `covey.types.Event`.
+    """
 
     exit_code = 3
+
+    def __init__(self, said: str = "", events: Iterable[Any] = ()) -> None:
+        super().__init__(said)
+        self.events = tuple(events)
 
 
 class CheckpointError(CoveyError):

@@ -63,7 +63,7 @@ class Evaluator:
             scaled = self.scorer.combiner(groups, learn=False)
             groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
             losses = self.learner.loss(groups, algorithm)
-            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights)
+            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights, self.scorer.observe(groups))
             own = self.world.merge(self.scorer.take_metrics())
             parts.append({**losses, **rewards, **own, **completion_metrics(groups)})
         self.learner.policy.release()  # the model may be looked at now, by a callback or by the user
@@ -72,7 +72,9 @@ class Evaluator:
     def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
         mine = self.world.share(prompts)
         groups = self.sampler.sample(mine, n, replace(sampling, seed=self.seed))  # scored while others are written
-        return self.world.interleave(self.scorer.score(groups))
+        scored = self.scorer.score(groups)
+        self.scorer.check_first(self.world.any)
+        return self.world.interleave(scored)
 
     def _named(
         self, metrics: Mapping[str, Metric], turns: int, count: int, seconds: float, prefix: str

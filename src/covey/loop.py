@@ -69,13 +69,14 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
             groups = with_greedy(parts, groups)
         scaled = parts.scorer.combiner(groups)
         groups = with_advantages(groups, algorithm, parts.scorer.weights, scaled)
+    scales = parts.scorer.observe(drawn)
     metrics = {
-        **reward_metrics(drawn, parts.scorer.names, parts.scorer.weights),
+        **reward_metrics(drawn, parts.scorer.names, parts.scorer.weights, scales),
         "groups/drawn": Mean(len(drawn), 1),
         **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
         **parts.world.merge(parts.scorer.take_metrics()),
         **completion_metrics(groups),
-        **parts.session.monitor.measure(groups, parts.scorer.weights),
+        **parts.session.monitor.measure(groups, parts.scorer.weights, scales),
     }
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
     return state.queued(batches * parts.num_iterations, metrics, seconds)
@@ -136,6 +137,7 @@ def score(parts: Parts, groups: Sequence[Group], scoring: Scoring) -> list[Group
         failed = error
     if parts.world.any(failed is not None):
         raise failed or RewardError("a reward failed on another process; its message is in that process's log.")
+    parts.scorer.check_first(parts.world.any)
     return scored
 
 

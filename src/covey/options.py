@@ -74,8 +74,8 @@ HONOURED = frozenset(name for names in GROUPS.values() for name in names)
 
 ALERT_RULES = (
     "data_drift", "dead_groups", "detector_failed", "diversity_loss", "entropy_collapse", "entropy_explosion", "format_loss",
-    "gradient_spike", "kl_runaway", "length_collapse", "length_explosion", "non_finite", "repeated_text", "reward_collapse",
-    "reward_errors", "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
+    "gradient_spike", "kl_runaway", "large_updates", "length_collapse", "length_explosion", "non_finite", "repeated_text", "reward_collapse",
+    "reward_conflict", "reward_errors", "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
     "tiny_updates", "truncation", "update_spike",
 )  # fmt: skip
 """What the detectors of `covey.monitor` can report."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from covey.errors import CheckpointError
+from covey.errors import CheckpointError, RewardError
 from covey.models import quiet_bars
 from covey.parts import Parts
 from covey.rollout import NativeSampler
@@ -189,6 +189,12 @@ class Recording:
         if self.folder is not None:
             self.folder.rewind(step, keep_events=True)
             self.folder.append_events(step, [event])
+
+    def reward_failed(self, step: int, error: RewardError) -> None:
+        """Keep the events of a reward that ends the run, and name their place in the error."""
+        if self.folder is not None and error.events:
+            self.folder.append_events(step, error.events)
+            error.args = (f"{error} The tracebacks are in {self.folder.path / 'events.jsonl'}.",)
 
     def event(self, step: int, event: Event) -> None:
         """Something that happened around a step rather than in it."""

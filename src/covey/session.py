@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from covey.errors import RewardError
 from covey.monitor import Monitor
 from covey.state import TrainState
 from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
@@ -27,6 +28,8 @@ class Recorder(Protocol):
     def rewind(self, step: int, event: Event) -> None: ...
 
     def event(self, step: int, event: Event) -> None: ...
+
+    def reward_failed(self, step: int, error: RewardError) -> None: ...
 
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None: ...
 
@@ -163,8 +166,10 @@ class Session:
         self.display.close()
         return summary
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException) -> None:
         """An error ends the run: what is being written is finished, and `run.json` says so."""
+        if isinstance(error, RewardError):
+            self.recorder.reward_failed(self.latest.step, error)
         try:
             self.finish_saving()
         finally:

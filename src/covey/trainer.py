@@ -242,7 +242,7 @@ class GRPOTrainer:
         folder = self._folder(start) if self.world.is_main else None
         session = partial(self._build_session, stop=stop, folder=folder)
         for said in advice_for(self.args, self.model) if self.world.is_main else ():
-            logger.info("advice: %s", said)
+            logger.warning("advice: %s", said)
         return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
 
     def _folder(self, start: Path | None) -> RunFolder:
@@ -321,7 +321,7 @@ class GRPOTrainer:
             saves = saves and self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved
             if is_shared and saves:
                 parts.session.save(parts.session.latest)
-            parts.session.fail()
+            parts.session.fail(error)
             raise
         finally:
             parts.close()

@@ -119,6 +119,8 @@ class Group:
     """[G, R] float32, NaN where a function did not score. None: not scored yet."""
     advantages: Tensor | None = None
     """[G] or [G, T] float32. None: not computed yet."""
+    totals: Tensor | None = None
+    """[G] float32, the weighted sum of the rewards that advantages were made of, NaN: not scored. None: not computed yet."""
     returns: Tensor | None = None
     """[G, T] float32, targets of the critic. None: no critic."""
     greedy_rewards: Tensor | None = None
@@ -140,6 +142,7 @@ class Group:
             completions=tuple(self.completions[i] for i in indices),
             rewards=pick(self.rewards),
             advantages=pick(self.advantages),
+            totals=pick(self.totals),
             returns=pick(self.returns),
             extras={name: [values[i] for i in indices] for name, values in self.extras.items()},
         )

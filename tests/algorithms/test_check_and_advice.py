@@ -168,3 +168,27 @@ def test_small_models_are_spared_the_learning_rates_of_large_ones():
     assert "hardly moves at it" in advice.said
     assert advise(learning_rate=1e-6, num_parameters=2_000_000, is_lora=True) == []
     assert advise(learning_rate=1e-3, num_parameters=2_000_000_000) != []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_parameters": 2_000_000},
+        {"num_parameters": 2_000_000, "is_lora": True},
+        {"num_parameters": 2_000_000_000},
+        {"num_parameters": 2_000_000_000, "is_lora": True},
+        {"optimizer": "adamw_torch_fused"},
+        {"optimizer": "paged_adamw_8bit"},
+    ],
+)
+def test_a_learning_rate_of_5e_2_is_advised_against_for_any_model(given):
+    (advice,) = advise(learning_rate=5e-2, **given)
+    assert advice.option == "learning_rate"
+    assert "learning_rate=0.05 is high" in advice.said
+
+
+def test_plain_descent_has_another_scale_of_learning_rates():
+    assert advise(learning_rate=5e-2, optimizer="sgd") == []
+    assert advise(learning_rate=1e-2, optimizer="sgd", is_lora=True, num_parameters=2_000_000_000) == []
+    (advice,) = advise(learning_rate=100.0, optimizer="sgd")
+    assert "high even for SGD" in advice.said

@@ -14,11 +14,13 @@ Change = Callable[[int, Values, random.Random], Mapping[str, float]]
 
 def metrics_of(step: int, draw: random.Random, skill: float) -> Values:
     """What a healthy step reports when a share `skill` of the completions is right."""
+    own = random.Random(step)
     around = lambda value, noise: value * (1 + noise * draw.gauss(0, 1))
     spread = max(skill * (1 - skill), 1e-4) ** 0.5
     return {
         "reward": min(1.0, max(0.0, skill + spread * draw.gauss(0, 1) / 16**0.5 / 1.5)),
         "reward_std": spread, "num_prompts": 16.0, "completions/count": 128.0, "rewards/audit/mean": around(skill, 0.02),
+        "rewards/math/mean": skill * (1 + 0.05 * own.gauss(0, 1)), "rewards/length/mean": -30 - 20 * skill + own.gauss(0, 2),
         "groups/all_pass": skill**8, "groups/all_fail": (1 - skill) ** 8, "rewards/unscored": 0.0, "rewards/math/errors": 0.0,
         "frac_reward_zero_std": skill**8 + (1 - skill) ** 8, "entropy": around(1.2 - 0.6 * skill, 0.03),
         "diversity/unique": around(0.9 - 0.3 * skill, 0.03), "kl": abs(around(0.02 * skill, 0.2)),
@@ -39,7 +41,7 @@ def honest(step: int) -> float:
 def rules_of(change: Change | None = None, *, seed: int = 0, steps: int = 150, skill: Callable[[int], float] = honest):
     """Names of the rules that speak in a run, with the first alert of each. From step 60 on `change` is planted."""
     draw, seen, found = random.Random(seed), History(), {}
-    detectors = standard(audits=("rewards/audit/mean",))
+    detectors = standard(("rewards/audit/mean",), {"math": 1.0, "length": 0.002})
     for step in range(1, steps + 1):
         values = metrics_of(step, draw, skill(step))
         if change is not None and step > 60:
@@ -75,11 +77,13 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "format_loss": (by("format_rate", 0.4), honest),
     "gradient_spike": (lambda t, values, draw: {"grad_norm": 60.0} if t == 20 else {}, honest),
     "kl_runaway": (lambda t, values, draw: {"kl": 0.02 * 1.3**t}, honest),
+    "large_updates": (to("update/all", 0.4), honest),
     "length_collapse": (by("completions/mean_length", 0.1), honest),
     "length_explosion": (by("completions/mean_length", 4.0), honest),
     "non_finite": (lambda t, values, draw: {"steps/non_finite": float(t == 5)}, honest),
     "repeated_text": (by("completions/repetition", 12.0), honest),
     "reward_collapse": (to("reward", 0.05), honest),
+    "reward_conflict": (by("rewards/math/mean", 0.01), honest),
     "reward_errors": (to("rewards/math/errors", 40.0), honest),
     "reward_hacking": (by("rewards/audit/mean", 0.3), honest),
     "reward_plateau": (None, stuck),

@@ -31,10 +31,12 @@ def test_repetition_is_the_share_of_4_grams_that_were_there_before():
 
 def test_lengths_by_right_and_wrong():
     groups = [group(["a", "bbb", "cc", "dddd"], rewards=[[1.0], [1.0], [0.0], [0.5]])]
-    found = text_metrics(groups, ["math"], ONE)
+    found = text_metrics(groups, ["math"], ONE, [(0.0, 1.0)])
     assert found["completions/mean_length_right"].value == 2.0
     assert found["completions/mean_length_wrong"].value == 2.0
-    assert math.isnan(text_metrics([group(["a"], rewards=[[0.5]])], ["m"], ONE)["completions/mean_length_right"].value)
+    half = [group(["a"], rewards=[[0.5]])]
+    assert math.isnan(text_metrics(half, ["m"], ONE, [(0.0, 1.0)])["completions/mean_length_right"].value)
+    assert "completions/mean_length_wrong" not in text_metrics(half, ["m"], ONE), "0 is not known to be wrong"
 
 
 def test_the_format_rate_is_the_mean_of_the_reward_that_says_format():

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from covey.rewards import reward_metrics
+from covey.errors import RewardError
+from covey.rewards import Scorer, reward, reward_metrics
 from covey.types import Mean, merge_metrics
 from kit import group
 
@@ -56,3 +57,54 @@ def test_nothing_scored_is_nan_and_no_group_is_no_metric():
 def test_groups_that_were_not_scored_are_refused():
     with pytest.raises(ValueError, match="needs scored groups"):
         reward_metrics([group(["a"])], ["x"], [1.0])
+
+
+# -- which scores are right ----------------------------------------------------------------------------------------------------
+
+
+def passed(*rewards, weights=(1.0,), scales=None):
+    """`groups/all_pass` and `groups/all_fail` of groups, None where these do not exist."""
+    groups = [group(["a"] * len(own), rewards=own) for own in rewards]
+    found = reward_metrics(groups, [f"r{i}" for i in range(len(weights))], weights, scales)
+    return tuple(found[name].value if name in found else None for name in ("groups/all_pass", "groups/all_fail"))
+
+
+def test_right_and_wrong_exist_only_where_the_scale_is_known():
+    assert passed([[-3.0], [-3.0]]) == (None, None), "a length penalty: 0 would be its best, not wrong"
+    assert passed([[0.0], [0.7]]) == (None, None)
+    assert passed([[0.0], [0.0]], [[1.0], [1.0]]) == (0.5, 0.5)
+    assert passed([[0.0], [0.0]], [[0.7], [1.0]], scales=[(0.0, 1.0)]) == (0.0, 0.5)
+
+
+def test_a_declared_scale_counts_from_its_own_ends():
+    assert passed([[-1.0], [-1.0]], [[1.0], [1.0]], [[0.0], [0.0]], scales=[(-1.0, 1.0)]) == (1 / 3, 1 / 3)
+
+
+def test_a_reward_of_unknown_scale_is_left_out_of_the_verdict_and_a_fine_of_known_scale_counts():
+    assert passed([[1.0, -7.5], [1.0, -2.5]], weights=(1.0, 0.1)) == (1.0, 0.0)
+    assert passed([[1.0, 1.0], [1.0, 0.0]], weights=(1.0, -0.5)) == (0.0, 0.0), "one of them was fined"
+    assert passed([[0.0, 1.0], [0.0, 0.0]], weights=(1.0, -0.5)) == (0.0, 1.0)
+
+
+def test_the_scorer_knows_declared_scales_and_forgets_what_it_saw_once_another_score_comes():
+    @reward(scale=(-1, 1))
+    def declared(completions):
+        return [0.5 for _ in completions]
+
+    scorer = Scorer.of([declared, "f1", lambda completions: []])
+    assert scorer.scales == [(-1.0, 1.0), (0.0, 1.0), None]
+    scorer.observe([group(["a"], rewards=[[0.5, 0.2, 1.0]])])
+    assert scorer.scales == [(-1.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
+    again = Scorer.of([declared, "f1", lambda completions: []])
+    again.load_state_dict(scorer.state_dict())
+    assert again.scales == scorer.scales
+    scorer.observe([group(["a"], rewards=[[0.5, 0.2, 0.5]])])
+    assert scorer.scales[2] is None
+    scorer.observe([group(["a"], rewards=[[0.5, 0.2, 1.0]])])
+    assert scorer.scales[2] is None
+
+
+@pytest.mark.parametrize("scale", [(1, 0), (0, math.inf), (0,), (math.nan, 1)])
+def test_what_is_no_scale_is_refused(scale):
+    with pytest.raises(RewardError, match="is no scale"):
+        reward(scale=scale)

@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import re
+import signal
 import threading
 import time
 from decimal import Decimal
@@ -272,7 +273,8 @@ def test_a_function_that_exits_the_process_is_an_error_and_ctrl_c_is_not():
     assert scored[0].rewards.isnan().all()
 
     def interrupted(completions):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+        return [0.0 for _ in completions]
 
     with pytest.raises(KeyboardInterrupt):
         score(interrupted)
@@ -412,8 +414,6 @@ def test_a_limit_of_its_own_replaces_the_scorers():
 
 
 def test_a_function_may_use_the_alarm_signal_itself():
-    import signal
-
     def own_limit(completions):
         previous = signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, previous)
@@ -462,10 +462,22 @@ def test_a_logged_column_of_the_wrong_length_is_told_on_the_first_batch():
 # -- what is refused before any work ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing, kind", [(3, "an int"), ("math", "a str"), (dict, "a type"), ([right], "a list")])
+@pytest.mark.parametrize("thing, kind", [(3, "an int"), ("math", "a str"), ([right], "a list")])
 def test_something_that_is_not_callable_is_refused(thing, kind):
     with pytest.raises(RewardError, match=f"is not callable: it is {kind}; give a function"):
         Scorer([RewardSpec(name="thing", call=thing)])
+
+
+class Weighing:
+    def __call__(self, completions):
+        return [1.0 for _ in completions]
+
+
+def test_a_class_is_refused_with_the_instance_to_give():
+    with pytest.raises(RewardError, match=r"is the class Weighing, .*give an instance, Weighing\(\)"):
+        Scorer([Weighing])
+    with pytest.raises(RewardError, match="is the class Weighing"):
+        Scorer([functools.partial(Weighing)])
 
 
 def test_a_parameter_that_the_data_does_not_have_is_named_with_its_nearest_column():

@@ -198,7 +198,7 @@ def test_errors_of_streamed_rewards_stop_a_strict_run_and_count_towards_the_limi
     def broken(completions, **columns):
         raise ValueError("no")
 
-    with pytest.raises(RewardError, match="ValueError: no while completions were scored"):
+    with pytest.raises(RewardError, match=r"ValueError: no \(.*test_streaming.py:\d+\) while completions were scored"):
         Scorer([broken], on_error="raise").score(groups_of("ab"))
     scorer = Scorer([broken], error_limit=2)
     scorer.score(groups_of("ab", "cd", "ef"))

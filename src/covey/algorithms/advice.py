@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 SMALL_MODEL = 100_000_000
 """Below this many parameters the learning rates that papers found for billions say little."""
+HIGH_FOR_SMALL = 3e-3
+"""Learning rate above which a model of that size is lost too."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,16 @@ def advise(
     num_iterations: int | None = None,
     is_lora: bool = False,
     num_parameters: int | None = None,
+    optimizer: str = "adamw",
 ) -> list[Advice]:
     """Remarks on options by TRL's names; None is not looked at. `num_parameters` of the model keeps advice for large models
-    away from small ones. Values in the known range give an empty list.
+    away from small ones, `optimizer` by its name advice for optimizers that scale their steps, as AdamW, away from plain SGD.
+    Values in the known range give an empty list.
     """
     found: list[Advice] = []
-    if learning_rate is not None:
+    if learning_rate is not None and _is_plain(optimizer):
+        found += _rate_of_plain_descent(learning_rate)
+    elif learning_rate is not None:
         is_small = num_parameters is not None and num_parameters < SMALL_MODEL
         found += _rate_of_a_small_model(learning_rate, is_lora) if is_small else _learning_rate(learning_rate, is_lora)
     if num_generations is not None:
@@ -86,7 +92,28 @@ def _learning_rate(value: float, is_lora: bool) -> Iterator[Advice]:
         yield Advice("learning_rate", said, "DeepSeekMath 2024 and DAPO 2025 use 1e-6")
 
 
+def _is_plain(optimizer: str) -> bool:
+    """True for optimizers whose step is the gradient times the learning rate."""
+    return "sgd" in optimizer.lower()
+
+
+def _rate_of_plain_descent(value: float) -> Iterator[Advice]:
+    if value > 10:
+        said = (
+            f"learning_rate={value:g} is high even for SGD, whose steps are the gradient times it; 1e-2 to 1 are usual."
+        )
+        yield Advice(
+            "learning_rate", said, "max_grad_norm=1.0 lets such a step move the weights by a norm of that number"
+        )
+
+
 def _rate_of_a_small_model(value: float, is_lora: bool) -> Iterator[Advice]:
+    if value > HIGH_FOR_SMALL:
+        said = (
+            f"learning_rate={value:g} is high for a model below 100 million parameters too: an AdamW-like step moves each weight by "
+            "about that much. Try 1e-4 to 1e-3."
+        )
+        yield Advice("learning_rate", said, "Covey's shipped model of one million learns at 6e-4 and breaks at 5e-3")
     if not is_lora and value < 1e-5:
         said = (
             f"learning_rate={value:g} is what models of billions of parameters are trained with; one below 100 million hardly "

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from covey.rewards.scales import Scale, seen_scales, verdicts
 from covey.types import Group, Last, Mean, Metric
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -16,15 +17,18 @@ _REPEATED = 4
 """Length of the n-grams whose return counts as repetition."""
 
 
-def text_metrics(groups: Sequence[Group], names: Sequence[str], weights: Tensor) -> dict[str, Metric]:
-    """Metrics of scored groups, whose rewards have `names` [R] and `weights` [R].
+def text_metrics(
+    groups: Sequence[Group], names: Sequence[str], weights: Tensor, scales: Sequence[Scale | None] | None = None
+) -> dict[str, Metric]:
+    """Metrics of scored groups, whose rewards have `names` [R], `weights` [R] and `scales` [R] (None: as the groups show them).
 
     `diversity/*`, `completions/repetition`, `completions/mean_length_{right,wrong}`, `format_rate`, and counts of prompts
-    and completions. Right: full marks, the sum of the positive weights. Wrong: 0 or below. Neither exists where no
-    completion is so. `format_rate`: the mean of the first reward whose name says format; without one there is none.
+    and completions. Right and wrong by the rewards whose scale is known (`verdicts`); without any those two do not exist, and
+    each is NaN where no completion is so. `format_rate`: the mean of the first reward whose name says format; without one there is none.
     """
     ids = [[completion.token_ids.cpu().numpy() for completion in group.completions] for group in groups]
-    found = {**_diversity(ids), **_lengths(groups, weights)}
+    known = seen_scales(groups, len(names)) if scales is None else scales
+    found = {**_diversity(ids), **_lengths(groups, weights, known)}
     found["num_prompts"] = Last(float(len(groups)))
     found["completions/count"] = Last(float(sum(group.size for group in groups)))
     found["prompts/mean_length"] = Mean(sum(len(group.prompt.token_ids) for group in groups), len(groups))
@@ -87,12 +91,16 @@ class _Grams:
         return new_of[all_of > 0] / all_of[all_of > 0]
 
 
-def _lengths(groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:
-    totals = torch.cat([total_of(group, weights) for group in groups])  # [N]
-    lengths = torch.tensor([float(c.num_tokens) for group in groups for c in group.completions])  # [N]
-    full_marks = float(weights.clamp(min=0).sum())
-    right = (totals >= full_marks - 1e-6) & (full_marks > 0)
+def _lengths(groups: Sequence[Group], weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, Metric]:
+    scored = [group for group in groups if group.rewards is not None]
+    if not scored:
+        return {}
+    rewards = torch.cat([group.rewards for group in scored if group.rewards is not None])  # [N, R]
+    lengths = torch.tensor([float(c.num_tokens) for group in scored for c in group.completions])  # [N]
+    found = verdicts(rewards, weights, scales)
+    if found is None:
+        return {}
     return {
-        "completions/mean_length_right": Mean.of(lengths, right),
-        "completions/mean_length_wrong": Mean.of(lengths, (totals <= 1e-6) & ~right),
+        "completions/mean_length_right": Mean.of(lengths, found[0]),
+        "completions/mean_length_wrong": Mean.of(lengths, found[1]),
     }

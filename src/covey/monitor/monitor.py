@@ -15,6 +15,7 @@ from covey.monitor.resources import memory_metrics, token_metrics
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch
+from covey.rewards.scales import Scale
 from covey.types import Alert, Group, Metric, StepReport
 
 Action = Literal["log", "off", "lower_learning_rate", "roll_back", "stop"]
@@ -47,14 +48,16 @@ class Monitor:
         """Keep what later steps are compared with; a forward pass in the first rollout, nothing afterwards."""
         self.anchor.begin(groups)
 
-    def measure(self, groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:
-        """Metrics of a rollout that was scored with `weights` [R]: diversity, repetition, lengths, form, drift of the prompts."""
+    def measure(
+        self, groups: Sequence[Group], weights: Tensor, scales: Sequence[Scale | None] | None = None
+    ) -> dict[str, Metric]:
+        """Metrics of a rollout that was scored with `weights` and `scales` [R]: diversity, repetition, lengths, form, drift of the prompts."""
         if not groups:
             return {}
         return {
             **token_metrics(groups),
             **memory_metrics("rollout"),
-            **text_metrics(groups, self.reward_names, weights),
+            **text_metrics(groups, self.reward_names, weights, scales),
             **self.drift(groups),
             **self.slices(groups, weights),
         }

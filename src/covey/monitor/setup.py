@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,9 @@ def build_monitor(
     )
     return Monitor(
         reward_names=tuple(reward_names),
-        watch=Watch([*standard(audits), *own], more=frozenset(audits), reads_all=bool(own)),
+        watch=Watch(
+            [*standard(audits, paid_weights(args, reward_names)), *own], more=frozenset(audits), reads_all=bool(own)
+        ),
         meter=UpdateMeter(learner.policy.model),
         anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),
@@ -47,6 +50,19 @@ def audit_metrics(args: Any, reward_names: Sequence[str]) -> tuple[str, ...]:
     weights = args.reward_weights or [1.0] * len(reward_names)
     unpaid = [name for name, weight in zip(reward_names, weights, strict=True) if weight == 0]
     return (*(f"rewards/{name}/mean" for name in unpaid), "eval_reward", *(args.audit_metrics or ()))
+
+
+def paid_weights(args: Any, reward_names: Sequence[str]) -> dict[str, float]:
+    """Weights above 0 that stay as they are, by the reward's name; a schedule or a function may mean to lower a reward."""
+    found: dict[str, float] = {}
+    for name, given in zip(reward_names, args.reward_weights or [1.0] * len(reward_names), strict=True):
+        try:
+            weight = math.nan if callable(given) else float(given)
+        except (TypeError, ValueError):  # a schedule
+            continue
+        if weight > 0:
+            found[name] = weight
+    return found
 
 
 def alert_shower(display: Progress, is_shown: bool) -> Callable[[Alert], None]:

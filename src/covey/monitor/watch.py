@@ -60,7 +60,7 @@ class Watch:
             self.reads_all
             or name in READS
             or name in self.more
-            or (name.startswith("rewards/") and name.endswith("/errors"))
+            or (name.startswith("rewards/") and name.endswith(("/errors", "/mean")))
         )
 
     def _is_new(self, alert: Alert) -> bool:

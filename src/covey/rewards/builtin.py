@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covey import names
-from covey.errors import ConfigError, RewardError, did_you_mean
+from covey.errors import ConfigError, CoveyError, RewardError, did_you_mean
 from covey.rewards.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
 from covey.rewards.code import Code
 from covey.rewards.contract import RewardSpec, name_of
@@ -23,6 +23,7 @@ from covey.rewards.language import Language
 from covey.rewards.math import accuracy_reward, exact_reward, math_reward
 from covey.rewards.model import reward_model
 from covey.rewards.overlap import Bleu, Rouge
+from covey.rewards.raised import with_place
 from covey.rewards.reading import ClassifierReward, FluencyReward, SimilarityReward
 from covey.rewards.scaled import CosineScaled, reasoning_accuracy_reward
 from covey.rewards.shape import JsonSchema, Pattern, Tags
@@ -62,6 +63,14 @@ BUILTIN: dict[str, Any] = {
     "think_format_reward": think_format_reward,
 }
 """Functions, and classes whose parameters are given as in `length(target=50)`."""
+
+_FROM_0_TO_1 = frozenset(
+    {
+        "math", "exact", "format", "think_format", "pattern", "tags", "json_schema", "choice", "numeric", "f1", "fuzzy", "rouge",
+        "bleu", "language", "code", "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
+    }
+)  # fmt: skip
+"""Those that give 0 to a wrong completion and 1 to a right one."""
 
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 
@@ -106,7 +115,8 @@ def _named(text: str) -> RewardSpec | None:
 
         return RewardSpec(name="demo", call=reward)
     if name in BUILTIN:
-        return RewardSpec(name=name, call=_made(BUILTIN[name], arguments, name))
+        scale = (0.0, 1.0) if name in _FROM_0_TO_1 else None
+        return RewardSpec(name=name, call=_made(BUILTIN[name], arguments, name), scale=scale)
     if ":" in name and not Path(name).exists():
         found = names.load(name, "reward")
         return RewardSpec(name=name_of(found), call=_made(found, arguments, name))
@@ -140,10 +150,26 @@ def _made(found: Any, arguments: dict[str, Any] | None, name: str) -> Any:
     if not callable(found):
         raise RewardError(f"reward {name!r} is a {type(found).__name__}, which takes no parameters.")
     try:
-        inspect.signature(found).bind(**(arguments or {}))
-    except TypeError as error:
-        takes = [p for p in inspect.signature(found).parameters if not p.startswith("_")]
-        raise ConfigError(
-            f"reward {name!r}: {error}; its parameters are {', '.join(takes)}, as in {name}({takes[0]}=...)."
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward {name!r} is {found!r}, which makes no reward; give a function or an instance."
         ) from error
-    return found(**(arguments or {}))
+    try:
+        signature.bind(**(arguments or {}))
+    except TypeError as error:
+        takes = [p for p in signature.parameters if not p.startswith("_")]
+        known = f"its parameters are {', '.join(takes)}, as in {name}({takes[0]}=...)" if takes else "it takes none"
+        raise ConfigError(f"reward {name!r}: {error}; {known}.") from error
+    try:
+        made = found(**(arguments or {}))
+    except CoveyError:
+        raise
+    except Exception as error:
+        raise RewardError(f"reward {name!r} cannot be made: {with_place(error)}.") from error
+    if not callable(made):
+        raise RewardError(
+            f"reward {name!r} makes {type(made).__name__!r} objects, which cannot be called; give a function of `completions`, "
+            "or a class with __call__."
+        )
+    return made

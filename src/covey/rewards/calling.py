@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 from covey.rewards.cache import ScoreCache, keys_of
 from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, is_async
 from covey.rewards.deadline import EventLoop, call_within
-from covey.rewards.habits import Habit
 from covey.rewards.outcome import CircuitOpen, Outcome, evaluate
 from covey.rewards.portions import portions_of
+from covey.rewards.surroundings import Surroundings
 from covey.rewards.workers import WorkerPool
 from covey.types import Reward
 
@@ -41,21 +42,15 @@ class Caller:
         self.portions = portions_of(spec.call)
         self.cache = ScoreCache() if self.manner.pure else None
         self.breaker = Breaker()
-        self.habit: Habit | None = None
-        """Of a plain function beside others: where it runs next."""
+        self.changed: dict[str, None] = {}
+        """What its calls changed of the process, and was put back."""
         at_once = self.manner.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)
         self._lanes = Lanes(spec.name, at_once)
 
     @property
     def is_beside(self) -> bool:
-        """Whether it runs beside the caller's thread rather than on it, now."""
-        is_told = self.is_async or self.pool is not None or bool(self.manner.in_thread) or self.manner.streams
-        return is_told or (self.habit is not None and self.habit.is_beside)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing was said of where it runs."""
-        return self.manner.in_thread is None and not self.is_beside
+        """True when it runs beside the caller's thread rather than on it."""
+        return self.is_async or self.pool is not None or self.manner.in_thread or self.manner.streams
 
     def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
         """Start scoring the batch, in one call or in one for each completion: places in the batch, and what comes."""
@@ -83,11 +78,6 @@ class Caller:
                 outcome.scores[i] = value[0]
         outcome.num_cached = len(batch) - len(missing)
         return outcome
-
-    def again(self, outcome: Outcome, batch: Batch, trainer_state: Any) -> Outcome:
-        """The outcome, or that of a call on this thread, when a plain function turns out not to work in another."""
-        is_misled = self.habit is not None and self.habit.is_beside and self.habit.has_misled(outcome)
-        return self.score(batch, trainer_state) if is_misled else outcome
 
     def close(self) -> None:
         """Kill the workers and let the threads end."""
@@ -140,17 +130,28 @@ class _Call:
         if caller.pool is not None:
             return _in_worker(caller.pool, keywords, logged, limit)
         if caller.is_async:
-            return caller.loop.wait(caller.loop.start(lambda: reward(**keywords), limit), limit)
-        call = functools.partial(_listed, reward, keywords)
-        returned = call_within(limit, functools.partial(caller.habit.watch, call) if caller.habit else call)
+            return caller.loop.run(lambda: reward(**keywords), limit, caller.spec.name)
+        call = functools.partial(_listed, reward, keywords, logged.size)
+        returned = (
+            call_within(limit, call) if caller.is_beside else self._guarded(functools.partial(call_within, limit, call))
+        )
         if inspect.isawaitable(returned):  # a lambda around a coroutine function
-            return caller.loop.wait(caller.loop.start(lambda: returned, limit), limit)
+            return caller.loop.run(lambda: returned, limit, caller.spec.name)
         return returned
 
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """What `call()` returns; what it changed of the process is put back before anything else runs."""
+        before = Surroundings.now()
+        try:
+            return call()
+        finally:
+            self.caller.changed.update(dict.fromkeys(before.put_back()))
 
-def _listed(reward: Reward, keywords: dict[str, Any]) -> Any:
+
+def _listed(reward: Reward, keywords: dict[str, Any], size: int) -> Any:
+    """What it returns; an iterator's values, for its work counts against the limit too: one too many at most."""
     returned = reward(**keywords)
-    return list(returned) if inspect.isgenerator(returned) else returned  # its work counts against the limit too
+    return list(itertools.islice(returned, size + 1)) if isinstance(returned, Iterator) else returned
 
 
 def _in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:

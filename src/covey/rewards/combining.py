@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError
-from covey.types import Group, Mean, Metric
+from covey.types import Event, Group, Mean, Metric
 
 Normalization = Literal["none", "group", "batch", "running"]
 
 _EPSILON = 1e-4
+LARGEST = 1e18
+"""Of a weight and of a weighted sum: the square of a larger one, which a deviation takes, is no finite float32."""
 _SHAPES = ("linear", "cosine", "step")
+_EVENTS_IN_FULL = 5
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ Weight = Callable[[int], float]
 def weight_of(given: Any) -> Weight:
     """A number, `"linear:1:0:200"` (from 1 to 0 over 200 steps; also cosine and step), or a function of the step."""
     if callable(given):
-        return lambda step: _finite(given(step), f"reward_weights: {given!r} at step {step}")
+        return functools.partial(_asked, given)
     try:
         if not isinstance(given, str) or ":" not in given:
             value = _finite(given, f"reward_weights: {given!r}")
@@ -55,7 +59,8 @@ def weight_of(given: Any) -> Weight:
         shape, first, last, steps = given.split(":")
         if shape not in _SHAPES or int(steps) < 1:
             raise ValueError
-        return Schedule(shape, _finite(first, given), _finite(last, given), int(steps))
+        what = f"reward_weights: {given!r}"
+        return Schedule(shape, _finite(first, what), _finite(last, what), int(steps))
     except (ValueError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -65,11 +70,54 @@ def weight_of(given: Any) -> Weight:
         ) from error
 
 
+def _asked(given: Callable[[int], Any], step: int) -> float:
+    """The weight that a function of the user's gives at a step."""
+    try:
+        value = given(step)
+    except Exception as error:
+        raise ConfigError(
+            f"reward_weights: {given!r} raised {type(error).__name__} at step {step}: {error}."
+        ) from error
+    try:
+        return _finite(value, f"reward_weights: {given!r} at step {step}")
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"reward_weights: {given!r} gave {value!r} at step {step}; a weight is a number.") from error
+
+
 def _finite(value: Any, what: str) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ConfigError(f"{what} is {number}; a weight is a finite number.")
+    try:
+        number = float(value) + 0.0  # no negative zero: it would show as "-0"
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST:
+        raise ConfigError(f"{what} is {number:g}; a weight is a number between -{LARGEST:g} and {LARGEST:g}.")
     return number
+
+
+def within_float32(
+    scores: Tensor, weights: Tensor, names: Sequence[str], batch: Any
+) -> tuple[Tensor, list[tuple[int, Event]]]:
+    """The scores [N, R], all NaN where their weighted sum is beyond `LARGEST`, and an event with its row for each of these.
+
+    `batch`: the completions, as `covey.rewards.contract.Batch`.
+    """
+    totals = (scores.nan_to_num(0.0).double() * weights.double()).sum(-1)
+    bad = (totals.abs() > LARGEST).nonzero().flatten().tolist()
+    events = []
+    for row in bad[:_EVENTS_IN_FULL]:
+        said = f"A completion is not scored: the weighted sum of its rewards is {float(totals[row]):g}, beyond {LARGEST:g}."
+        details: dict[str, Any] = {
+            "rewards": dict(zip(names, scores[row].tolist(), strict=True)),
+            "weights": weights.tolist(),
+        }
+        details |= {"completions": len(bad), "completion": str(batch.completions[row])[:2000]}
+        events.append((row, Event(kind="reward_error", said=said, details=details)))
+    if bad:
+        scores = scores.clone()
+        scores[bad] = math.nan
+    return scores, events
 
 
 @dataclass(frozen=True)

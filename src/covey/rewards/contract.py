@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from covey.errors import DataError, RewardError, did_you_mean
+from covey.rewards.inputs import own_inputs
 from covey.rewards.manner import Manner, manner_of
+from covey.rewards.raised import describe, is_ctrl_c
 from covey.types import Group, Reward
 
 T = TypeVar("T")
@@ -44,6 +48,13 @@ class RewardSpec:
     """Its own limit for one call; `None`: the scorer's; `math.inf`: none."""
     manner: Manner | None = None
     """How to call it; `None`: as its decorator says."""
+    scale: tuple[float, float] | None = None
+    """The score of a wrong and that of a right completion; `None`: as its decorator says, or not known."""
+
+    @property
+    def known_scale(self) -> tuple[float, float] | None:
+        """The declared scale; `None` where nothing declares one."""
+        return self.how.scale if self.scale is None else self.scale
 
     @property
     def how(self) -> Manner:
@@ -135,15 +146,26 @@ class Logged:
             raise RewardError(
                 f"log_extra({column!r}, ...) got {_count(listed)} for {self.size} completions; give one for each."
             )
-        self.extras[str(column)] = listed
+        self.extras[str(column)] = [_showable(value) for value in listed]
 
     def metric(self, name: str, value: Any) -> None:
         """Add a number to the step's metrics; several calls with one name are averaged."""
         self.metrics.append((str(name), to_number(value, f"log_metric({name!r}, ...)")))
 
 
+def _showable(value: Any) -> Any:
+    """The value, or a sentence in place of an object that cannot be written down."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    try:
+        repr(value)
+    except Exception:  # noqa: BLE001 - the user's __repr__
+        return f"a {type(value).__name__} that cannot be shown"
+    return value
+
+
 def arguments(reward: Reward, batch: Batch, logged: Logged, trainer_state: Any) -> dict[str, Any]:
-    """The keywords to call `reward` with: everything, or only what its signature names."""
+    """The keywords to call `reward` with, its own to change: everything, or only what its signature names."""
     offered: dict[str, Any] = {
         **batch.columns,
         "prompts": batch.prompts,
@@ -156,7 +178,15 @@ def arguments(reward: Reward, batch: Batch, logged: Logged, trainer_state: Any) 
     if manner_of(reward).is_singular:
         offered = _singular(offered, batch)
     named, takes_all = _parameters(reward)
-    return offered if takes_all else {name: value for name, value in offered.items() if name in named}
+    kept = offered if takes_all else {name: value for name, value in offered.items() if name in named}
+    given = {"trainer_state": kept["trainer_state"]} if "trainer_state" in kept else {}  # the batch's own copy
+    return own_inputs({name: value for name, value in kept.items() if name not in given}) | given
+
+
+def takes(reward: Reward, keyword: str) -> bool:
+    """True when it would receive `keyword`."""
+    named, takes_all = _parameters(reward)
+    return takes_all or keyword in named
 
 
 def _singular(offered: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
@@ -172,7 +202,15 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
 
     `columns` are the data set's; `None` when they are not known before the first row.
     """
-    if isinstance(spec.call, type) or not callable(spec.call):
+    made = spec.call
+    while isinstance(made, functools.partial):
+        made = made.func
+    if isinstance(made, type):
+        raise RewardError(
+            f"reward {spec.name!r} is the class {made.__name__}, which makes an object and no scores; give an instance, "
+            f"{made.__name__}(), or a function."
+        )
+    if not callable(spec.call):
         raise RewardError(
             f"reward {spec.name!r} is not callable: it is {_kind(spec.call)}; give a function that takes `completions` and "
             "returns one number for each, a reward model, or the name of a built-in reward."
@@ -199,12 +237,16 @@ def to_scores(returned: Any, size: int, name: str) -> list[Any]:
     """What a function returned as a list of `size` raw values. Raises RewardError that names what came and was wanted."""
     want = f"return a list with one number (or None) for each of the {size} completions"
     if isinstance(returned, Tensor) or hasattr(returned, "__array__"):
-        array = returned.detach().cpu() if isinstance(returned, Tensor) else returned
+        array = returned.detach().cpu() if isinstance(returned, Tensor) else np.asarray(returned)
         if len(array.shape) > 1:
             raise RewardError(f"reward {name!r} returned an array of shape {tuple(array.shape)}; {want}.")
         returned = array.reshape(-1).tolist()
-    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+    if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
         raise RewardError(f"reward {name!r} returned {_kind(returned)}; {want}.")
+    if not isinstance(returned, Sized):
+        returned = list(itertools.islice(returned, size + 1))  # it may never end
+        if len(returned) > size:
+            raise RewardError(f"reward {name!r} returned more than {size} values for {size} completions; {want}.")
     values = list(returned)
     if len(values) != size:
         raise RewardError(f"reward {name!r} returned {_count(values)} for {size} completions; {want}.")
@@ -212,17 +254,24 @@ def to_scores(returned: Any, size: int, name: str) -> list[Any]:
 
 
 def to_number(value: Any, what: str) -> float:
-    """A score as a float: `None` is NaN. Raises RewardError for what is not a real number, ValueError for infinities."""
+    """A score as a float: `None` is NaN. Raises RewardError for what is no real number, ValueError for infinities and for
+    a number that cannot be turned into a float.
+    """
     if value is None:
         return math.nan
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a tensor or a numpy scalar
-        value = value.item() if math.prod(getattr(value, "shape", ())) == 1 else value
-    if not isinstance(value, numbers.Real | Decimal):
-        raise RewardError(f"{what} is {_kind(value)} ({str(value)[:60]!r}), not a number.")
     try:
-        number = float(value)
+        if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a tensor or a numpy scalar
+            value = value.item() if math.prod(getattr(value, "shape", ())) == 1 else value
+        is_number = isinstance(value, numbers.Real | Decimal)
+        number = float(value) if is_number else math.nan
     except OverflowError:
-        number = math.inf
+        number, is_number = math.inf, True
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise ValueError(f"{what} is a {type(value).__name__} that gives no float: {describe(error)}.") from error
+    if not is_number:
+        raise RewardError(f"{what} is {_kind(value)}{_shown(value)}, not a number.")
     if abs(number) > torch.finfo(torch.float32).max:
         raise ValueError(f"{what} is {number}, which is not a finite float32.")
     return number
@@ -246,6 +295,13 @@ def _parameters(reward: Reward) -> tuple[dict[str, inspect.Parameter], bool]:
 def _kind(value: Any) -> str:
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f" ({str(value)[:60]!r})"
+    except BaseException:  # noqa: BLE001 - the user's __str__
+        return ""
 
 
 def _count(values: list[Any]) -> str:

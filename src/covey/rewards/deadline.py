@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import ctypes
+import functools
 import math
 import queue
 import signal
@@ -19,8 +21,9 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from covey.rewards import alarm
 from covey.rewards.watchdog import Watched
@@ -28,6 +31,9 @@ from covey.rewards.watchdog import Watched
 T = TypeVar("T")
 
 _GRACE_SECONDS = 1.0
+_Came = tuple[Any, BaseException | None]
+"""A value, or an exception."""
+_OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("covey_reward", default="")
 
 
 class DeadlineError(TimeoutError):
@@ -110,34 +116,45 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str] = weakref.WeakKeyDictionary()
 
-    def start(self, make: Callable[[], Awaitable[T]], seconds: float | None) -> concurrent.futures.Future[T]:
-        """Start `make()` on the loop; the future raises DeadlineError past `seconds`."""
+    def run(self, make: Callable[[], Awaitable[T]], seconds: float | None, owner: str = "") -> T:
+        """What `make()` gives, awaited on the loop. Raises what it raises, and DeadlineError past `seconds`.
+
+        A loop that user code blocks is abandoned past the limit, and the next call gets a new one.
+        """
         limit = None if seconds is None or math.isinf(seconds) else seconds
 
-        async def limited() -> T:
-            task = asyncio.ensure_future(make())
+        async def limited() -> _Came:
+            task = asyncio.ensure_future(_caught(make, owner))
             await asyncio.wait({task}, timeout=limit)
             if task.done():
                 return task.result()
             task.cancel()
-            try:
-                return await task
-            except asyncio.CancelledError as error:
-                raise DeadlineError(_said(limit or 0.0)) from error
+            value, error = await task
+            late = DeadlineError(_said(limit or 0.0)) if isinstance(error, asyncio.CancelledError) else None
+            if late is not None:
+                late.__cause__ = error
+            return value, late or error
 
-        return asyncio.run_coroutine_threadsafe(limited(), self._running())
-
-    def wait(self, future: concurrent.futures.Future[T], seconds: float | None) -> T:
-        """The future's result. A loop that user code blocks is abandoned past the limit, and the next call gets a new one."""
-        limit = None if seconds is None or math.isinf(seconds) else seconds + _GRACE_SECONDS
+        future = asyncio.run_coroutine_threadsafe(limited(), self._running())
         try:
-            return future.result(limit)
+            value, error = future.result(None if limit is None else limit + _GRACE_SECONDS)
         except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
             self._loop = self._thread = None
             raise DeadlineError(f"{_said(seconds or 0.0)}, and blocks the event loop") from None
+        if error is not None:
+            raise error
+        return cast(T, value)
+
+    def cancel_left(self) -> dict[str, int]:
+        """Cancel the tasks that calls started and never awaited; how many, by the calls' `owner`."""
+        if self._loop is None or not self._loop.is_running():
+            return {}
+        try:
+            return asyncio.run_coroutine_threadsafe(_cancelled(self._tasks), self._loop).result(_GRACE_SECONDS)
+        except concurrent.futures.TimeoutError:  # user code blocks the loop; the next call finds that out
+            return {}
 
     def close(self) -> None:
         """Stop the loop and its thread."""
@@ -149,18 +166,55 @@ class EventLoop:
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                self._loop, ends = asyncio.new_event_loop(), threading.Event()
+                self._loop.set_task_factory(functools.partial(_task, self._tasks))
                 self._thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name="covey-reward-async", daemon=True
+                    target=_serve, args=(self._loop, ends), name="covey-reward-async", daemon=True
                 )
                 self._thread.start()
-                self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+                self._stop = weakref.finalize(self, _end, self._loop, ends)
             return self._loop
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
+async def _caught(make: Callable[[], Awaitable[Any]], owner: str) -> _Came:
+    """A value, or an exception as a value: some of them would end the loop on their way out of a task."""
+    _OWNER.set(owner)
+    try:
+        return await make(), None
+    except BaseException as error:  # noqa: BLE001 - carried to the caller, who decides
+        return None, error
+
+
+def _task(
+    tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str], loop: asyncio.AbstractEventLoop, work: Any, **options: Any
+) -> asyncio.Task[Any]:
+    """The loop's task factory: notes which call a task was started by."""
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+    if _OWNER.get():
+        tasks[task] = _OWNER.get()
+    return task
+
+
+async def _cancelled(tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str]) -> dict[str, int]:
+    left = [(task, owner) for task, owner in list(tasks.items()) if not task.done()]
+    for task, _ in left:
+        task.cancel()
+    await asyncio.sleep(0)
+    return dict(Counter(owner for _, owner in left))
+
+
+def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
+    while not ends.is_set():
+        try:
+            loop.run_forever()
+        except BaseException:  # noqa: BLE001 - SystemExit in a task of the user's ends the task, not the loop
+            continue
     loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
+    ends.set()
+    loop.call_soon_threadsafe(loop.stop)
 
 
 def _said(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -26,12 +27,14 @@ class Manner:
     """The score of a completion depends on its own inputs alone, so equal inputs need no second call."""
     isolated: bool = False
     """Run it in worker processes that are killed past the limit."""
-    in_thread: bool | None = None
-    """Run it in a thread beside the others (True), or always on the main thread (False); None: once it was seen to wait."""
+    in_thread: bool = False
+    """Run it in a thread beside the others, for a function that waits."""
     concurrency: int | None = None
     """Most calls at a time; unset: 16 for `async def`, the number of workers, or 1."""
     timeout_seconds: float | None = None
     """Its own limit for one call; `None`: the scorer's."""
+    scale: tuple[float, float] | None = None
+    """The score of a wrong and that of a right completion; `None`: not known."""
 
     @property
     def streams(self) -> bool:
@@ -43,15 +46,17 @@ def reward(
     streams: bool = False,
     pure: bool = False,
     isolated: bool = False,
-    in_thread: bool | None = None,
+    in_thread: bool = False,
     concurrency: int | None = None,
     timeout: float | None = None,
+    scale: tuple[float, float] | None = None,
 ) -> Callable[[T], T]:
     """Say how a reward function is to be called; the function itself is unchanged and stays TRL's.
 
     `streams`: one call for each prompt's completions, while others are still being written. `pure`: cached by content.
-    `isolated`: in worker processes that are killed past the limit. `in_thread`: from the first call on beside the other
-    functions, for one that waits; `False`: never. `concurrency`: most calls at a time. `timeout`: seconds of one call.
+    `isolated`: in worker processes that are killed past the limit. `in_thread`: in a thread beside the other
+    functions, for one that waits. `concurrency`: most calls at a time. `timeout`: seconds of one call. `scale=(0, 1)`: the
+    score of a wrong and that of a right completion, for metrics that count them.
 
     Example: `@reward(streams=True, pure=True, concurrency=8, timeout=5)` above `async def judge(completions, **columns)`.
     """
@@ -59,6 +64,10 @@ def reward(
         raise RewardError(f"reward(concurrency={concurrency}) lets nothing run; use at least 1.")
     if timeout is not None and not timeout > 0:
         raise RewardError(f"reward(timeout={timeout}) leaves no time; give seconds above 0.")
+    if scale is not None and not (len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf):
+        raise RewardError(
+            f"reward(scale={scale!r}) is no scale; give the score of a wrong and of a right completion, as (0, 1)."
+        )
     return _marker(
         Manner(
             unit="group" if streams else "batch",
@@ -67,6 +76,7 @@ def reward(
             in_thread=in_thread,
             concurrency=concurrency,
             timeout_seconds=timeout,
+            scale=None if scale is None else (float(scale[0]), float(scale[1])),
         )
     )
 

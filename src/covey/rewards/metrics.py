@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from covey.rewards.scales import Scale, seen_scales, verdicts
 from covey.types import Group, Mean, Metric, Spread
 
 _TIED = 1e-8
@@ -14,14 +15,20 @@ _TIED = 1e-8
 
 
 def reward_metrics(
-    groups: Sequence[Group], names: Sequence[str], weights: Tensor | Sequence[float]
+    groups: Sequence[Group],
+    names: Sequence[str],
+    weights: Tensor | Sequence[float],
+    scales: Sequence[Scale | None] | None = None,
 ) -> dict[str, Metric]:
     """Metrics of scored groups, of which `names` [R] and `weights` [R] are the rewards. No groups: an empty dict.
 
+    `scales` [R] as the scorer knows them; None: as these groups show them.
+
     `rewards/<name>/mean` and `/std`: over the completions that this reward scored. `reward`, `reward_std`: of the weighted
     sum, over completions that any reward scored. `frac_reward_zero_std`: groups whose weighted sums are all equal; they teach
-    nothing (a lone scored completion has no deviation and is not counted, as in TRL). `groups/all_pass`, `groups/all_fail`: groups of which every scored completion reached the sum of the positive
-    weights (full marks), or stayed at 0 or below. `rewards/unscored`: completions that no reward scored. Standard deviations
+    nothing (a lone scored completion has no deviation and is not counted, as in TRL). `groups/all_pass`, `groups/all_fail`:
+    groups of which every scored completion is right, or wrong, by the rewards whose scale is known (`verdicts`); without any
+    these two do not exist. `rewards/unscored`: completions that no reward scored. Standard deviations
     have Bessel's correction, as TRL's.
     """
     if not groups:
@@ -39,8 +46,10 @@ def reward_metrics(
     metrics["reward"] = Mean.of(total, ~total.isnan())
     metrics["reward_std"] = Spread.of(total)
     metrics["rewards/unscored"] = Mean.of(total.isnan())
-    return metrics | _group_metrics(
-        [_total(group.rewards, weights) for group in groups if group.rewards is not None], weights
+    rewards = [group.rewards for group in groups if group.rewards is not None]
+    known = seen_scales(groups, len(names)) if scales is None else scales
+    return (
+        metrics | _tied_metric([_total(each, weights) for each in rewards]) | _verdict_metrics(rewards, weights, known)
     )
 
 
@@ -65,21 +74,22 @@ def _known(rewards: Tensor, weights: Tensor) -> Tensor:
     return total[~total.isnan()]  # [<= G]
 
 
-def _group_metrics(totals: Sequence[Tensor], weights: Tensor) -> dict[str, Metric]:
-    full_marks = float(weights.clamp(min=0).sum())
-    tied = passed = failed = 0
-    for total in totals:
-        known = total[~total.isnan()]  # [<= G]
-        if not known.numel():
-            continue
-        tied += bool(known.numel() > 1 and known.max() - known.min() <= _TIED)
-        passed += bool(full_marks > 0 and (known >= full_marks - 1e-6).all())
-        failed += bool((known <= 1e-6).all())
-    return {
-        "frac_reward_zero_std": Mean(tied, len(totals)),
-        "groups/all_pass": Mean(passed, len(totals)),
-        "groups/all_fail": Mean(failed, len(totals)),
-    }
+def _tied_metric(totals: Sequence[Tensor]) -> dict[str, Metric]:
+    scored = [total[~total.isnan()] for total in totals]
+    tied = sum(bool(known.numel() > 1 and known.max() - known.min() <= _TIED) for known in scored)
+    return {"frac_reward_zero_std": Mean(tied, len(totals))}
+
+
+def _verdict_metrics(rewards: Sequence[Tensor], weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, Metric]:
+    passed = failed = 0
+    for own in rewards:
+        found = verdicts(own, weights, scales)
+        if found is None:
+            return {}
+        right, wrong = (verdict[~own.isnan().all(-1)] for verdict in found)  # [<= G], of what was scored at all
+        passed += bool(right.numel() and right.all())
+        failed += bool(wrong.numel() and wrong.all())
+    return {"groups/all_pass": Mean(passed, len(rewards)), "groups/all_fail": Mean(failed, len(rewards))}
 
 
 def _total(scores: Tensor, weights: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +12,18 @@ import torch
 from torch import Tensor
 
 from covey.errors import RewardError
+from covey.interruption import StopNow
 from covey.rewards.contract import Batch, Logged, to_number, to_scores
 from covey.rewards.deadline import DeadlineError
+from covey.rewards.raised import describe, is_ctrl_c, kind_of, place_of, traceback_of
 from covey.types import Event
 
 Attempt = Callable[[Batch], tuple[Any, Logged]]
 """Calls a reward on a batch and gives back what it returned and logged, or raises."""
 
 _EVENTS_IN_FULL = 5
+_TRIES = 2
+"""Calls of a single completion that raises."""
 _TEXT_IN_EVENT = 2000
 
 
@@ -114,23 +117,26 @@ class Outcome:
 def evaluate(name: str, attempt: Attempt, batch: Batch, *, seconds: float | None, isolate: bool) -> Outcome:
     """Score a batch. A call that raises is repeated on halves until the completions that make it raise stand alone.
 
-    With `isolate=False`, or once half of `seconds` is spent, what is left of a failed call counts as failed.
+    A single completion is tried twice, since a judge may fail by chance. With `isolate=False`, or once half of `seconds` is spent, what is left of a failed call counts as failed.
     """
     outcome = Outcome(name, torch.full((len(batch),), math.nan))
     until = time.monotonic() + (math.inf if seconds is None else seconds / 2)
-    todo = [(0, len(batch))]
+    todo = [(0, len(batch), 1)]
     while todo:
-        start, stop = todo.pop()
+        start, stop, tries = todo.pop()
         try:
             returned, logged = attempt(batch.part(start, stop))
             values = to_scores(returned, stop - start, name)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the border to user code: told, counted, limited
+        except BaseException as error:  # the border to user code: told, counted, limited
+            if isinstance(error, StopNow) or is_ctrl_c(error):
+                raise
             can_help = not isinstance(
                 error, DeadlineError | RewardError | CircuitOpen
             )  # halves of a wrong length would be misaligned
-            if isolate and can_help and stop - start > 1 and time.monotonic() < until:
+            if isolate and can_help and (stop - start > 1 or tries < _TRIES) and time.monotonic() < until:
                 middle = (start + stop) // 2
-                todo += [(middle, stop), (start, middle)]
+                is_one = stop - start == 1
+                todo += [(start, stop, tries + 1)] if is_one else [(middle, stop, 1), (start, middle, 1)]
             else:
                 outcome.failures.append(Failure(start, stop, error))
             continue
@@ -152,21 +158,18 @@ def _event(name: str, failure: Failure, batch: Batch) -> Event:
         details={
             "reward": name,
             "completions": count,
-            "error": getattr(error, "kind", type(error).__name__),
-            "traceback": "".join(traceback.format_exception(error)),
+            "error": kind_of(error),
+            "at": place_of(error),
+            "traceback": traceback_of(error),
             "prompt": _text(batch.prompts[failure.start]),
             "completion": _text(batch.completions[failure.start]),
         },
     )
 
 
-def describe(error: BaseException) -> str:
-    """An exception in one line: `ValueError: no number in it`."""
-    text = " ".join(str(error).split()).rstrip(".")
-    kind = str(getattr(error, "kind", type(error).__name__))  # what it was in a worker process
-    return f"{kind}: {text[:300]}" if text else kind
-
-
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else str(value)
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:  # noqa: BLE001 - an object of the data set's own
+        text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _TEXT_IN_EVENT else text[:_TEXT_IN_EVENT] + f" [... {len(text)} characters]"

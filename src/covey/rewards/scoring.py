@@ -15,13 +15,17 @@ from torch import Tensor
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin import resolve
 from covey.rewards.calling import Caller
-from covey.rewards.combining import Combiner, Running, Schedule, weight_of
-from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of
+from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
+from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of, takes
 from covey.rewards.deadline import EventLoop
-from covey.rewards.habits import habits
-from covey.rewards.outcome import Outcome, describe
+from covey.rewards.inputs import own_state
+from covey.rewards.leftovers import Leftovers
+from covey.rewards.outcome import Outcome
+from covey.rewards.raised import with_place
+from covey.rewards.scales import Scale, Scales
+from covey.rewards.surroundings import Surroundings
 from covey.rewards.workers import INSIDE, packed
-from covey.types import Group, Mean, Metric, Reward, Sum, merge_metrics
+from covey.types import Event, Group, Mean, Metric, Reward, Sum, merge_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +39,10 @@ class Scorer:
     nothing came, RewardError. What no retry can mend (a wrong number of values, no numbers at all) raises RewardError
     on the first call already. `on_error="raise"` raises RewardError at the first error of any kind.
 
-    Plain functions begin one after the other on the caller's thread, where they can be interrupted; beside them, at the same
+    Plain functions run one after the other on the caller's thread, where they can be interrupted; beside them, at the same
     time, `async def` ones on an event loop, those marked `in_thread` or `streams` in threads, `isolated` ones in worker
-    processes (see `covey.rewards.reward`). A plain function that was seen to wait joins the threads (`covey.rewards.habits`;
-    not in a run of several processes, whose functions may wait for each other). With `workers`, functions of the user's own that a process can import are isolated
-    without being marked, in so many processes each.
+    processes (see `covey.rewards.reward`). With `workers`, functions of the user's own that a process can import are
+    isolated without being marked, in so many processes each.
     `timeout_seconds` limits each call (see `covey.rewards.deadline` for what can be interrupted; `None`: no limit).
     With `isolate`, a call that raises is repeated on halves of the batch, so that only the completions that make it
     raise are lost.
@@ -82,17 +85,16 @@ class Scorer:
         self._metrics: dict[str, Metric] = {}
         self._in_a_row = {spec.name: 0 for spec in self.rewards}
         self._proven: set[str] = set()
+        self._lost: dict[str, RewardError] = {}
+        self._is_begun = False
+        self._leftovers = Leftovers()
+        self._scales = Scales([spec.known_scale for spec in self.rewards])
         self._has_warned = False
 
     def _make_callers(self, workers: int) -> list[Caller]:
         specs = [isolated(spec) for spec in self.rewards] if workers else self.rewards
         options: dict[str, Any] = {"isolate": self.isolate and self.on_error == "record", "workers": max(workers, 1)}
-        callers = [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
-        plain = [caller for caller in callers if caller.is_plain]
-        if len(plain) > 1 and os.environ.get("WORLD_SIZE", "1") == "1":
-            for caller, habit in zip(plain, habits([(each.spec.name, each.spec.call) for each in plain]), strict=True):
-                caller.habit = habit
-        return callers
+        return [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
 
     @staticmethod
     def of(rewards: Any, weights: Sequence[Any] | None = None, **options: Any) -> Scorer:
@@ -110,6 +112,16 @@ class Scorer:
         """[R] float32, at the optimizer step that training has reached."""
         step = getattr(self.trainer_state(), "global_step", 0)
         return torch.tensor([weight(step) for weight in self._weights], dtype=torch.float32)
+
+    @property
+    def scales(self) -> list[Scale | None]:
+        """[R], the score of a wrong and that of a right completion; None where that is not known."""
+        return self._scales.known
+
+    def observe(self, groups: Sequence[Group]) -> list[Scale | None]:
+        """The scales, once the scored groups of all processes were looked at: only 0 and 1 so far is a scale of 0 to 1."""
+        self._scales.see(groups)
+        return self.scales
 
     def check(self, columns: Iterable[str] | None) -> None:
         """Raise one sentence when a reward is not callable or needs something that the data set's `columns` do not have."""
@@ -137,10 +149,37 @@ class Scorer:
 
     def settle(self, groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
         """Count what happened, raise where the run must stop, and give each group its scores."""
-        for outcome in outcomes:
-            self._account(outcome)
+        try:
+            for outcome in outcomes:
+                self._account(outcome, batch)
+        except RewardError as error:
+            error.events = tuple(event for outcome in outcomes for _, event in outcome.events(batch))
+            raise
         self._warn_of_unscored(outcomes, batch)
-        return _attach(groups, outcomes, batch)
+        scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
+        events = [event for outcome in outcomes for event in outcome.events(batch)]
+        scores, more = within_float32(scores, self.weights, self.names, batch)
+        extras = {column: values for outcome in outcomes for column, values in outcome.extras.items()}
+        return _attach(groups, scores, [*events, *more], extras)
+
+    def tidy(self, before: Surroundings) -> list[Event]:
+        """Put back what calls beside the caller's thread changed, cancel their tasks; what is to be told of it."""
+        changed = [(caller.spec.name, what) for caller in self._callers for what in caller.changed]
+        changed += [("", what) for what in before.put_back()]
+        return self._leftovers.events(changed, self._loop.cancel_left())
+
+    def check_first(self, agree: Callable[[bool], bool] = bool) -> None:
+        """After the first batch: RewardError where a reward failed on every completion, on every process.
+
+        `agree`: true where it is true on any process; all of them call this after the same batch.
+        """
+        if self._is_begun:
+            return
+        self._is_begun = True
+        for name in self.names:
+            has_answered = agree(name in self._proven)
+            if agree(name in self._lost) and not has_answered:
+                raise self._lost.get(name) or RewardError(f"reward {name!r} failed on every completion.")
 
     def take_metrics(self) -> dict[str, Metric]:
         """Seconds, errors and the functions' own `log_metric` values since the last call of this."""
@@ -160,11 +199,12 @@ class Scorer:
     def state_dict(self) -> dict[str, Any]:
         found = {each.spec.name: each.portions.max_tokens for each in self._callers if each.portions}
         bounds = {name: bound for name, bound in found.items() if bound is not None}
-        held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict()}
+        held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict(), "scales": self._scales.state_dict()}
         return {**held, "portions": bounds} if bounds else held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row |= {name: count for name, count in state["in_a_row"].items() if name in self._in_a_row}
+        self._scales.load_state_dict(state.get("scales", {}))
         for caller in self._callers:
             if caller.portions:
                 caller.portions.limit(state.get("portions", {}).get(caller.spec.name))
@@ -189,7 +229,7 @@ class Scorer:
         own = spec.how.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
         return self.timeout_seconds if own is None else own
 
-    def _account(self, outcome: Outcome) -> None:
+    def _account(self, outcome: Outcome, batch: Batch) -> None:
         """Count what happened; raise where the run must stop."""
         name, failures = outcome.name, outcome.failures
         broken = [failure.error for failure in failures if isinstance(failure.error, RewardError)]
@@ -198,7 +238,7 @@ class Scorer:
         if failures and self.on_error == "raise":
             error = failures[0].error
             raise RewardError(
-                f"reward {name!r} raised {describe(error)} while completions were scored (on_reward_error is 'raise')."
+                f"reward {name!r} raised {with_place(error)} while completions were scored (on_reward_error is 'raise')."
             ) from error
         metrics: dict[str, Metric] = {f"rewards/{name}/seconds": Mean(outcome.seconds, 1)}
         if failures:
@@ -212,10 +252,12 @@ class Scorer:
         self._in_a_row[name] = self._in_a_row[name] + 1 if outcome.is_lost else 0
         if not outcome.is_lost:
             self._proven.add(name)
+        elif not self._is_begun:
+            self._lost[name] = _failed_from_the_start(outcome, batch)
         if self._in_a_row[name] >= self.error_limit:
             error = failures[-1].error
             raise RewardError(
-                f"reward {name!r} failed {self._in_a_row[name]} calls in a row, the last with {describe(error)}; "
+                f"reward {name!r} failed {self._in_a_row[name]} calls in a row, the last with {with_place(error)}; "
                 "fix the function and resume, or raise the limit of failures."
             ) from error
 
@@ -228,7 +270,10 @@ class Scoring:
     """
 
     def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:
-        self._scorer, self._callers, self._trainer_state = scorer, callers, trainer_state
+        self._scorer, self._callers = scorer, callers
+        states = {caller: own_state(trainer_state) for caller in callers if takes(caller.spec.call, "trainer_state")}
+        self._states = [states.get(caller) for caller in callers]
+        self._surroundings = Surroundings.now()
         self._started: dict[tuple[int, int], list[tuple[list[int], Future[Outcome]]]] = {}
         for caller in callers:
             caller.breaker.begin()
@@ -239,7 +284,7 @@ class Scoring:
         for index, caller in enumerate(self._callers):
             if caller.manner.streams and group.size:
                 batch = batch or self._scorer.checked(Batch.of([group]))
-                self._started[index, id(group)] = caller.submit(batch, self._trainer_state)
+                self._started[index, id(group)] = caller.submit(batch, self._states[index])
 
     def finish(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with `rewards` [G, R], `events` and `extras`; every one of them was added before."""
@@ -248,19 +293,20 @@ class Scoring:
         batch = self._scorer.checked(Batch.of(groups))
         waiting = [self._pieces(index, groups, batch) for index in range(len(self._callers))]
         outcomes = [
-            self._callers[index].score(batch, self._trainer_state) if pieces is None else None
+            self._callers[index].score(batch, self._states[index]) if pieces is None else None
             for index, pieces in enumerate(waiting)
         ]  # on this thread, while the others go on beside it
         whole = [
             outcome or self._joined(caller, pieces or [], batch)
             for caller, outcome, pieces in zip(self._callers, outcomes, waiting, strict=True)
         ]
+        whole[0].told += self._scorer.tidy(self._surroundings)
         return self._scorer.settle(groups, whole, batch)
 
     def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
         """What came of a reward that ran beside this thread, once all of it has come."""
         parts = [(places, future.result()) for places, future in pieces]
-        return caller.again(Outcome.joined(caller.spec.name, parts, len(batch)), batch, self._trainer_state)
+        return Outcome.joined(caller.spec.name, parts, len(batch))
 
     def _pieces(
         self, index: int, groups: Sequence[Group], batch: Batch
@@ -270,7 +316,7 @@ class Scoring:
         if not caller.is_beside:
             return None
         if not caller.manner.streams:
-            return list(caller.submit(batch, self._trainer_state))
+            return list(caller.submit(batch, self._states[index]))
         pieces: list[tuple[Sequence[int], Future[Outcome]]] = []
         start = 0
         for group in groups:
@@ -314,11 +360,20 @@ def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | None
     return specs
 
 
-def _attach(groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
-    """Each group with its rows of the scores [N, R], the events that concern it, and its logged columns."""
-    scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
-    events = [event for outcome in outcomes for event in outcome.events(batch)]
-    extras: dict[str, list[Any]] = {column: values for outcome in outcomes for column, values in outcome.extras.items()}
+def _failed_from_the_start(outcome: Outcome, batch: Batch) -> RewardError:
+    error = RewardError(
+        f"reward {outcome.name!r} failed on every completion of the first batch, with "
+        f"{with_place(outcome.failures[-1].error)}; fix the function, or what it asks, and start again.",
+        events=[event for _, event in outcome.events(batch)],
+    )
+    error.__cause__ = outcome.failures[-1].error
+    return error
+
+
+def _attach(
+    groups: Sequence[Group], scores: Tensor, events: Sequence[tuple[int, Event]], extras: Mapping[str, list[Any]]
+) -> list[Group]:
+    """Each group with its rows of the scores [N, R], the events that concern it by their row, and its logged columns."""
     scored, start = [], 0
     for group in groups:
         stop = start + group.size

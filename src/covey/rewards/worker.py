@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import itertools
 import json
+import math
 import os
 import pickle
 import signal
@@ -16,7 +18,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, BinaryIO
 
 _PR_SET_PDEATHSIG = 1
@@ -54,7 +56,7 @@ def _load(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         for name, file in given["modules"]:
             _import_file(name, file)
         return {"loaded": True}, pickle.loads(given["reward"])
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the run, which stops with it
+    except BaseException as error:  # noqa: BLE001 - told to the run, which stops with it
         return _failure(error), None
 
 
@@ -80,8 +82,9 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
     if request["seconds"] is not None:
         faulthandler.dump_traceback_later(0.9 * request["seconds"], file=trace)  # where it hangs, also in C
     try:
-        values = _values(reward(**keywords))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the border to user code: told to the run, which counts it
+        size = next((len(value) for value in keywords.values() if isinstance(value, list)), None)
+        values = _values(reward(**keywords), None if size is None else size + 1)
+    except BaseException as error:  # noqa: BLE001 - the border to user code: told to the run, which counts it
         return _failure(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -89,29 +92,37 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
     return {"values": values, "extras": extras, "metrics": metrics, "seconds": time.perf_counter() - started}
 
 
-def _values(returned: Any) -> Any:
-    """What a reward may return as JSON has it; whatever else it is, as text, which the run refuses by name."""
+def _values(returned: Any, most: int | None) -> Any:
+    """What a reward may return as JSON has it, `most` values of it; whatever else it is, as text, which the run refuses."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
-    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+    if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
         return _plain(returned)
-    return [_plain(value) for value in returned]
+    return [_plain(value) for value in itertools.islice(returned, most)]  # it may never end
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | float | str):
         return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**1023 else math.copysign(math.inf, value)
     if hasattr(value, "item") and getattr(value, "size", None) is not None:
         return _plain(value.item())
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return repr(value)[:200]
+    except OverflowError:
+        return math.inf
+    except Exception:  # noqa: BLE001 - no number, or one of the user's own making
+        return f"a {type(value).__name__}"
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
+    try:
+        said = str(error)[:2000]
+    except BaseException as again:  # noqa: BLE001 - the user's __str__
+        said = f"its text cannot be shown, for __str__ raises {type(again).__name__}"
     told = "".join(traceback.format_exception(error))
-    return {"error": type(error).__name__, "said": str(error)[:2000], "traceback": told[-8000:]}
+    return {"error": type(error).__name__, "said": said, "traceback": told[-8000:]}
 
 
 def _read(connection: Any) -> dict[str, Any] | None:

@@ -1,7 +1,9 @@
 """`rollouts/step-000010.parquet`: what the policy wrote at a step, one row a completion, for pandas, DuckDB and the dashboard.
 
 Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `completion`, `finish`, `version`, `source`,
-`num_tokens`, `reward` (weighted total), `reward/<function>` (null: not scored), `advantage`, the data set's columns as JSON,
+`num_tokens`, `reward` (the weighted sum that advantages were made of, after normalization and clipping; with
+`multi_objective_aggregation="normalize_then_sum"` they are made of each reward's own advantages, and this is the weighted sum
+of the rewards), `reward/<function>` as it gave it (null: not scored), `advantage`, the data set's columns as JSON,
 `extra/<name>`, and lists with one entry a token: `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
 `values`, `mask`, `advantages`, `token/<name>` (`token/entropy`, in nats, of what the learner computed).
 """
@@ -41,7 +43,7 @@ def write(
 ) -> Path:
     """Write the file of this step, whole or not at all, and return its path. OSError when the disk refuses.
 
-    `weights` [R] of the total, ones by default. `render` gives the prompt as the model read it; by default its text, or
+    `weights` [R] of the total of groups that have no `totals`, ones by default. `render` gives the prompt as the model read it; by default its text, or
     its messages a line each. `per_token` adds columns: for each name, the numbers [T] of each completion of each group.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +157,9 @@ def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[fl
     for group in groups:
         unscored = [[math.nan] * len(names)] * group.size
         rows += unscored if group.rewards is None else group.rewards.double().tolist()
-    totals = [_total(row, weights) for row in rows]
+    known = [total for group in groups for total in (group.totals.tolist() if group.totals is not None else ())]
+    is_known = len(known) == len(rows)
+    totals = [_or_null(total) for total in known] if is_known else [_total(row, weights) for row in rows]
     columns = {"reward": pa.array(totals, pa.float64())}
     for r, name in enumerate(names):
         name = f"reward/{name}" if f"reward/{name}" not in columns else f"reward/{name}#{r}"

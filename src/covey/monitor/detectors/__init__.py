@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from covey.monitor.detectors.pace import DataDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
-from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence, Swings
+from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
+from covey.monitor.detectors.swings import Conflict, Swings
 from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
-from covey.monitor.detectors.updates import Mismatch, NonFinite, Spike, TinyUpdates
+from covey.monitor.detectors.updates import LargeUpdates, Mismatch, NonFinite, Spike, TinyUpdates
 from covey.monitor.history import History
 from covey.options import ALERT_RULES
 from covey.types import Alert
@@ -29,11 +30,13 @@ READS = frozenset(
         "prompts/mean_length", "steps/non_finite", "eval_reward",
     }
 )  # fmt: skip
-"""Metrics that they look at, beside the audit metrics and `rewards/<name>/errors`."""
+"""Metrics that they look at, beside the audit metrics and each reward's `mean` and `errors`."""
 
 
-def standard(audits: Sequence[str] = ()) -> tuple[Detector, ...]:
-    """One detector of each kind. `audits`: metrics that are not trained on, for `reward_hacking`."""
+def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = None) -> tuple[Detector, ...]:
+    """One detector of each kind. `audits`: metrics that are not trained on, for `reward_hacking`; `weights`: of the rewards
+    that are, by name, for `reward_conflict`.
+    """
     return (
         Hacking(tuple(audits)),
         RewardCollapse(),
@@ -50,10 +53,12 @@ def standard(audits: Sequence[str] = ()) -> tuple[Detector, ...]:
         FormatLoss(),
         Spike(),
         Spike("update/all", "update_spike"),
+        LargeUpdates(),
         TinyUpdates(),
         Mismatch(),
         RewardErrors(),
         Swings(),
+        Conflict(weights or {}),
         SlowConvergence(),
         Plateau(),
         ThroughputDrop(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from covey.monitor.detectors.blame import blamed
 from covey.monitor.history import History, has_risen, shift
 from covey.types import Alert
 
@@ -60,10 +61,13 @@ class EntropyExplosion:
         begun, now = median(entropy.start(10)), median(entropy.last(self.window))
         if now < self.times * begun or now < begun + self.at_least or has_risen(seen):
             return None
-        said = f"entropy rose from {begun:.3g} to {now:.3g} nats a token: completions turn to noise"
-        return seen.alert(
-            "entropy_explosion", "error", said,
+        said, advice = blamed(
+            seen,
+            f"entropy rose from {begun:.3g} to {now:.3g} nats a token: completions turn to noise",
             ("lower learning_rate", "lower entropy_coef", "go back to an earlier checkpoint"),
+        )
+        return seen.alert(
+            "entropy_explosion", "error", said, advice,
             entropy_start=begun, entropy_now=now, **_rewards(seen),
         )  # fmt: skip
 
@@ -106,14 +110,17 @@ class KLRunaway:
         before, now = median(earlier), median(series.last(3))
         if now < self.high or now < self.times * before:
             return None
-        said = f"the policy runs away from the reference: kl {before:.3g} to {now:.3g} nats a token"
-        return seen.alert(
-            "kl_runaway", "error", said,
+        said, advice = blamed(
+            seen,
+            f"the policy runs away from the reference: kl {before:.3g} to {now:.3g} nats a token",
             (
                 "lower learning_rate, or raise beta",
                 "go back to an earlier checkpoint: alert_actions={'kl_runaway': 'roll_back'} does it by itself",
                 "look at the latest completions: a reward that pays for odd text pulls the policy away",
             ),
+        )
+        return seen.alert(
+            "kl_runaway", "error", said, advice,
             kl_before=before, kl_now=now, **_rewards(seen),
         )  # fmt: skip
 
@@ -129,21 +136,26 @@ class DeadGroups:
         tied = seen["frac_reward_zero_std"].last(self.window)
         if len(tied) < self.window or fmean(tied) < self.share:
             return None
-        passed = fmean(seen["groups/all_pass"].last(self.window) or [0.0])
-        failed = fmean(seen["groups/all_fail"].last(self.window) or [0.0])
-        said = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing ({passed:.0%} all right, {failed:.0%} all wrong)"
-        evidence = {"tied": fmean(tied), "all_pass": passed, "all_fail": failed}
+        said, evidence = f"{fmean(tied):.0%} of groups have tied rewards and teach nothing", {"tied": fmean(tied)}
+        passed = failed = 0.0
+        if seen["groups/all_pass"].count:  # only where it is known which scores are right
+            passed, failed = (fmean(seen[f"groups/all_{end}"].last(self.window)) for end in ("pass", "fail"))
+            said += f" ({passed:.0%} all right, {failed:.0%} all wrong)"
+            evidence |= {"all_pass": passed, "all_fail": failed}
         if passed > 0.5:
             return seen.alert(
                 "dead_groups", "info", said, ("the prompts are solved: take harder ones, or stop here",), **evidence
             )
+        advice: tuple[str, ...]
         if failed > 0.5:
             advice = (
                 "the prompts are too hard for this model: take easier ones, or more num_generations",
                 "test the reward on a right answer: a parser that never matches looks just like this",
             )
+            said, advice = blamed(seen, said, advice)
             return seen.alert("dead_groups", "warning", said, advice, **evidence)
         advice = ("the reward gives the same value to all: check what it returns", "raise temperature while sampling")
+        said, advice = blamed(seen, said, advice)
         return seen.alert("dead_groups", "warning", said, advice, **evidence)
 
 

@@ -1,4 +1,4 @@
-"""Is it learning, and is it learning the right thing? Plateau, slow convergence, swings, hacking, rewards that fail."""
+"""Is it learning, and is it learning the right thing? Plateau, slow convergence, hacking, rewards that fail."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from covey.monitor.detectors.blame import blamed
 from covey.monitor.history import History, Series, Shift, noise, rise, shift, since_start
 from covey.types import Alert
 
@@ -88,48 +89,18 @@ class RewardCollapse:
         )  # of all steps: the best of many blocks is by chance
         if change > -self.z * error or change > -self.lost * abs(fmean(best)) or change == 0:
             return None
-        said = f"the reward fell from {fmean(best):.3g} to {fmean(now):.3g}"
-        return seen.alert(
-            "reward_collapse", "error", said,
+        said, advice = blamed(
+            seen,
+            f"the reward fell from {fmean(best):.3g} to {fmean(now):.3g}",
             (
                 "go back to an earlier checkpoint with a lower learning_rate: alert_actions={'reward_collapse': 'roll_back'} does both",
                 "read the latest completions: what they have in common is what went wrong",
                 "if the prompts have become harder on purpose, all is well",
             ),
-            reward_best=fmean(best), reward_now=fmean(now), noise=error, **_signal(seen),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Swings:
-    """`reward_swings`: from step to step the reward jumps more than drawing other prompts explains.
-
-    The mean of P groups has a standard error of at most `reward_std / sqrt(P)`, the bound where completions of a group agree.
-    """
-
-    window: int = 20
-    times: float = 2.0
-
-    def __call__(self, seen: History) -> Alert | None:
-        reward = seen["reward"].last(self.window)
-        spread, prompts = seen["reward_std"].last(self.window), seen["num_prompts"].last(self.window)
-        if len(reward) < self.window or not spread or not prompts:
-            return None
-        allowed = fmean(spread) / math.sqrt(max(median(prompts), 1.0))
-        swing = noise(reward)
-        if not allowed > 0 or swing <= self.times * allowed:
-            return None
-        said = (
-            f"the reward jumps by {swing:.3g} from step to step, {swing / allowed:.1f} times what other prompts explain"
         )
         return seen.alert(
-            "reward_swings", "warning", said,
-            (
-                "lower learning_rate: the policy itself changes from step to step",
-                "look at the reward function: a judge or sandbox that is up and down does this too",
-                "take more prompts a step (gradient_accumulation_steps)",
-            ),
-            swing=swing, explained_by_prompts=allowed, rewards=reward[-10:],
+            "reward_collapse", "error", said, advice,
+            reward_best=fmean(best), reward_now=fmean(now), noise=error, **_signal(seen),
         )  # fmt: skip
 
 

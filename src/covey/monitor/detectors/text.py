@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
+from covey.monitor.detectors.blame import blamed
 from covey.monitor.history import History, has_risen, shift
 from covey.types import Alert
 
@@ -99,13 +100,16 @@ class RepeatedText:
         begun = fmean(repeated.start(self.window)) if repeated.count >= 2 * self.window else 0.0
         if now < self.share or now < begun + self.gain:
             return None
-        said = f"{now:.0%} of a completion's 4-grams occurred in it before ({begun:.0%} at the start)"
-        return seen.alert(
-            "repeated_text", "warning", said,
+        said, advice = blamed(
+            seen,
+            f"{now:.0%} of a completion's 4-grams occurred in it before ({begun:.0%} at the start)",
             (
                 "add a repetition penalty to the reward (repetition)",
                 "lower learning_rate; long repeated endings are a sign of a policy that has left its language",
             ),
+        )
+        return seen.alert(
+            "repeated_text", "warning", said, advice,
             repetition_start=begun, repetition_now=now, **_latest(seen, "completions/clipped_ratio"),
         )  # fmt: skip
 

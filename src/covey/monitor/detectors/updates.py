@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from covey.monitor.detectors.blame import LOWER_RATE, MOST
 from covey.monitor.history import History, has_risen
 from covey.types import Alert
 
@@ -49,7 +50,7 @@ class NonFinite:
         bad = seen["steps/non_finite"].last(self.window)
         if not any(bad):
             return None
-        said = f"the loss or gradient of step {seen.step} is not finite; the update was left out"
+        said = f"the loss or gradient of step {seen.step} is not finite{_at_rate(seen)}; the update was left out"
         return seen.alert(
             "non_finite", "error", said,
             (
@@ -57,7 +58,26 @@ class NonFinite:
                 "look at the batch, which is kept in bad_steps/",
                 "compute in float32 or bfloat16 rather than float16",
             ),
-            grad_norm=_latest(seen, "grad_norm"),
+            grad_norm=_latest(seen, "grad_norm"), learning_rate=_latest(seen, "learning_rate"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LargeUpdates:
+    """`large_updates`: a step moved the weights by a good part of their size. One such step can undo what a model knows."""
+
+    most: float = MOST
+
+    def __call__(self, seen: History) -> Alert | None:
+        size = _latest(seen, "update/all")
+        if size is None or size < self.most:
+            return None
+        said = (
+            f"the step moved the weights by {size:.0%} of their size{_at_rate(seen)}: what the model knew may be lost"
+        )
+        return seen.alert(
+            "large_updates", "error", said, (LOWER_RATE, "go back to a checkpoint from before it"),
+            update_size=size, learning_rate=_latest(seen, "learning_rate"),
         )  # fmt: skip
 
 
@@ -132,6 +152,11 @@ def _spread(values: Sequence[float]) -> float:
     logs = [math.log(value) for value in values]
     middle = median(logs)
     return max(1.4826 * median(abs(x - middle) for x in logs), 0.25)
+
+
+def _at_rate(seen: History) -> str:
+    rate = _latest(seen, "learning_rate")
+    return "" if rate is None else f" at a learning_rate of {rate:.3g}"
 
 
 def _latest(seen: History, name: str) -> float | None:

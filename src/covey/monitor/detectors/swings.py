@@ -1,0 +1,125 @@
+"""Rewards that go up and down, and rewards that are at odds with each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+
+from covey.monitor.history import History, Series, rise, shift
+from covey.types import Alert
+
+
+@dataclass(frozen=True)
+class Swings:
+    """`reward_swings`: the reward goes up and down again and again, by more than drawing other prompts explains.
+
+    The mean of P groups has a standard error of at most `reward_std / sqrt(P)`, the bound where completions of a group agree.
+    A turn counts where the reward comes back by `times` that, by a tenth of all that it went in this run, and by a twentieth of
+    itself. So neither a steady rise nor a reward that rests at its highest value has turns.
+    """
+
+    window: int = 20
+    times: float = 4.0
+    turns: int = 4
+
+    def __call__(self, seen: History) -> Alert | None:
+        reward = seen["reward"].last(self.window)
+        spread, prompts = seen["reward_std"].last(self.window), seen["num_prompts"].last(self.window)
+        if len(reward) < self.window or not spread or not prompts:
+            return None
+        allowed = math.sqrt(fmean(one * one for one in spread)) / math.sqrt(max(median(prompts), 1.0))
+        if not allowed > 0:
+            return None
+        known = [*seen["reward"].first, *seen["reward"].recent]
+        least = max(self.times * allowed, 0.1 * (max(known) - min(known)), 0.05 * abs(fmean(reward)))
+        ends = turning_points(reward, least)
+        if len(ends) < self.turns:
+            return None
+        swing = median(abs(b - a) for a, b in pairwise(ends))
+        said = (
+            f"the reward goes up and down: {len(ends)} turns in {self.window} steps, by {swing:.3g} each, where other prompts "
+            f"explain about {2 * allowed:.2g}"
+        )
+        return seen.alert(
+            "reward_swings", "warning", said,
+            (
+                "lower learning_rate: the policy itself changes from step to step",
+                "look at the reward function: a judge or sandbox that is up and down does this too",
+                "take more prompts a step (gradient_accumulation_steps)",
+            ),
+            swing=swing, turns=len(ends), explained_by_prompts=allowed, rewards=reward[-10:],
+        )  # fmt: skip
+
+
+def turning_points(values: Sequence[float], least: float) -> list[float]:
+    """The highs and lows from which the values came back by `least` or more, in order; where they begin is none of them."""
+    found: list[float] = []
+    low = high = values[0]
+    way = 0  # up 1, down -1, not known yet 0
+    for value in values:
+        low, high = min(low, value), max(high, value)
+        if way >= 0 and high - value >= least:
+            found += [high] if way else []
+            way, low = -1, value
+        elif way <= 0 and value - low >= least:
+            found += [low] if way else []
+            way, high = 1, value
+    return found
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """`reward_conflict`: one reward falls while the weighted sum rises, so that the others are bought at its cost.
+
+    Both must have changed since the start and have a trend over the steps, each beyond noise. The fall must matter: a reward
+    above 0 lost 30% of itself, or any reward cost half of what the sum gained. A length penalty that grows a little as answers
+    become right is thus no conflict.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the rewards that count, by name: those of a weight above 0 that does not move."""
+    z: float = 4.0
+    window: int = 10
+    lost: float = 0.3
+    cost: float = 0.5
+
+    def __call__(self, seen: History) -> Alert | None:
+        gained = self._change(seen["reward"], up=True)
+        if gained is None or len(self.weights) < 2:
+            return None
+        for name, weight in self.weights.items():
+            fell = self._change(seen[f"rewards/{name}/mean"], up=False)
+            if fell is None or not self._matters(fell, weight, gained):
+                continue
+            said = (
+                f"the reward {name} fell from {fell[0]:.3g} to {fell[1]:.3g} while the weighted sum rose from {gained[0]:.3g} to "
+                f"{gained[1]:.3g}: the other rewards are bought at its cost"
+            )
+            return seen.alert(
+                "reward_conflict", "warning", said,
+                (
+                    f"give {name} more weight, or the others less (reward_weights): rewards/<name>/advantage_share says which counts",
+                    "bring rewards to one scale (reward_normalization='group') or bound them (reward_clip)",
+                    "read the completions of the highest reward in rollouts/",
+                ),
+                reward=name, reward_start=fell[0], reward_now=fell[1], sum_start=gained[0], sum_now=gained[1],
+            )  # fmt: skip
+        return None
+
+    def _change(self, series: Series, *, up: bool) -> tuple[float, float] | None:
+        """Start and now of a metric that went this way beyond noise, from its start to now and as a trend; None otherwise."""
+        if series.count < 2 * self.window:
+            return None
+        sign = 1.0 if up else -1.0
+        moved = shift(series.start(self.window), series.last(self.window))
+        rose, error = rise(series.last(series.count))
+        has_trend = sign * rose > self.z * error
+        return (moved.before, moved.after) if sign * moved.z > self.z and has_trend else None
+
+    def _matters(self, fell: tuple[float, float], weight: float, gained: tuple[float, float]) -> bool:
+        before, after = fell
+        is_much = before > 0 and after < (1 - self.lost) * before
+        return is_much or weight * (before - after) > self.cost * (gained[1] - gained[0])

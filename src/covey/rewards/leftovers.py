@@ -1,0 +1,47 @@
+"""What rewards leave behind at the end of a batch: changed settings of the process, tasks that nobody awaits, threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+
+from covey.types import Event
+
+logger = logging.getLogger(__name__)
+
+_MANY_THREADS = 64
+
+
+class Leftovers:
+    """Tells of each kind of thing once for each reward, as an event and as a warning."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+        self._threads = threading.active_count()
+
+    def events(self, changed: Iterable[tuple[str, str]], tasks: Mapping[str, int]) -> list[Event]:
+        """Of what was put back (name of the reward or "", what it changed), of tasks that were cancelled, and of threads."""
+        found = [(name, "reward_side_effect", what, f"changed {what}, which was put back") for name, what in changed]
+        found += [
+            (
+                name,
+                "reward_tasks_left",
+                "tasks",
+                f"left {count} task(s) running, which were cancelled; await what it starts",
+            )
+            for name, count in tasks.items()
+        ]
+        more = threading.active_count() - self._threads
+        if more >= _MANY_THREADS:
+            said = f"left {more} threads running, which cannot be ended from outside; join what it starts"
+            found.append(("", "reward_threads_left", "threads", said))
+        return [
+            self._told_of(name, kind, what, said) for name, kind, what, said in found if (name, what) not in self._told
+        ]
+
+    def _told_of(self, name: str, kind: str, what: str, said: str) -> Event:
+        self._told.add((name, what))
+        sentence = f"Reward {name!r} {said}." if name else f"A reward {said}."
+        logger.warning("%s It is told once.", sentence)
+        return Event(kind=kind, said=sentence, details={"reward": name})

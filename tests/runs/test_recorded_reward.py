@@ -1,0 +1,56 @@
+"""`reward` in rollouts/*.parquet: the weighted sum that advantages were made of, not the plain sum."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from covey.runs import rollouts
+
+sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
+from small_runs import trainer
+
+
+def long(completions):
+    return [float(len(c)) for c in completions]
+
+
+def first(completions):
+    return [None if len(c) % 3 == 0 else float(ord(c[0]) % 5) for c in completions]
+
+
+def recorded(folder, **options):
+    trainer(folder, reward_funcs=[long, first], rollout_log_steps=1, save_strategy="no", **options).train()
+    return [row for step in (1, 2, 3) for row in rollouts.read(folder / "rollouts" / f"step-{step:06d}.parquet")]
+
+
+def weighted(row, *weights):
+    scores = (row["reward/long"], row["reward/first"])
+    return sum(weight * score for weight, score in zip(weights, scores, strict=True) if score is not None)
+
+
+def test_it_is_the_weighted_sum_and_what_was_not_scored_counts_nothing(tmp_path):
+    rows = recorded(tmp_path / "run", reward_weights=[0.5, -3.0], max_steps=3)
+    assert any(row["reward/first"] is None for row in rows)
+    assert [row["reward"] for row in rows] == pytest.approx([weighted(row, 0.5, -3.0) for row in rows])
+
+
+def test_a_schedule_counts_with_the_weights_of_the_step_that_drew_the_rollout(tmp_path):
+    rows = recorded(tmp_path / "run", reward_weights=["linear:1:0:2", 1.0], max_steps=3, steps_per_generation=2)
+    weights = {1: 1.0, 2: 1.0, 3: 0.0}  # two steps a rollout
+    assert [row["reward"] for row in rows] == pytest.approx([weighted(row, weights[row["step"]], 1.0) for row in rows])
+
+
+def test_advantages_follow_from_it(tmp_path):
+    rows = recorded(tmp_path / "run", reward_weights=[2.0, 1.0], max_steps=3, reward_clip=[-3.0, 3.0])
+    by_group = {}
+    for row in rows:
+        by_group.setdefault((row["step"], row["group"]), []).append(row)
+    for own in by_group.values():
+        mean = sum(row["reward"] for row in own) / len(own)
+        deviation = math.sqrt(sum((row["reward"] - mean) ** 2 for row in own) / (len(own) - 1))
+        expected = [(row["reward"] - mean) / (deviation + 1e-4) if deviation else 0.0 for row in own]
+        assert [row["advantage"] for row in own] == pytest.approx(expected, abs=1e-4)
