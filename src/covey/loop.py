@@ -28,8 +28,12 @@ def run(parts: Parts, state: TrainState) -> TrainState:
     """Train until `parts.total_steps`, or until the session asks to stop. One turn is one optimizer step."""
     parts.sampler.load(parts.learner.policy.model, version=state.step)
     while state.step < parts.total_steps and not parts.session.should_stop:
+        started = time.perf_counter()
         try:
-            state = turn(parts, state)
+            if not state.pending:
+                with undone_when_stopped(parts):
+                    state = roll_out(parts, state)
+            state = turn(parts, state, started)
         except StopNow:  # the session saves what the last whole step left
             break
         except NumericsError as error:
@@ -37,12 +41,11 @@ def run(parts: Parts, state: TrainState) -> TrainState:
     return state
 
 
-def turn(parts: Parts, state: TrainState) -> TrainState:
-    """One optimizer step, with the rollout before it where one is due. Raises SpoiledError when training must go back."""
-    started = time.perf_counter()
-    if not state.pending:
-        with undone_when_stopped(parts):
-            state = roll_out(parts, state)
+def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
+    """One optimizer step on the next batch of a rollout, and what follows it; `started`: when its time began to count.
+
+    Raises SpoiledError when training must go back.
+    """
     batch, waiting = state.popped()
     algorithm = parts.algorithm.resolve(state.controllers)
     seconds = dict(state.rollout_seconds)
