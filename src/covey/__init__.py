@@ -63,7 +63,17 @@ def _set_threads() -> None:
 _set_threads()
 
 
+def expect_docstrings() -> None:
+    """Raise ConfigError under `python -OO`, which strips the docstrings that transformers reads when it is imported."""
+    if sys.flags.optimize >= 2:
+        from covey.errors import ConfigError
+
+        raise ConfigError("python -OO strips docstrings, which transformers needs; use python -O, or neither.")
+
+
 def __getattr__(name: str) -> Any:
+    if name in (*_MODULES, *_WHERE):
+        expect_docstrings()
     if name in _MODULES:
         return importlib.import_module(f"covey.{name}")
     if name not in _WHERE:

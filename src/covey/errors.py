@@ -66,6 +66,10 @@ class NumericsError(CoveyError):
     exit_code = 70
 
 
+class SpoiledError(NumericsError):
+    """Weights or other state of training hold NaN, infinity or absurd values: the run goes back to a checkpoint, or ends."""
+
+
 class MemoryLimitError(CoveyError):
     """The smallest piece of work does not fit in memory."""
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from covey.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
 from covey.data import PromptStream
-from covey.errors import RewardError
+from covey.errors import NumericsError, RewardError
 from covey.interruption import StopNow
+from covey.ladder import is_left_out
 from covey.memory import collecting_new_garbage_only
 from covey.parts import Parts
-from covey.recovery import after_step, take
+from covey.recovery import after_spoiled, after_step, expect_sound_end, take
 from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
 from covey.rollout import SamplingParams
 from covey.runs import rng
@@ -32,23 +33,37 @@ def run(parts: Parts, state: TrainState) -> TrainState:
             if not state.pending:
                 with undone_when_stopped(parts):
                     state = roll_out(parts, state)
-            batch, waiting = state.popped()
-            algorithm = parts.algorithm.resolve(state.controllers)
-            seconds = dict(state.rollout_seconds)
-            with timed(seconds, "learn"), undone_when_stopped(parts):
-                report = parts.learner.step(batch, algorithm, state.step + 1)
+            state = turn(parts, state, started)
         except StopNow:  # the session saves what the last whole step left
             break
-        with timed(seconds, "learn"):
-            parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
-        report = report.merged(state.rollout_metrics)
-        seconds["step"] = time.perf_counter() - started
-        report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
-        controllers = parts.algorithm.advance(state.controllers, report)
-        state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
-        parts.sampler.load(parts.learner.policy.model, version=state.step)
-        parts.session.record(state, batch, report)
-        state = after_step(parts, state, batch, report)
+        except NumericsError as error:
+            state = after_spoiled(parts, state, error)
+    return state
+
+
+def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
+    """One optimizer step on the next batch of a rollout, and what follows it; `started`: when its time began to count.
+
+    Raises SpoiledError when training must go back.
+    """
+    batch, waiting = state.popped()
+    algorithm = parts.algorithm.resolve(state.controllers)
+    seconds = dict(state.rollout_seconds)
+    with timed(seconds, "learn"), undone_when_stopped(parts):
+        report = parts.learner.step(batch, algorithm, state.step + 1)
+    with timed(seconds, "learn"):
+        parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
+    report = report.merged(state.rollout_metrics)
+    seconds["step"] = time.perf_counter() - started
+    report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
+    is_lost = is_left_out(report.events)  # its numbers would make NaN of an adaptive coefficient
+    controllers = state.controllers if is_lost else parts.algorithm.advance(state.controllers, report)
+    state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
+    parts.sampler.load(parts.learner.policy.model, version=state.step)
+    parts.session.record(state, batch, report)
+    state = after_step(parts, state, batch, report)
+    if state.step >= parts.total_steps or parts.session.should_stop:
+        expect_sound_end(parts, state)
     return state
 
 

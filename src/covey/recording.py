@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from covey.errors import CheckpointError, RewardError
+from covey.errors import CheckpointError, RewardError, SpoiledError
+from covey.learner.soundness import saved_weights, weight_fault
 from covey.models import quiet_bars
 from covey.parts import Parts
 from covey.rollout import NativeSampler
@@ -18,6 +19,7 @@ from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
 from covey.session import Session
 from covey.state import TrainState
 from covey.types import Event, Group, StepReport
+from covey.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,11 @@ logger = logging.getLogger(__name__)
 def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any] | None = None) -> None:
     """Model (or adapter) and tokenizer as transformers writes them, so that any tool can open the folder.
 
-    `weights` (None: the model's own, as they are now): a copy of its `state_dict`.
+    `weights` (None: the model's own, as they are now): a copy of its `state_dict`. Raises SpoiledError, and writes nothing, for a
+    model of which a weight is not finite.
     """
+    if weights is None:
+        expect_finite_end(model)
     folder.mkdir(parents=True, exist_ok=True)
     with quiet_bars():
         model.save_pretrained(folder, state_dict=weights)
@@ -115,6 +120,41 @@ def load_weights(model: Any, folder: Path) -> None:
     with quiet_bars():
         saved = type(model).from_pretrained(folder, dtype=model.dtype)
     model.load_state_dict(saved.state_dict())
+
+
+def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
+    """With `load_best_model_at_end`, the weights of the best evaluation's checkpoint into the model; every process calls it.
+
+    Raises SpoiledError where the weights that the run ends with are not finite.
+    """
+    _load_best(model, args, state, world)
+    expect_finite_end(model)
+
+
+def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
+    best = world.broadcast(state.best_model_checkpoint)  # only the main process knows what was saved
+    if not args.load_best_model_at_end:
+        return
+    if best is not None:
+        load_weights(model, Path(best))
+    at = state.best_global_step
+    if world.is_main and at is not None and (best is None or Path(best).name != f"checkpoint-{at}"):
+        ends = "its last weights" if best is None else f"those of {Path(best).name}"
+        logger.warning(
+            "The best evaluation was at step %s, where no checkpoint was saved; the run ends with %s. "
+            "save_strategy='best' saves one at every best evaluation.",
+            at,
+            ends,
+        )
+
+
+def expect_finite_end(model: Any) -> None:
+    """Raise SpoiledError unless what would be written of the model is finite."""
+    if fault := weight_fault(saved_weights(model)):
+        raise SpoiledError(
+            f"The model cannot be kept as it is: {fault}; look for a callback or hook that writes to it, and take the newest "
+            "checkpoint of the run instead."
+        )
 
 
 def callback_states(handler: Any) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from covey.data import PromptStream
-from covey.errors import CheckpointError, DataError, NumericsError
+from covey.errors import CheckpointError, DataError, NumericsError, SpoiledError
 from covey.ladder import is_left_out
 from covey.learner import Learner
+from covey.learner.soundness import expect_sound, saved_weights, weight_fault
 from covey.parts import Parts
 from covey.recording import restore_history, restore_tree
 from covey.runs import checkpoint, seal, serial
@@ -39,6 +40,36 @@ def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: 
         return state
     said = next(event.said for event in report.events if is_left_out((event,)))
     return roll_back(parts, state, why=said, set_aside=[group.prompt for group in batch])
+
+
+def after_spoiled(parts: Parts, state: TrainState, error: NumericsError) -> TrainState:
+    """The state of the newest good checkpoint, where weights hold NaN: no update that is left out mends those.
+
+    Raises SpoiledError with `on_bad_numbers='stop'`, after `roll_backs_limit` returns, and where there is no checkpoint; and
+    `error` itself where the weights are finite.
+    """
+    if not isinstance(error, SpoiledError):
+        fault = weight_fault(saved_weights(parts.learner.policy.model))
+        if fault is None:
+            raise error
+        error = SpoiledError(f"{fault}: {error}")
+    rungs = parts.learner.ladder.rungs
+    parts.learner.forget()
+    parts.session.recorder.event(state.step, Event(kind="spoiled", said=str(error)))
+    if rungs.on_bad_numbers == "stop":
+        raise SpoiledError(f"{error} on_bad_numbers='stop' ends the run here.") from error
+    if state.roll_backs >= rungs.roll_backs_limit:
+        raise SpoiledError(f"{error} The run ends after {state.roll_backs} returns to a checkpoint.") from error
+    try:
+        return roll_back(parts, state, why=str(error), before=state.step + 1)
+    except NumericsError as none:
+        raise SpoiledError(str(none)) from error
+
+
+def expect_sound_end(parts: Parts, state: TrainState) -> None:
+    """Raise SpoiledError on every process unless the weights that a run ends with are finite."""
+    fault = weight_fault(saved_weights(parts.learner.policy.model))
+    expect_sound(fault, f"after step {state.step}", anywhere=parts.world.any(fault is not None))
 
 
 def roll_back(

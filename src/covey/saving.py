@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerState
 
 from covey.errors import StorageError
 from covey.invariants import Watch, expect_adapter_reloads, expect_same_weights
+from covey.learner.soundness import expect_sound, parameter_names, saved_weights, state_fault, weight_fault
 from covey.memory import free_memory
 from covey.monitor.trackers import reads_checkpoints
 from covey.parts import Parts
@@ -54,9 +55,16 @@ class Saver:
     """Saves in a row that the disk refused."""
 
     def save(self, parts: Parts, state: TrainState) -> None:
-        """Save the run as it is now. Every process must call it; the main one writes."""
-        expect_same_weights(self.model, parts.world)
+        """Save the run as it is now. Every process must call it; the main one writes.
+
+        Raises SpoiledError on all of them, and writes nothing, when a weight or other state holds NaN or infinity.
+        """
         tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
+        names = parameter_names(self.model, parts.learner.optimizer)
+        fault = weight_fault(saved_weights(self.model)) or state_fault(tree, names)
+        when = f"step {state.step}, no checkpoint is made of it"
+        expect_sound(fault, when, anywhere=parts.world.any(fault is not None))
+        expect_same_weights(self.model, parts.world)
         if not parts.world.is_main:
             return
         self.finish(parts)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from covey.errors import RewardError
+from covey.errors import RewardError, SpoiledError
 from covey.monitor import Monitor
 from covey.state import TrainState
 from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
@@ -101,9 +104,14 @@ class Session:
         """Go on from here, in the middle of a run: a checkpoint that was just restored."""
         self.latest = state
         self.last_saved = state.step
+        if self.trainer_state.global_step >= self.trainer_state.max_steps:
+            self.control.should_training_stop = False  # it was the last step, and is no more
         self.trainer_state.global_step = state.step
         self.trainer_state.num_input_tokens_seen = state.num_tokens
-        self._call("on_step_begin")
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        self._hear_signals()
+        if not self.should_stop:
+            self._call("on_step_begin")
 
     def begin(self, state: TrainState) -> None:
         """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""
@@ -148,6 +156,13 @@ class Session:
 
     def end(self, state: TrainState) -> dict[str, float]:
         """After the last step: a checkpoint if the run was interrupted, `on_train_end`, and the run's summary."""
+        try:
+            return self._end(state)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _end(self, state: TrainState) -> dict[str, float]:
         self._hear_signals()
         if self.is_asked_to_stop and state.step > self.last_saved and self.args.save_strategy != "no":
             self._save(state)
@@ -165,6 +180,13 @@ class Session:
         self.recorder.close("stopped" if self.is_asked_to_stop else "finished")
         self.display.close()
         return summary
+
+    def save_after_error(self) -> None:
+        """A checkpoint of the last whole step, where an error ends the run; none of state that is not finite."""
+        try:
+            self.save(self.latest)
+        except SpoiledError as spoiled:
+            logger.error("%s", spoiled)
 
     def fail(self, error: BaseException) -> None:
         """An error ends the run: what is being written is finished, and `run.json` says so."""

@@ -29,7 +29,7 @@ from covey.build import (
     given_algorithm,
 )
 from covey.config import GRPOConfig
-from covey.errors import ConfigError, CoveyError, DataError, InvariantError, StorageError
+from covey.errors import ConfigError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
 from covey.evaluation import Evaluator
 from covey.learner import Learner
 from covey.loading import load_for_training
@@ -38,14 +38,17 @@ from covey.monitor.trackers import Trackers
 from covey.parts import Parts
 from covey.recording import (
     Recording,
-    load_weights,
+    load_best,
     restore_history,
     restore_tree,
     write_model,
 )
 from covey.recovery import lower_learning_rate
 from covey.runs import RunFolder, StopRequest, checkpoint
+from covey.runs.console import lasting_output
+from covey.runs.kept import tell_stopped, told_of_the_disk, write_whole
 from covey.runs.resuming import expect_resumable
+from covey.runs.storage import REFUSALS
 from covey.saving import Saver
 from covey.session import Session
 from covey.state import TrainState
@@ -53,7 +56,7 @@ from covey.world import World
 
 logger = logging.getLogger(__name__)
 
-_NO_CHECKPOINT_AFTER = (InvariantError, StorageError)
+_NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
 _NOT_YET = {
     "tools": "tool calls in rollouts are not supported yet",
     "rollout_func": "give Covey a `Sampler` of your own instead: it is a protocol of two methods",
@@ -116,6 +119,8 @@ class GRPOTrainer:
         self.control = TrainerControl()
         self.is_strict, self._restarts = False, False
         """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
+        self.raises_when_stopped = True
+        """After a stop signal `train` raises, so that a script does not go on as if it had trained; False: `stopped_by` says so."""
         self.stopped_by: str | None = None
         self.exit_code = 0
         self.callback_handler = self._build_callbacks(callbacks)
@@ -129,6 +134,7 @@ class GRPOTrainer:
 
         `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
         transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
+        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
         """
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
@@ -137,7 +143,8 @@ class GRPOTrainer:
         found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(found)
         expect_resumable(start, self.args, self.train_dataset, self.model, tells=self.world.is_main)
-        with StopRequest() as stop, closing(self.scorer), closing(self.trackers):
+        told = told_of_the_disk("A file of the run", self.output_dir, self.output_dir)
+        with lasting_output(), told, StopRequest() as stop, closing(self.scorer), closing(self.trackers):
             parts = self._build_parts(stop, start)
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
@@ -146,8 +153,15 @@ class GRPOTrainer:
             self.world.expect_same(rows)
             state = self._run(parts, state)
             summary = parts.session.end(state)
-        self._load_best()
+            if parts.session.is_asked_to_stop:
+                stop.adopt(self.world.gather([stop.name]))
+        load_best(self.model, self.args, self.state, self.world)
         self.stopped_by, self.exit_code = stop.name, stop.exit_code
+        if stop.name is not None and self.world.is_main:
+            saves, tells = self.args.save_strategy != "no", self.raises_when_stopped
+            tell_stopped(stop.name, state.step, self.output_dir, saves=saves, tells=tells)
+        if self.raises_when_stopped:
+            stop.leave()
         return TrainOutput(state.step, summary["train_loss"], summary)
 
     def evaluate(
@@ -176,13 +190,16 @@ class GRPOTrainer:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (an adapter, for PEFT) and its tokenizer as transformers would, to `output_dir`."""
         if self.world.is_main:
-            write_model(Path(output_dir or self.output_dir), self.model, self.processing_class)
+            folder = Path(output_dir or self.output_dir)
+            with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
+                write_whole(folder, partial(write_model, model=self.model, tokenizer=self.processing_class))
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""
         if self.world.is_main:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+            with told_of_the_disk("trainer_state.json", self.output_dir, self.output_dir, REFUSALS):
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and hand it to the callbacks."""
@@ -320,7 +337,7 @@ class GRPOTrainer:
             saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)
             saves = saves and self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved
             if is_shared and saves:
-                parts.session.save(parts.session.latest)
+                parts.session.save_after_error()
             parts.session.fail(error)
             raise
         finally:
@@ -351,22 +368,6 @@ class GRPOTrainer:
         restore_history(parts.session, start)
         self.state.num_input_tokens_seen = state.num_tokens
         return state
-
-    def _load_best(self) -> None:
-        best = self.world.broadcast(self.state.best_model_checkpoint)  # only the main process knows what was saved
-        if not self.args.load_best_model_at_end:
-            return
-        if best is not None:
-            load_weights(self.model, Path(best))
-        at = self.state.best_global_step
-        if self.world.is_main and at is not None and (best is None or Path(best).name != f"checkpoint-{at}"):
-            ends = "its last weights" if best is None else f"those of {Path(best).name}"
-            logger.warning(
-                "The best evaluation was at step %s, where no checkpoint was saved; the run ends with %s. "
-                "save_strategy='best' saves one at every best evaluation.",
-                at,
-                ends,
-            )
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -50,6 +51,13 @@ def trainer(folder: Path, **changed: Any) -> GRPOTrainer:
 
 
 _CONSTRUCTOR = {"model", "train_dataset", "eval_dataset", "reward_funcs", "callbacks", "peft_config", "algorithm"}
+
+
+def stopped(one: GRPOTrainer) -> BaseException:
+    """Train until a signal stops it, as it must; what `train` raised then."""
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        one.train()
+    return caught.value
 
 
 def weights(one: GRPOTrainer) -> torch.Tensor:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import trainer
+from small_runs import stopped, trainer
 from transformers import TrainerCallback
 
 from covey.errors import StorageError
@@ -200,7 +200,7 @@ def test_a_stop_signal_waits_for_the_write(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # of its own process, were the run not to catch it
     try:
         one = trainer(tmp_path, save_steps=1, callbacks=[Stop()])
-        one.train()
+        stopped(one)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert one.exit_code == 75

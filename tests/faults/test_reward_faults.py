@@ -156,7 +156,7 @@ def eventually(condition, seconds=180):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM twice"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT twice"])
 def test_no_worker_outlives_a_run_that_is_ended_while_its_reward_hangs_in_c(tmp_path, how):
     process = start(words(tmp_path, "run", ["stuck_for_ever"], 3))
     try:

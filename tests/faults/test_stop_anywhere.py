@@ -18,7 +18,7 @@ from covey.learner.reference import FrozenCopy
 from covey.rollout.engine import NativeSampler
 from covey.runs import checkpoint, seal
 from covey.saving import Saver
-from faults.small_runs import reward_len, trainer, weights
+from faults.small_runs import reward_len, stopped, trainer, weights
 
 OPTIONS: dict[str, Any] = {
     "max_steps": 4,
@@ -101,14 +101,14 @@ def test_a_signal_in_any_phase_leaves_a_checkpoint_from_which_the_run_ends_bit_f
     phase: str, number: signal.Signals, undisturbed: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with signalled(phase, number, monkeypatch) as reward:
-        stopped = run_of(tmp_path / "run", reward)
-        stopped.train()
-    assert stopped.exit_code == CODES[number]
-    assert stopped.stopped_by == number.name
-    assert stopped.state.global_step < OPTIONS["max_steps"]
+        one = run_of(tmp_path / "run", reward)
+        stopped(one)
+    assert one.exit_code == CODES[number]
+    assert one.stopped_by == number.name
+    assert one.state.global_step < OPTIONS["max_steps"]
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
-    assert checkpoint.step_of(newest) == stopped.state.global_step
+    assert checkpoint.step_of(newest) == one.state.global_step
     assert seal.problems(newest) == []
     assert not [path for path in (tmp_path / "run").iterdir() if ".tmp-" in path.name]
     again = run_of(tmp_path / "run")

@@ -14,7 +14,7 @@ from covey.learner.learner import Learner
 from covey.rollout.engine import NativeSampler
 from covey.rollout.hf import TransformersSampler
 from covey.runs import checkpoint
-from faults.small_runs import reward_len, trainer, weights
+from faults.small_runs import reward_len, stopped, trainer, weights
 
 STEPS = 4
 OPTIONS: dict[str, Any] = {"max_steps": STEPS, "save_steps": 100, "beta": 0.05, "max_tokens_per_microbatch": 40}
@@ -65,14 +65,14 @@ def test_a_signal_is_heard_between_tokens_and_micro_batches(
 ) -> None:
     watch = SignalAt(n)
     monkeypatch.setattr(where, "between", watch, raising=False)
-    stopped = trainer(tmp_path / "run", **OPTIONS)
-    stopped.train()
-    assert stopped.stopped_by == "SIGTERM"
-    assert stopped.exit_code == 75
+    run = trainer(tmp_path / "run", **OPTIONS)
+    stopped(run)
+    assert run.stopped_by == "SIGTERM"
+    assert run.exit_code == 75
     assert watch.passed_after == 0  # nothing more was begun
-    assert stopped.state.global_step < STEPS
+    assert run.state.global_step < STEPS
     (saved,) = checkpoint.checkpoints(tmp_path / "run")
-    assert checkpoint.step_of(saved) == stopped.state.global_step
+    assert checkpoint.step_of(saved) == run.state.global_step
     monkeypatch.undo()
     again = trainer(tmp_path / "run", **OPTIONS)
     again.train(resume_from_checkpoint=True)
@@ -83,7 +83,7 @@ def test_the_transformers_sampler_hears_it_too(tmp_path: Path, monkeypatch: pyte
     watch = SignalAt(4, signal.SIGINT)
     monkeypatch.setattr(TransformersSampler, "between", watch, raising=False)
     run = trainer(tmp_path / "run", rollout_backend="transformers", **OPTIONS)
-    run.train()
+    stopped(run)
     assert (run.stopped_by, run.exit_code, watch.passed_after) == ("SIGINT", 130, 0)
 
 
@@ -102,7 +102,7 @@ def test_an_evaluation_is_finished_before_the_stop(tmp_path: Path, monkeypatch: 
 
     run = trainer(tmp_path / "run", reward_funcs=watched, eval_dataset=Dataset.from_list(rows), eval_strategy="steps", eval_steps=1,
                   per_device_eval_batch_size=8, **OPTIONS)  # fmt: skip
-    run.train()
+    stopped(run)
     assert run.exit_code == 75
     assert run.state.global_step == 1
     assert any("eval_reward" in entry for entry in run.state.log_history)

@@ -1,4 +1,4 @@
-"""The first signal asks, the second ends; handlers of others are called and put back. Real signals, real processes."""
+"""The first signal asks, a second Ctrl-C ends; handlers of others are called and put back. Real signals, real processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import time
 import pytest
 
 from covey.runs.signals import StopRequest
-
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
 LOOP = """
 import sys, time
@@ -48,16 +46,76 @@ def test_a_signal_lets_the_loop_finish_and_says_the_code(number: signal.Signals,
     assert process.returncode == code
 
 
-@pytest.mark.parametrize("first", SIGNALS)
-@pytest.mark.parametrize("second, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_second_signal_ends_the_process_at_once(first: signal.Signals, second: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize("before", [[], [signal.SIGTERM], [signal.SIGUSR1]])
+def test_a_second_ctrl_c_ends_the_process_at_once(before: list[signal.Signals]) -> None:
     with started("stubborn") as process:
         assert process.stdout is not None
+        for number in [*before, signal.SIGINT]:
+            process.send_signal(number)
+            assert process.stdout.readline() == "asked\n"
+            time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+
+
+SLOW = """
+import sys, time
+from covey.runs.signals import StopRequest
+
+print("ready", flush=True)
+with StopRequest() as stop:
+    print("entered", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("saving", flush=True)
+    time.sleep(2.5)
+    print("saved", flush=True)
+sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    "first, second, code",
+    [
+        (signal.SIGTERM, signal.SIGINT, 75),
+        (signal.SIGTERM, signal.SIGTERM, 75),
+        (signal.SIGUSR1, signal.SIGTERM, 75),
+        (signal.SIGINT, signal.SIGTERM, 130),
+    ],
+)
+def test_a_second_signal_of_the_same_stop_does_not_throw_the_save_away(first, second, code) -> None:
+    with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "entered\n"]
         process.send_signal(first)
-        assert process.stdout.readline() == "asked\n"
-        time.sleep(0.6)
+        assert process.stdout.readline() == "saving\n"
+        time.sleep(1.0)
         process.send_signal(second)
-        assert process.wait(timeout=60) == code
+        out, _ = process.communicate(timeout=60)
+    assert out == "saved\n"
+    assert process.returncode == code
+
+
+def test_a_closed_terminal_ends_nothing_and_its_default_comes_back() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_script_leaves_as_its_signal_says() -> None:
+    for name, kind, code in (("SIGINT", KeyboardInterrupt, None), ("SIGTERM", SystemExit, 75)):
+        stop = StopRequest()
+        stop.adopt([[None], [name]])
+        with pytest.raises(kind) as left:
+            stop.leave()
+        assert getattr(left.value, "code", None) == code
+    StopRequest().leave()
 
 
 def test_a_signal_that_a_launcher_repeats_is_one_request() -> None:

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-from covey import __version__
+from covey import __version__, expect_docstrings
 from covey.cli import output
 from covey.cli.help import verbs_help
-from covey.errors import ConfigError, CoveyError, did_you_mean
+from covey.errors import ConfigError, CoveyError, StorageError, did_you_mean
+from covey.runs.console import open_closed
 
 VERBS = {
     "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The result goes to stdout, all else to stderr.
     """
+    open_closed()
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_debug = "--debug" in words
     sys.excepthook = sys.__excepthook__ if is_debug else _say_briefly
@@ -53,6 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout has gone, as in `covey env | head -1`
         output.drop_stdout()
         return 141
+    except Exception as error:
+        reason = None if is_debug else _disk_refuses(error)
+        if reason is None:
+            raise
+        output.say(f"error: {reason}")
+        return StorageError.exit_code
 
 
 def _run(words: list[str]) -> int:
@@ -67,9 +75,23 @@ def _run(words: list[str]) -> int:
         return 0
     if name not in VERBS:
         raise ConfigError(f"covey has no verb {name!r}.{did_you_mean(name, VERBS)} It has {', '.join(VERBS)}.")
+    expect_docstrings()
     if "--debug" not in words:
         output.start_logging()
     return int(importlib.import_module(f"covey.cli.{name}").verb(words[1:]))
+
+
+def _disk_refuses(error: Exception) -> str | None:
+    """A sentence for what a full, read-only or failing disk raised at a place that nobody thought of; None for anything else."""
+    from covey.runs.kept import DISK
+    from covey.runs.storage import why_refused
+
+    reason = why_refused(error, DISK)
+    place = getattr(error, "filename", None)
+    return (
+        reason
+        and f"a file could not be written{f' to {place}' if place else ''}: {reason}. Free some space, and start again."
+    )
 
 
 def _say_briefly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

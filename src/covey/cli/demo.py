@@ -42,6 +42,7 @@ def run(given: Given) -> int | None:
     say(f"a step: {per_step // group} prompts x {group} completions = {per_step}")
     before = _assess(trainer, options, from_start=True)
     say(f"before: {_percent(before)} right on {len(before.greedy)} held-out problems")
+    trainer.raises_when_stopped = False
     result = trainer.train(resume_from_checkpoint=options["resume"])
     if trainer.stopped_by is not None:
         say(f"\nstopped after step {result.global_step}, and saved. Go on with: covey demo --resume {folder}")

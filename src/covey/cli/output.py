@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import sys
 import textwrap
@@ -13,6 +12,7 @@ import warnings
 from typing import Any
 
 from covey.errors import StorageError
+from covey.runs.console import Lasting, to_nowhere
 from covey.runs.text import safe
 
 _WIDTH = 110
@@ -33,7 +33,7 @@ def result(text: str) -> None:
 
 def drop_stdout() -> None:
     """Let what is left for stdout go: Python would try again, and complain, when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    to_nowhere(sys.stdout)
 
 
 def result_json(value: Any) -> None:
@@ -50,9 +50,10 @@ def _finite(value: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """What the user should know meanwhile."""
-    sys.stderr.write(safe(text) + "\n")
-    sys.stderr.flush()
+    """What the user should know meanwhile; nobody is told where the terminal is gone."""
+    stream = Lasting(sys.stderr)
+    stream.write(safe(text) + "\n")
+    stream.flush()
 
 
 class LogToStderr(logging.Handler):

@@ -27,13 +27,20 @@ def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
 
     from covey.cli.plan import as_yaml
     from covey.runs.masking import mask
+    from covey.runs.storage import refusal, write_atomically
 
     text = as_yaml(mask(dict(wanted)), {name: value for name, value in mask(dict(own)).items() if name not in NEVER})
 
     class Recorder(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.is_world_process_zero:
-                (Path(args.output_dir) / RECIPE).write_text(text + "\n")
+                recipe = Path(args.output_dir) / RECIPE
+                try:
+                    write_atomically(recipe, f"{text}\n".encode())
+                except OSError as error:
+                    output.say(
+                        f"warning: {refusal(error, RECIPE, recipe.parent) or error} Training goes on without it."
+                    )
 
     return Recorder()
 

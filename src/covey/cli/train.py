@@ -180,6 +180,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
         callbacks=[record],
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
+    trainer.raises_when_stopped = False
     trained = trainer.train(resume_from_checkpoint=given.get("resume"))
     if trainer.stopped_by:
         again = resume_command(sys.argv, config.output_dir)

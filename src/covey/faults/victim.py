@@ -63,6 +63,7 @@ def run(plan: Plan) -> int:
         os.environ |= {"RANK": str(plan.rank), "LOCAL_RANK": str(plan.rank), "WORLD_SIZE": str(plan.size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.port)}
     one = trainer(plan)
+    one.raises_when_stopped = False
     try:
         one.train(resume_from_checkpoint="auto")
     except CoveyError as error:

@@ -15,11 +15,13 @@ from covey.ladder import Ladder
 from covey.learner.critic import Critic, no_critic
 from covey.learner.fitting import Room
 from covey.learner.gaps import difference, effective_size
+from covey.learner.gradients import clip, grad_norm
 from covey.learner.noting import TokenNotes
 from covey.learner.optimizer_memory import check_room
 from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
+from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.types import (
     Completion,
     Event,
@@ -274,7 +276,7 @@ class Learner:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         trained = [self.policy.parameters(), self.critic.parameters()]
-        norms = [_grad_norm(part) for part in trained]  # apart, so that a critic's error never scales the policy's step
+        norms = [grad_norm(part) for part in trained]  # apart, so that a critic's error never scales the policy's step
         norm = norms[0]
         if trained[1]:
             metrics["value_grad_norm"] = Last(norms[1])
@@ -284,13 +286,19 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             if self.scaler is not None:
                 self.scaler.update()  # a scale that was too large is halved
+            if any(event.kind == "non_finite_step" for event in verdict.events):
+                expect_sound_training(
+                    self.policy.model, self.critic.parameters(), self.world, f"step {step}", whole=True
+                )
             return StepReport(step=step, metrics=metrics, events=verdict.events)
         for part, size in zip(trained, norms, strict=True):
-            _clip(part, size, min(self.max_grad_norm or math.inf, verdict.max_norm))
+            clip(part, size, min(self.max_grad_norm or math.inf, verdict.max_norm))
         self.before_update()
+        expect_rates(self.optimizer, step)
         check_room(self.optimizer)
         self.optimizer.step() if self.scaler is None else self.scaler.step(self.optimizer)
         self.after_update()
+        expect_sound_training(self.policy.model, self.critic.parameters(), self.world, f"step {step}, after the update")
         if self.scaler is not None:
             self.scaler.update()
         self.scheduler.step()
@@ -377,17 +385,3 @@ def _advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) -
 
 def _moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
     return TokenBatch(**{name: value.to(device) for name, value in tokens.tensors().items()})
-
-
-def _grad_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
-
-
-def _clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) -> None:
-    """Scale gradients of this norm down to `limit`."""
-    if norm <= limit:
-        return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(limit / (norm + 1e-6))

@@ -1,4 +1,4 @@
-"""Signals ask for a stop at the next step; a second one stops at once."""
+"""Signals ask for a stop at the next step; a second Ctrl-C stops at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,10 +20,14 @@ _TIMER = getattr(signal, "SIGRTMAX", None)
 class StopRequest:
     """While entered, SIGTERM, SIGINT and SIGUSR1 set `requested` instead of ending the process; the loop reads it.
 
-    A second signal ends the process at once with 128 + its number. Launchers forward a signal that the process has already
-    received itself, so one that follows within half a second counts as the same. Handlers that were there before are
-    called too and put back on leaving; a signal that was ignored stays ignored. Off the main thread, where Python permits
-    no handlers, nothing is installed. A child process made by fork falls back to what was there before.
+    Only a second Ctrl-C (SIGINT) ends the process at once, with 130: it is a person who does not want to wait. Any other
+    second signal changes nothing, for schedulers and launchers send several kinds for one stop, and SIGKILL when they lose
+    patience. Launchers also forward a SIGINT that the process has already received itself, so one that follows within half
+    a second counts as the same. SIGHUP, a terminal that was closed, is ignored meanwhile, unless something handles it.
+
+    Handlers that were there before are called too and put back on leaving; a signal that was ignored stays ignored. Off the
+    main thread, where Python permits no handlers, nothing is installed. A child process made by fork falls back to what was
+    there before.
 
     Example: `with StopRequest() as stop: ...; sys.exit(stop.exit_code)`.
     """
@@ -35,7 +40,7 @@ class StopRequest:
         self._timer: Any = None
         """Handler of the signal that ends rewards past their time limit, before any did."""
         self._owner = os.getpid()
-        self._received_at = 0.0
+        self._interrupted_at: float | None = None
 
     @property
     def requested(self) -> bool:
@@ -54,6 +59,18 @@ class StopRequest:
             return 0
         return 128 + signal.SIGINT if self.signal is signal.SIGINT else PREEMPTED
 
+    def adopt(self, names: Iterable[Sequence[str | None]]) -> None:
+        """Where this process received none, take over the first signal of those that the processes of the run received."""
+        found = [name for part in names for name in part if name is not None]
+        self.signal = self.signal or (signal.Signals[found[0]] if found else None)
+
+    def leave(self) -> None:
+        """End a script as it was asked to: KeyboardInterrupt for Ctrl-C, SystemExit for the others, nothing without a signal."""
+        if self.signal is signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is not None:
+            raise SystemExit(self.exit_code)
+
     def __enter__(self) -> StopRequest:
         self._owner = os.getpid()
         if threading.current_thread() is threading.main_thread():
@@ -65,6 +82,10 @@ class StopRequest:
                 ):  # None: not set from Python, not ours to replace
                     self._before[number] = before
                     signal.signal(number, self._receive)
+            hangup = getattr(signal, "SIGHUP", None)
+            if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
+                self._before[hangup] = signal.SIG_DFL
+                signal.signal(hangup, signal.SIG_IGN)  # not a handler: rewards in processes of their own inherit it
         return self
 
     def __exit__(
@@ -83,10 +104,12 @@ class StopRequest:
             signal.signal(number, before)
             os.kill(os.getpid(), number)
             return
-        now = time.monotonic()
         if self.signal is None:
-            self.signal, self._received_at = signal.Signals(number), now
+            self.signal = signal.Signals(number)
             if callable(before) and before is not signal.default_int_handler:
                 before(number, frame)
-        elif now - self._received_at > _SAME_PRESS_SECONDS:
-            os._exit(128 + number)
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            self._interrupted_at = now if self._interrupted_at is None else self._interrupted_at
+            if now - self._interrupted_at > _SAME_PRESS_SECONDS:
+                os._exit(128 + number)

@@ -7,14 +7,14 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import xxhash
 
 from covey.errors import StorageError
 
-_REFUSALS = {
+REFUSALS = {
     errno.ENOSPC: "no space is left on the disk",
     errno.EDQUOT: "the disk quota is used up",
     errno.EIO: "the disk reports an input/output error",
@@ -24,8 +24,10 @@ _REFUSALS = {
     errno.EFBIG: "the file is larger than the disk allows",
     errno.ESTALE: "the network disk has lost the file",
 }
+"""Errors of the system that are a disk's or its owner's, in words."""
 # Rust libraries (safetensors, tokenizers) and torch's zip writer tell the number, or the fact, in words only.
 _OS_ERROR = re.compile(r"\((?:os )?error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+_TORN = "the disk took only a part of the file"
 _TORN_WRITER = re.compile(r"iostream error|PytorchStreamWriter|inline_container.*unexpected pos")
 
 
@@ -34,13 +36,19 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
 
     Looks through the chain of causes, and through messages of libraries that hide the error number in words.
     """
-    reason = next((reason for link in _chain(error) if (reason := _reason(link))), None)
+    reason = why_refused(error)
     if reason is None:
         return None
     return StorageError(
         f"{what} could not be written to {path}: {reason} ({_free(path)} free). Whatever was saved before is intact; "
         "free some space, lower save_total_limit, or choose another output_dir."
     )
+
+
+def why_refused(error: BaseException, numbers: Collection[int] = tuple(REFUSALS)) -> str | None:
+    """The reason in words, where the error or one of its causes is of the disk and of these numbers."""
+    known = {REFUSALS[number] for number in numbers} | {_TORN}
+    return next((reason for link in _chain(error) if (reason := _reason(link)) in known), None)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -101,12 +109,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException) -> str | None:
-    if isinstance(error, OSError) and error.errno in _REFUSALS:
-        return _REFUSALS[error.errno]
+    if isinstance(error, OSError) and error.errno in REFUSALS:
+        return REFUSALS[error.errno]
     text = str(error)
     if found := _OS_ERROR.search(text):
-        return _REFUSALS.get(int(found[1] or found[2]))
-    return "the disk took only a part of the file" if _TORN_WRITER.search(text) else None
+        return REFUSALS.get(int(found[1] or found[2]))
+    return _TORN if _TORN_WRITER.search(text) else None
 
 
 def _free(path: Path) -> str:
