@@ -27,13 +27,14 @@ def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
 
     from covey.cli.plan import as_yaml
     from covey.runs.masking import mask
+    from covey.runs.storage import write_atomically
 
     text = as_yaml(mask(dict(wanted)), {name: value for name, value in mask(dict(own)).items() if name not in NEVER})
 
     class Recorder(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.is_world_process_zero:
-                (Path(args.output_dir) / RECIPE).write_text(text + "\n")
+                write_atomically(Path(args.output_dir) / RECIPE, f"{text}\n".encode())
 
     return Recorder()
 
