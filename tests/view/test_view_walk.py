@@ -23,7 +23,7 @@ SAID = "the reward fell"
 
 def group(texts: list[str], rewards: list[float], question: str = "2 + 2 =") -> Group:
     completions = [Completion(token_ids=torch.tensor([1, 2]), text=text, finish="stop") for text in texts]
-    prompt = Prompt(uid=f"0:{question}", token_ids=(1,), text=question, raw=question)
+    prompt = Prompt(uid=f"0:{question}", token_ids=(1,), text=question)
     return Group(prompt=prompt, completions=tuple(completions), rewards=torch.tensor(rewards)[:, None])
 
 
