@@ -21,6 +21,7 @@ _FLAGS = (
     Flag(name="open", help="Open the page in the browser.", type=bool, default=False, group="server"),
 )  # fmt: skip
 _SHORTEST_TOKEN = 16
+_WAITING = 2048
 
 
 def run(given: Given) -> None:
@@ -41,11 +42,17 @@ def run(given: Given) -> None:
         output.say(f"No run yet in {', '.join(map(str, folders))}; one that starts there will appear.")
     listener = _listen(options["host"], options["port"])
     address = _address(options["host"], listener.getsockname()[1], token)
-    output.result(f"{len(library.find())} runs at {address}  (Ctrl-C ends it)")
-    if options["open"]:
-        webbrowser.open(address)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                output.result(f"{len(library.find())} runs at {address}  (Ctrl-C ends it)")
+                if options["open"]:
+                    webbrowser.open(address)
+
     config = uvicorn.Config(make_app(library, token), log_level="warning", server_header=False, access_log=False)
-    uvicorn.Server(config).run(sockets=[listener])
+    Server(config).run(sockets=[listener])
 
 
 def _check(options: dict[str, Any], folders: list[Path]) -> None:
@@ -66,6 +73,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(_WAITING)
     except OSError as error:
         listener.close()
         raise ConfigError(

@@ -122,9 +122,13 @@ def _difference(area: str, name: str, texts: Sequence[Sequence[str]]) -> Differe
 def _by_key(runs: Sequence[Run], areas: Sequence[str]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for run in runs:
-        key = json.dumps([sorted((name, _text(value)) for name, value in _leaves(run, area).items()) for area in areas])
-        found.setdefault(key, []).append(run)
+        found.setdefault(key_of(run, areas), []).append(run)
     return found
+
+
+def key_of(run: Run, areas: Sequence[str] = (*_DECIDES, "versions")) -> str:
+    """Text that is the same for runs that differ in nothing but the seed, as far as these parts of `run.json` say."""
+    return json.dumps([sorted((name, _text(value)) for name, value in _leaves(run, area).items()) for area in areas])
 
 
 def _leaves(run: Run, area: str) -> dict[str, Any]:

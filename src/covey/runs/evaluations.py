@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
-from covey.runs.storage import write_atomically
+from covey.runs.storage import refuse_link, write_atomically
 
 if TYPE_CHECKING:  # whoever only reads should not wait for torch
     from covey.types import Group
@@ -56,6 +56,8 @@ def write(folder: Path, step: int, name: str, rows: Sequence[Mapping[str, Any]])
     import pyarrow.parquet as pq
 
     path = folder / name.replace("/", "_") / f"step-{step:06d}.parquet"
+    refuse_link(folder)
+    refuse_link(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), sink, compression="zstd")

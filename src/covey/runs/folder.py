@@ -14,10 +14,10 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from covey.errors import RunFolderError
-from covey.runs import checkpoint, evaluations, manifest, rollouts, seal, serial, status
+from covey.runs import checkpoint, evaluations, manifest, rollouts, seal, serial, status, trespass
 from covey.runs.lock import FolderLock
 from covey.runs.metrics import JsonLines, read
-from covey.runs.storage import refusal
+from covey.runs.storage import refusal, refuse_link
 from covey.types import Alert, Event, Group
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -66,6 +66,7 @@ class RunFolder:
         Raises RunFolderError in one sentence with the way out, before anything is touched.
         """
         folder = _checked(path)
+        trespass.refuse(folder)
         resumes_here = resume is not None and resume.resolve().parent == folder.resolve()
         if strict and not resumes_here:
             _refuse_occupied(folder, restarts)
@@ -217,6 +218,8 @@ class RunFolder:
 
 
 def _write_tree(folder: Path, tree: Mapping[str, Any]) -> None:
+    refuse_link(folder.parent)
+    refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     serial.write(tree, folder / "batch")
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from covey.errors import RunFolderError
+from covey.runs.storage import NotPlainError, open_plain
 
 NAME = ".lock"
 
@@ -27,7 +28,10 @@ class FolderLock:
             import fcntl
         except ImportError:
             return
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
+        except NotPlainError as error:
+            raise RunFolderError(f"{self.path} cannot be used ({error.strerror}); remove it.") from error
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:

@@ -7,17 +7,20 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from covey.runs import provenance
 from covey.runs.masking import mask, mask_command
-from covey.runs.storage import write_atomically
+from covey.runs.storage import read_plain, write_atomically
 
 NAME = "run.json"
 FORMAT = "covey-run"
 SCHEMA = 1
+_MOST_BYTES = 16 << 20
+_DEEPEST = 60
+"""Mappings and lists in each other; a run writes about ten."""
 _COMPARED = ("config", "model", "algorithm", "rewards", "versions", "dataset", "hardware")
 
 
@@ -73,10 +76,29 @@ def write(path: Path, manifest: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any] | None:
     """The manifest; None when there is none or it cannot be read as one."""
     try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return load(path)
+    except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The manifest. FileNotFoundError when there is none, OSError or ValueError when it cannot be read as one."""
+    try:
+        manifest = json.loads(read_plain(path, _MOST_BYTES))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"it is not of the format {FORMAT}")
+    level: list[Any] = [manifest]
+    for _ in range(_DEEPEST):
+        level = [inner for value in level for inner in _inside(value)]
+    if level:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    return manifest
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def to_json(value: Any) -> Any:

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from covey.runs.storage import refusal, write_atomically
+from covey.errors import RunFolderError
+from covey.runs.storage import NotPlainError, open_plain, refusal, write_atomically
 
 NON_FINITE = "non_finite"
 """The key under which a line names its NaN and infinite values: JSON has no word for them, so they are written as null."""
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_WAITING = 10_000
+_LONGEST_LINE = 8 << 20
+"""Bytes; what is longer is no row."""
 
 
 class JsonLines:
@@ -46,9 +49,7 @@ class JsonLines:
 
     def truncate_to(self, step: int) -> int:
         """Drop every line of a later step, before a run resumes from `step`; how many were dropped."""
-        if not self.path.exists():
-            return 0
-        lines = self.path.read_bytes().splitlines(keepends=True)
+        lines = self._content().splitlines(keepends=True)
         kept = [line for line in lines if not _is_after(line, step)]
         if len(kept) < len(lines):
             write_atomically(self.path, b"".join(kept))
@@ -57,8 +58,11 @@ class JsonLines:
     def sync(self) -> None:
         """Bring the file to the disk, so that a checkpoint is never ahead of its metrics after a power failure."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY)
+            descriptor = open_plain(self.path)
         except FileNotFoundError:
+            return
+        except OSError as error:
+            self._refused(error)
             return
         try:
             os.fsync(descriptor)
@@ -69,7 +73,7 @@ class JsonLines:
 
     def _write(self, content: bytes) -> None:
         """All of `content`, or none of it and OSError."""
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = open_plain(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             size = os.fstat(descriptor).st_size
             try:
@@ -93,26 +97,46 @@ class JsonLines:
         self._is_refused = True
 
     def _mend(self) -> None:
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
+        try:
+            content = self._content()
+        except NotPlainError:
+            return  # the first line that is written says so
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            os.truncate(self.path, whole)
+            with open(open_plain(self.path, os.O_RDWR), "r+b") as file:
+                file.truncate(whole)
+
+    def _content(self) -> bytes:
+        """All that is there; nothing where there is no file. NotPlainError for what is no file."""
+        try:
+            descriptor = open_plain(self.path)
+        except FileNotFoundError:
+            return b""
+        with open(descriptor, "rb") as file:
+            return file.read()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every whole line, NaN and infinities restored; a torn line is left out. Empty when there is no file."""
+    """Every whole line, NaN and infinities restored; a torn line is left out. Empty when there is no file.
+
+    RunFolderError for one that cannot be read, a link or a pipe among others.
+    """
     return list(iterate(path))
 
 
 def iterate(path: Path) -> Iterator[dict[str, Any]]:
     """`read`, a line at a time."""
-    if not path.exists():
+    try:
+        descriptor = open_plain(path)
+    except FileNotFoundError:
         return
-    with open(path, "rb") as file:
-        for line in file:
-            if (row := _parse(line)) is not None:
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be read ({error.strerror}); remove it, or put the file itself there."
+        ) from error
+    with open(descriptor, "rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            if (row := parse(line)) is not None:
                 yield row
 
 
@@ -140,7 +164,7 @@ def _plain(value: Any, where: str, found: dict[str, str]) -> Any:
     raise TypeError(f"{where} is a {type(value).__name__}; a line of metrics holds numbers, text, lists and mappings.")
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
     """The row of a line; None when it is torn or no row."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
@@ -156,5 +180,5 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_after(line: bytes, step: int) -> bool:
-    row = _parse(line)
+    row = parse(line)
     return row is None or (isinstance(row.get("step"), int) and row["step"] > step)

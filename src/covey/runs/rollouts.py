@@ -24,7 +24,7 @@ from torch import Tensor
 
 from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
-from covey.runs.storage import sync_folder, temporary_beside
+from covey.runs.storage import refuse_link, sync_folder, temporary_beside
 from covey.types import Completion, Group, Prompt, TokenNumbers
 
 _FILE = re.compile(r"step-(\d+)\.parquet")
@@ -46,6 +46,7 @@ def write(
     `weights` [R] of the total of groups that have no `totals`, ones by default. `render` gives the prompt as the model read it; by default its text, or
     its messages a line each. `per_token` adds columns: for each name, the numbers [T] of each completion of each group.
     """
+    refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.parquet"
     table = table_of(step, groups, reward_names, weights=weights, render=render, per_token=per_token)

@@ -6,9 +6,11 @@ import errno
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import xxhash
 
@@ -29,6 +31,74 @@ REFUSALS = {
 _OS_ERROR = re.compile(r"\((?:os )?error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
 _TORN = "the disk took only a part of the file"
 _TORN_WRITER = re.compile(r"iostream error|PytorchStreamWriter|inline_container.*unexpected pos")
+
+
+_CAUTIOUS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+_WRITES = os.O_WRONLY | os.O_RDWR
+_KINDS = (
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISREG, "a file"),
+)
+
+
+class NotPlainError(OSError):
+    """Something else where a plain file, or a plain folder, of a run belongs: a link, a pipe, a device."""
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY, *, depth: int = 1) -> int:
+    """Descriptor of a plain file, opened without waiting and without following a link.
+
+    `depth`: how many last parts of the path must be no links; those before are the user's and may be. A file that is written
+    must have one name only: a write through a hard link changes the other file. Raises FileNotFoundError where there is
+    nothing (and no `os.O_CREAT`), NotPlainError for anything but a plain file, OSError as the disk does.
+    """
+    for parent in list(path.parents)[: depth - 1]:
+        refuse_link(parent)
+    if os.path.lexists(path):
+        _expect_file(path, os.lstat(path), flags)
+    descriptor = os.open(path, flags | _CAUTIOUS, 0o644)
+    try:
+        _expect_file(path, os.fstat(descriptor), flags)  # it may have been replaced since
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_plain(path: Path, most: int, *, depth: int = 1) -> bytes:
+    """The content of a plain file of at most `most` bytes. NotPlainError for a larger one, else as `open_plain`."""
+    with open(open_plain(path, depth=depth), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise NotPlainError(errno.EFBIG, f"it is larger than {most / 1e6:.0f} MB", str(path))
+    return content
+
+
+def refuse_link(path: Path) -> None:
+    """Raise NotPlainError where a folder of a run is a link."""
+    if path.is_symlink():
+        raise NotPlainError(errno.ELOOP, "it is a link, and links out of a run's folder are not followed", str(path))
+
+
+def kind_of(mode: int) -> str:
+    """A word for what `stat` says: a file, a folder, a link, a pipe, a socket, else a device."""
+    return next((word for test, word in _KINDS if test(mode)), "a device")
+
+
+def _expect_file(path: Path, facts: os.stat_result, flags: int) -> None:
+    if stat.S_ISLNK(facts.st_mode):
+        refuse_link(path)
+    if not stat.S_ISREG(facts.st_mode):
+        _refuse(path, f"it is {kind_of(facts.st_mode)}, not a file")
+    if flags & _WRITES and facts.st_nlink > 1:
+        _refuse(path, "it has a second name (a hard link), and a write would change that file too")
+
+
+def _refuse(path: Path, said: str) -> NoReturn:
+    raise NotPlainError(errno.EINVAL, said, str(path))
 
 
 def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
@@ -109,6 +179,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException) -> str | None:
+    if isinstance(error, NotPlainError):
+        return str(error.strerror)
     if isinstance(error, OSError) and error.errno in REFUSALS:
         return REFUSALS[error.errno]
     text = str(error)

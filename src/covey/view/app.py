@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
@@ -19,10 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from covey.errors import CoveyError
 from covey.view import browsing
 from covey.view.asking import flag, number, one_of, text, whole
+from covey.view.curves import AXES, as_csv, curve_of, mean_of
 from covey.view.groups import SORTS
 from covey.view.guard import Guard
 from covey.view.phases import phases_of
-from covey.view.reading import Library, differences
+from covey.view.reading import Library, RunView, differences
 
 _PAGE = Path(__file__).parent / "page"
 _MOST_POINTS = 5000
@@ -58,14 +60,42 @@ def series(library: Library, request: Request) -> Any:
     points = whole(request, "points", 600, low=10, high=_MOST_POINTS)
     window = whole(request, "smooth", 1, low=1, high=10**9)
     low, high = number(request, "from"), number(request, "to")
-    pairs = [(name, metric) for metric in wanted for name in names][:_MOST_CURVES]
-    return {"curves": [library.get(name).curve(metric, points, window, low, high) for name, metric in pairs]}
+    axis = one_of(request, "x", AXES, AXES[0])
+    asked = [(library.get(name), metric) for metric in wanted for name in names]
+    sets = _seeds([library.get(name) for name in names]) if flag(request, "seeds") else []
+    joined = {run.name for runs in sets for run in runs}
+    curves = [
+        *(mean_of(runs, metric, points, window, low, high, axis) for metric in wanted for runs in sets),
+        *(
+            curve_of(run, metric, points, window, low, high, axis)
+            for run, metric in asked[:_MOST_CURVES]
+            if run.name not in joined
+        ),
+    ]
+    return {"curves": curves[:_MOST_CURVES]}
+
+
+def _seeds(runs: list[RunView]) -> list[list[RunView]]:
+    """Those of the runs that differ in their seed alone, two or more together."""
+    families: dict[str, list[RunView]] = {}
+    for run in runs:
+        if run.family is not None:
+            families.setdefault(run.family, []).append(run)
+    return [family for family in families.values() if len(family) > 1]
+
+
+def values(library: Library, request: Request) -> Any:
+    """Every value of `metric` (repeated) of each `run` (repeated), as CSV."""
+    names, wanted = request.query_params.getlist("run"), request.query_params.getlist("metric")
+    pairs = [(library.get(name), metric) for metric in wanted for name in names][:_MOST_CURVES]
+    text = as_csv({f"{run.name}: {metric}": run.column(metric) for run, metric in pairs})
+    return Response(text, media_type="text/csv", headers={"content-disposition": 'attachment; filename="covey.csv"'})
 
 
 def alerts(library: Library, request: Request) -> Any:
     """What the monitor saw in each `run`."""
     return {"alerts": [{"run": name, **row} for name in request.query_params.getlist("run")
-                       for row in library.get(name).lines("alerts.jsonl")]}  # fmt: skip
+                       for row in library.get(name).alerts.rows()]}  # fmt: skip
 
 
 def rollouts(library: Library, request: Request) -> Any:
@@ -112,7 +142,7 @@ def phases(library: Library, request: Request) -> Any:
 def facts(library: Library, request: Request) -> Any:
     """`run.json`, the last events."""
     run = library.get(text(request, "run"))
-    return {"manifest": run.manifest(), "events": run.lines("events.jsonl")[-200:]}
+    return {"manifest": run.manifest(), "events": run.events.rows()[-200:], "troubles": run.troubles()}
 
 
 def diff(library: Library, request: Request) -> Any:
@@ -122,7 +152,7 @@ def diff(library: Library, request: Request) -> Any:
 
 
 _CALLS: dict[str, Callable[[Library, Request], Any]] = {
-    call.__name__: call for call in (runs, series, alerts, rollouts, rollout, spread, phases, facts, diff)
+    call.__name__: call for call in (runs, series, values, alerts, rollouts, rollout, spread, phases, facts, diff)
 }
 
 
@@ -177,8 +207,13 @@ def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable
 
     def endpoint(request: Request) -> Response:
         try:
-            return _Json(call(library, request))
+            told = call(library, request)
+            return told if isinstance(told, Response) else _Json(told)
         except CoveyError as error:
             return _Json({"error": str(error)}, 404)
+        except HTTPException:
+            raise
+        except Exception as error:  # noqa: BLE001 -- whatever a folder holds, the others are still shown
+            return _Json({"error": f"This cannot be shown: {type(error).__name__}: {str(error)[:300]}."}, 422)
 
     return endpoint

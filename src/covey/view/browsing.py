@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from covey.errors import RunFolderError
-from covey.view.groups import GroupIndex, select
+from covey.view.groups import GroupIndex, read_columns, select
 from covey.view.pieces import pieces, tokenizer_file
+from covey.view.records import shown
 from covey.view.search import prompts_of, search
 
 _PLAIN = (
@@ -31,6 +32,8 @@ _PLAIN = (
 )
 _SECONDS = (0.06, 0.25)
 """How long a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
+_MOST_COMPLETIONS = 1024
+_LONGEST_TEXT = 400_000
 _HEAD = ("completion", "finish", "num_tokens", "reward", "advantage", "version", "source", "completion_index")
 
 
@@ -68,12 +71,14 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
     """The prompt and every completion of a group, with what is known of each token. RunFolderError when it is not there."""
     path = index.path_of(step)
     try:
-        table = pq.read_table(path, filters=[("group", "=", group)])
-    except (OSError, pa.ArrowException) as error:
+        table = read_columns(path)
+        table = table.filter(pc.equal(table["group"], group)).slice(0, _MOST_COMPLETIONS)
+        found = [_sound(row) for row in table.to_pylist()]
+        columns = json.loads(found[0].get("columns") or "{}") if found else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
         raise RunFolderError(f"The rollouts of step {step} cannot be read ({error}).") from error
-    if not table.num_rows:
+    if not found:
         raise RunFolderError(f"Step {step} has no group {group}.")
-    found = table.to_pylist()
     tokenizer = tokenizer_file(run)
     first = found[0]
     return {
@@ -81,11 +86,23 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
         "group": group,
         "prompt": first.get("prompt"),
         "prompt_uid": first.get("prompt_uid"),
-        "columns": json.loads(first.get("columns") or "{}"),
+        "columns": {name: shown(value) for name, value in columns.items()} if isinstance(columns, dict) else {},
         "completions": [_completion(row, tokenizer) for row in found],
         "has_tokenizer": tokenizer is not None,
         "elsewhere": _elsewhere(index, step, group),
     }
+
+
+def _sound(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with texts of bounded length; a list by token holds numbers, or is left out."""
+    found = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
+    plain = {name: value if isinstance(value, list) else shown(value) for name, value in found.items()}
+    plain |= {name: value for name, value in found.items() if isinstance(value, str)}
+    return {name: value for name, value in plain.items() if not isinstance(value, list) or all(map(_is_number, value))}
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _completion(row: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any]:
@@ -95,20 +112,30 @@ def _completion(row: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any
         **{name: row.get(name) for name in _HEAD},
         "rewards": {name.removeprefix("reward/"): row[name] for name in row if name.startswith("reward/")},
         "extras": {name.removeprefix("extra/"): row[name] for name in row if name.startswith("extra/")},
-        "pieces": pieces(tokenizer, ids) if tokenizer is not None else None,
+        "pieces": _pieces(tokenizer, ids),
         "token_ids": ids,
         "per_token": _per_token(lists),
     }
+
+
+def _pieces(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
+    if tokenizer is None:
+        return None
+    try:
+        return pieces(tokenizer, ids)
+    except RunFolderError:  # the text is shown as a whole
+        return None
 
 
 def _per_token(lists: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What the file holds of each token, and the differences that follow from it."""
     found = {name.removeprefix("token/"): value for name, value in lists.items()}
     sampled, learned, reference = (found.get(name) for name in ("logprobs", "old_logp", "ref_logp"))
-    if sampled and learned:
-        found["learner - sampler"] = [b - a for a, b in zip(sampled, learned, strict=True)]
+    if sampled and learned and len(sampled) == len(learned):
+        gap = np.array(learned, float) - np.array(sampled, float)
+        found["learner - sampler"] = gap.tolist()
     now = learned or sampled
-    if now and reference:
+    if now and reference and len(now) == len(reference):
         gaps = np.array(reference, float) - np.array(now, float)
         found["kl"] = (np.exp(gaps) - gaps - 1).tolist()
     return found

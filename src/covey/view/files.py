@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from pathlib import Path
 from typing import TypeAlias
 
-_FILE = re.compile(r"step-(\d+)\.parquet")
+from covey.runs.storage import kind_of
+
+_FILE = re.compile(r"step-(\d{6,15})\.parquet")
 _ALL_SECONDS = 30.0
 _GRAIN_SECONDS = 2.0
 """A folder that changed this recently may have changed again within one tick of its clock."""
 _LAST = 20
+_MOST_FILES = 1_000_000
 
 Mark: TypeAlias = tuple[int, int]
 """Size and time of change of a file: others mean that it was replaced."""
@@ -27,17 +31,28 @@ class FilesOnDisk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.trouble: str | None = None
+        """Why the folder cannot be read; None when it can, or is not there."""
         self._marks: dict[int, Mark] = {}
         self._folder_time = -1
         self._looked = 0.0
 
     def marks(self) -> dict[int, Mark]:
         """By step, what each file is now."""
+        self.trouble = None
         try:
-            changed = self.folder.stat().st_mtime_ns
-        except OSError:
+            facts = self.folder.lstat()
+            if not stat.S_ISDIR(facts.st_mode):
+                raise NotADirectoryError(0, f"it is {kind_of(facts.st_mode)}, and is not followed")
+            return self._marks_at(facts.st_mtime_ns)
+        except FileNotFoundError:
             self._marks = {}
-            return {}
+        except OSError as error:
+            self.trouble = f"{self.folder.name} cannot be read: {error.strerror}."
+            self._marks = {}
+        return self._marks
+
+    def _marks_at(self, changed: int) -> dict[int, Mark]:
         now = time.time()
         is_settled = changed == self._folder_time and now - changed / 1e9 > _GRAIN_SECONDS
         if is_settled and 0 <= now - self._looked < _ALL_SECONDS:
@@ -48,11 +63,11 @@ class FilesOnDisk:
         return self._marks
 
     def _all(self) -> dict[int, Mark]:
-        found = {}
+        found: dict[int, Mark] = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 match = _FILE.fullmatch(entry.name)
-                if match and (mark := _mark_of(entry)) is not None:
+                if match and len(found) < _MOST_FILES and (mark := _mark_of(entry)) is not None:
                     found[int(match[1])] = mark
         return found
 
@@ -67,7 +82,7 @@ class FilesOnDisk:
 
 def _mark_of(path: Path | os.DirEntry[str]) -> Mark | None:
     try:
-        facts = path.stat()
+        facts = path.stat(follow_symlinks=False)
     except FileNotFoundError:  # a resume has just dropped it
         return None
     return facts.st_size, facts.st_mtime_ns

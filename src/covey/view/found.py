@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,31 +16,35 @@ def find_runs(folders: Sequence[Path]) -> dict[str, Path]:
 
     A folder is a run when it holds `run.json`, `metrics.jsonl` or `rollouts/`; a run's own folders are not looked into.
     """
-    paths: list[Path] = []
-    for folder in folders:
-        paths += [path for path in _below(folder.resolve(), _DEPTH) if path not in paths]
-    return _named(paths)
+    paths = {path.resolve(): None for folder in folders for path in _below(folder.resolve(), _DEPTH)}
+    return _named(list(paths))
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
-    if any((folder / mark).exists() for mark in _MARKS):
-        return [folder]
-    if depth == 0 or not folder.is_dir():
+    try:
+        if any(os.path.lexists(folder / mark) for mark in _MARKS):
+            return [folder]
+        if depth == 0:
+            return []
+        inner = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir())
+    except OSError:  # a folder that may not be looked into, or is gone
         return []
-    inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     return [run for path in inner for run in _below(path, depth - 1)]
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
     """By as many last parts of the path as it takes to tell them apart."""
     named: dict[str, Path] = {}
-    for path in paths:
-        parts = 1
-        while sum(_tail(other, parts) == _tail(path, parts) for other in paths) > 1:
-            parts += 1
-        named[_tail(path, parts)] = path
+    left, parts = list(paths), 1
+    while left:
+        counts = Counter(_tail(path, parts) for path in paths)
+        is_longest = parts > max(len(path.parts) for path in left)
+        named |= {_tail(path, parts): path for path in left if is_longest or counts[_tail(path, parts)] == 1}
+        left = [path for path in left if not is_longest and counts[_tail(path, parts)] > 1]
+        parts += 1
     return named
 
 
 def _tail(path: Path, parts: int) -> str:
-    return "/".join(path.parts[-parts:])
+    name = "/".join(path.parts[-parts:])
+    return os.fsencode(name).decode("utf-8", "backslashreplace")  # a browser knows no other

@@ -12,12 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from covey.runs.storage import open_plain
 from covey.view.files import FilesOnDisk, Mark
 
 _SCALARS = ("group", "prompt_uid", "finish", "num_tokens", "reward", "advantage")
+_LONGEST_REASON = 300
 _KEPT_SEARCHES = 4
 _BATCH = 50
 """Files whose numbers are worked out together."""
+_MOST_ROWS = 200_000
+_MOST_BYTES = 1 << 29
+"""Rows, and bytes of the columns that are read, of one file; a larger one is not shown."""
 
 NUMBERS = np.dtype(
     [
@@ -48,6 +53,8 @@ class GroupIndex:
         self.folder = folder
         self.unreadable: dict[str, str] = {}
         """Files that could not be read, and why; they are tried again when they change."""
+        self.trouble: str | None = None
+        """Why the folder cannot be read; None when it can, or is not there."""
         self.pending = 0
         """Files that are not indexed yet."""
         self._files = FilesOnDisk(folder)
@@ -65,6 +72,7 @@ class GroupIndex:
             found = self._files.marks()
             gone = self._seen.keys() - found.keys()
             new = sorted((step for step, mark in found.items() if self._seen.get(step) != mark), reverse=True)
+            self.trouble = self._files.trouble
             self.pending = len(new)
             self._forget(gone)
             now = new[:most_files]
@@ -101,27 +109,26 @@ class GroupIndex:
         tables = {step: table for step in steps if (table := self._columns(step)) is not None}
         try:
             return summary_of(tables)
-        except (ValueError, pa.ArrowException, KeyError):  # one of them is not like the others
+        except Exception:  # noqa: BLE001 -- one of them is not like the others
             return np.concatenate([np.zeros(0, NUMBERS), *(self._alone(step, table) for step, table in tables.items())])
 
     def _alone(self, step: int, table: pa.Table) -> np.ndarray:
         try:
             return summary_of({step: table})
-        except (ValueError, pa.ArrowException, KeyError) as error:
-            self.unreadable[self.path_of(step).name] = str(error)
+        except Exception as error:  # noqa: BLE001 -- whatever it holds, only this file is left out
+            self.unreadable[self.path_of(step).name] = str(error)[:_LONGEST_REASON]
             return np.zeros(0, NUMBERS)
 
     def _columns(self, step: int) -> pa.Table | None:
         path = self.path_of(step)
         try:
-            with pq.ParquetFile(path) as file:
-                names = [name for name in _SCALARS if name in file.schema_arrow.names]
-                table = file.read(columns=names, use_threads=False)
+            table = read_columns(path, _SCALARS)
+            names = table.column_names
             missing = {"group", "prompt_uid", "finish", "num_tokens"} - set(names)
             if missing:
                 raise KeyError(f"no column {', '.join(sorted(missing))}")
-        except (OSError, pa.ArrowException, KeyError) as error:
-            self.unreadable[path.name] = str(error)
+        except Exception as error:  # noqa: BLE001 -- Arrow's, and what a damaged schema makes of them
+            self.unreadable[path.name] = _reason(error)
             return None
         self.unreadable.pop(path.name, None)
         return table
@@ -153,6 +160,32 @@ class GroupIndex:
         """Steps whose file is indexed, in order."""
         with self._lock:
             return sorted(self._seen)
+
+
+def read_columns(path: Path, names: Sequence[str] | None = None, *, depth: int = 2) -> pa.Table:
+    """Those of the columns that a Parquet file has (all by default), from a plain file of bounded size.
+
+    `depth`: how many last parts of the path must be no links.
+
+    OSError, ValueError or pa.ArrowException when it is no such file.
+    """
+    with open(open_plain(path, depth=depth), "rb") as opened, pq.ParquetFile(opened) as file:
+        there = [name for name in file.schema_arrow.names if names is None or name in names]
+        about = file.metadata
+        size = sum(
+            group.column(at).total_uncompressed_size
+            for group in map(about.row_group, range(about.num_row_groups))
+            for at in range(group.num_columns)
+            if group.column(at).path_in_schema.split(".")[0] in there or names is None
+        )
+        if about.num_rows > _MOST_ROWS or size > _MOST_BYTES:
+            raise ValueError(f"it is larger than {_MOST_ROWS:,} rows or {_MOST_BYTES / 1e6:.0f} MB")
+        return file.read(columns=there, use_threads=False)
+
+
+def _reason(error: Exception) -> str:
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said[:_LONGEST_REASON]
 
 
 def summary_of(tables: Mapping[int, pa.Table]) -> np.ndarray:

@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import functools
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.errors import RunFolderError
+from covey.runs import manifest
+from covey.runs.storage import open_plain, read_plain
+
 _LOOK_BACK = 6
+_MOST_BYTES = 100 << 20
 _BROKEN = "\ufffd"
 
 
 def tokenizer_file(run: Path) -> Path | None:
     """`tokenizer.json` of the newest checkpoint that has one, else of the model's folder; None when neither is here."""
-    found = sorted(run.glob("checkpoint-*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
-    if found:
-        return found[-1]
-    try:
-        config = json.loads((run / "run.json").read_bytes()).get("config", {})
-    except (OSError, ValueError):
+    found = sorted(run.glob("checkpoint-*/tokenizer.json"), key=_changed)
+    for path in reversed(found):
+        if _is_plain(path):
+            return path
+    config = (manifest.read(run / manifest.NAME) or {}).get("config")
+    named = (config.get("model") or config.get("model_name_or_path")) if isinstance(config, dict) else None
+    if not isinstance(named, str) or "\0" in named:
         return None
-    named = config.get("model") or config.get("model_name_or_path") or ""
-    path = Path(str(named)) / "tokenizer.json"
-    return path if named and path.is_file() else None
+    path = Path(named) / "tokenizer.json"
+    return path.resolve() if path.is_file() else None  # the user's own folder; a hub's cache is made of links
+
+
+def _changed(path: Path) -> int:
+    return path.lstat().st_mtime_ns if os.path.lexists(path) else 0
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        os.close(open_plain(path, depth=2))
+    except OSError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=4)
 def _load(path: str, changed: int) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(path)
+    return Tokenizer.from_str(read_plain(Path(path), _MOST_BYTES).decode())
 
 
 def pieces(path: Path, token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text [T]; a token that only completes a character has it, the ones before it are empty."""
-    tokenizer = _load(str(path), path.stat().st_mtime_ns)
+    """What each token adds to the text [T]; a token that only completes a character has it, the ones before it are empty.
+
+    RunFolderError for a tokenizer that cannot be read, or ids that are none of its.
+    """
+    try:
+        return _pieces(_load(str(path), _changed(path)), token_ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers' panics are no Exceptions
+        raise RunFolderError(f"{path} does not give the text of these tokens ({error}).") from error
+
+
+def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     out: list[str] = []
     start = shown = 0
     for end in range(1, len(token_ids) + 1):

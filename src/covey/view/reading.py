@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from covey.comparison import reading as comparison
+from covey.comparison import sides
 from covey.errors import RunFolderError, did_you_mean
-from covey.runs import manifest, metrics, status
+from covey.runs import evaluations, manifest, status
 from covey.view.found import find_runs
 from covey.view.groups import GroupIndex
+from covey.view.heldout import HeldOut
+from covey.view.records import Records, alert_of, event_of, is_step, text_of
 from covey.view.series import SeriesIndex
-from covey.view.thinning import smooth, thin
 
 _SHARE = 16 << 20
 """Bytes of one run's metrics that are indexed before another run has its turn."""
@@ -24,77 +28,144 @@ _FIRST_SHARE = 1 << 20
 _FILES_AT_ONCE = 50
 _POLITE_SECONDS = 0.15
 """So long after a question the indexing leaves the processor to the answers, half of the time."""
-_SHOWN = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length", "loss", "step_time")
+_LONGEST_NAME = 200
+_SHOWN = (
+    "reward",
+    "eval_reward",
+    "frac_reward_zero_std",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "loss",
+    "step_time",
+)
 
 
 class RunView:
-    """One run: its indexes and its small files."""
+    """One run: its indexes and its small files. Nothing in its folder, whatever it is, makes a method raise or wait."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
         self.series = SeriesIndex(path / "metrics.jsonl")
+        self.evaluated = SeriesIndex(path / evaluations.LOG)
+        self.held_out = HeldOut(path / evaluations.FOLDER)
         self.groups = GroupIndex(path / "rollouts")
-        self._lines: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
+        self.alerts = Records(path / "alerts.jsonl", alert_of)
+        self.events = Records(path / "events.jsonl", event_of)
+        self.family: str | None = None
+        """The same for runs that differ in their seed alone; None while that is not known."""
+        self._family_of: Any = None
+        self._failed: str | None = None
+        self._found: tuple[Any, dict[str, Any], str | None] = (None, {}, None)
+        self._reading = threading.Lock()
 
     def refresh_some(self) -> bool:
         """Index a share of what is new. Whether nothing is left."""
-        series_done = self.series.refresh(_SHARE if self.series.done else _FIRST_SHARE)
-        return self.groups.refresh(_FILES_AT_ONCE) and series_done
+        try:
+            done = self.series.refresh(_SHARE if self.series.done else _FIRST_SHARE)
+            done = self.evaluated.refresh(_SHARE) and done
+            done = self.groups.refresh(_FILES_AT_ONCE) and done
+            self._find_family()
+        except Exception as error:  # noqa: BLE001 -- a run that cannot be read must not stop the others
+            self._failed = f"It cannot be read ({type(error).__name__}: {str(error)[:200]})."
+            return True
+        self._failed = None
+        return done
 
     def manifest(self) -> dict[str, Any]:
-        """`run.json`, with the state that the run really is in."""
-        found = manifest.read(self.path / manifest.NAME) or {}
-        return found | {"state": status.state_of(found, self.path)}
+        """`run.json`, with the state that the run really is in; the state alone where it cannot be read."""
+        found = self._loaded()[1]
+        return found | {
+            "state": status.state_of(found, self.path)[:_LONGEST_NAME] if _has_text(found, "state") else "unknown"
+        }
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a small log (`alerts.jsonl`, `events.jsonl`), read again when it has changed."""
-        path = self.path / name
+    def _loaded(self) -> tuple[Any, dict[str, Any], str | None]:
+        """Which version of the file, its content, and why it cannot be read."""
+        path = self.path / manifest.NAME
+        with self._reading:
+            try:
+                facts = path.lstat()
+                mark = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+                if mark != self._found[0]:
+                    self._found = (mark, {}, None)
+                    self._found = (mark, manifest.load(path), None)
+            except FileNotFoundError:
+                self._found = (None, {}, None)
+            except (OSError, ValueError) as error:
+                said = error.strerror if isinstance(error, OSError) else str(error)[:200]
+                self._found = (self._found[0], {}, f"run.json cannot be read: {said}.")
+            return self._found
+
+    def _find_family(self) -> None:
+        mark, found, _ = self._loaded()
+        if mark == self._family_of:
+            return
+        self._family_of = mark
         try:
-            facts = path.stat()
-        except FileNotFoundError:
-            return []
-        mark = (facts.st_size, facts.st_mtime_ns)
-        if name not in self._lines or self._lines[name][0] != mark:
-            self._lines[name] = (mark, metrics.read(path))
-        return self._lines[name][1]
+            key = sides.key_of(comparison.Run(path=self.path, manifest=found)) if found else None
+        except (TypeError, ValueError, AttributeError, KeyError, RecursionError):  # a foreign shape has no family
+            key = None
+        self.family = None if key is None else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    def troubles(self) -> list[str]:
+        """What of the run cannot be read, a sentence each."""
+        logs = (self._loaded()[2], self.series.trouble, self.evaluated.trouble, self.groups.trouble)
+        files = {**self.groups.unreadable, **self.held_out.unreadable}
+        told = [*logs, self.alerts.trouble, self.events.trouble, self._failed]
+        told += [f"{name} cannot be read: {why.rstrip('.')}." for name, why in list(files.items())[:3]]
+        if len(files) > 3:
+            told.append(f"{len(files) - 3} more files cannot be read.")
+        return [said for said in told if said]
 
     def overview(self) -> dict[str, Any]:
         """One row of the table of runs."""
+        try:
+            return self._overview()
+        except Exception as error:  # noqa: BLE001 -- a run that cannot be read must not hide the others
+            said = f"It cannot be shown ({type(error).__name__}: {str(error)[:200]})."
+            empty = dict.fromkeys(("created", "algorithm", "parent", "family"))
+            indexed = {"bytes": 0, "of": 0, "files_left": 0}
+            about = {"name": self.name, "path": str(self.path), "state": "unknown", "step": 0, "alerts": 0, **empty}
+            return {**about, "last": dict.fromkeys(_SHOWN), "metrics": [], "indexed": indexed, "troubles": [said]}
+
+    def _overview(self) -> dict[str, Any]:
         found = self.manifest()
-        alerts = self.lines("alerts.jsonl")
+        alerts = self.alerts.rows()
+        step = found.get("step")
+        parent = found.get("parent")
         return {
             "name": self.name,
             "path": str(self.path),
-            "state": found.get("state", "unknown"),
-            "created": found.get("created"),
-            "step": self.series.last_step() or found.get("step", 0),
+            "state": found["state"],
+            "created": found["created"][:40] if _has_text(found, "created") else None,
+            "step": self.series.last_step() or (step if is_step(step) else 0),
             "algorithm": _name_of(found.get("algorithm")),
-            "parent": found["parent"].get("run") if isinstance(found.get("parent"), Mapping) else None,
+            "parent": text_of(parent.get("run")) or None if isinstance(parent, Mapping) else None,
+            "family": self.family,
             "alerts": len(alerts),
-            "last": {name: self.series.last(name) for name in _SHOWN},
-            "metrics": self.series.names(),
+            "last": {name: self.last(name) for name in _SHOWN},
+            "metrics": sorted({*self.series.names(), *self.evaluated.names()}),
             "indexed": {"bytes": self.series.done, "of": self.series.size, "files_left": self.groups.pending},
-            "unreadable": dict(list(self.groups.unreadable.items())[:5]),
+            "troubles": self.troubles(),
         }
 
-    def curve(
-        self, name: str, points: int, window: int = 1, low: float | None = None, high: float | None = None
-    ) -> dict[str, Any]:
-        """A metric between two steps in about `points` points, after a running mean over `window` steps."""
+    def last(self, name: str) -> float | None:
+        """The newest finite value of a metric."""
+        values = self.column(name)[1]
+        finite = np.flatnonzero(np.isfinite(values))
+        return float(values[finite[-1]]) if len(finite) else None
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps [n] and values [n] of a metric of training, else of an evaluation; of two at one step the later."""
         steps, values = self.series.column(name)
-        values = smooth(values, window)
-        start = 0 if low is None else int(np.searchsorted(steps, low))
-        end = len(steps) if high is None else int(np.searchsorted(steps, high, side="right"))
-        drawn = thin(steps[start:end], values[start:end], points)
-        return {
-            "run": self.name,
-            "metric": name,
-            "steps": drawn.steps.tolist(),
-            "values": [None if value != value else value for value in drawn.values.tolist()],
-            "hidden": drawn.hidden,
-            "not_finite": drawn.not_finite,
-            "total": len(steps),
-        }
+        if not len(steps):
+            steps, values = self.evaluated.column(name)
+        is_last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
+        return steps[is_last], values[is_last]
+
+
+def _has_text(found: Mapping[str, Any], name: str) -> bool:
+    return isinstance(found.get(name), str)
 
 
 class Library:
@@ -104,6 +175,7 @@ class Library:
         self.folders = list(folders)
         self._runs: dict[str, RunView] = {}
         self._stop = threading.Event()
+        self._finding = threading.Lock()
         self._asked = 0.0
         self._thread: threading.Thread | None = None
         self.find()
@@ -111,15 +183,14 @@ class Library:
     def find(self) -> list[RunView]:
         """The runs there are now, also those that appeared since."""
         found = find_runs(self.folders)
-        known = {run.path: run for run in self._runs.values()}
-        for name, path in found.items():
-            run = known.get(path) or RunView(name, path)
-            run.name = name
-            found_run = self._runs.get(name)
-            if found_run is not run:
-                self._runs = {**self._runs, name: run}
-        self._runs = {name: run for name, run in self._runs.items() if name in found}
-        return list(self._runs.values())
+        with self._finding:
+            known = {run.path: run for run in self._runs.values()}
+            runs = {}
+            for name, path in found.items():
+                runs[name] = known.get(path) or RunView(name, path)
+                runs[name].name = name
+            self._runs = runs
+        return list(runs.values())
 
     def get(self, name: str) -> RunView:
         """The run of this name. RunFolderError when there is none: names never become paths."""
@@ -156,8 +227,8 @@ class Library:
     def refresh(self) -> None:
         """Index everything now."""
         for run in self.find():
-            run.series.refresh()
-            run.groups.refresh()
+            while not run.refresh_some():
+                continue
 
 
 def differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
@@ -192,5 +263,5 @@ def _name_of(algorithm: Any) -> str | None:
         fields = algorithm.get("fields")
         inner = fields.get("name") if isinstance(fields, Mapping) else None
         name = algorithm.get("name") or inner or algorithm.get("type")
-        return None if name is None else str(name)
-    return None if algorithm is None else str(algorithm)
+        return text_of(name)[:_LONGEST_NAME] or None
+    return text_of(algorithm)[:_LONGEST_NAME] or None

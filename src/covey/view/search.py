@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from covey.view.groups import GroupIndex
+from covey.view.groups import GroupIndex, read_columns
 
 _CHUNK = 4096
+_NAMES = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,37 @@ def search(
 def _groups_with(path: Path, text: str) -> frozenset[int]:
     """Numbers of the groups of a file that contain the text."""
     try:
-        with pq.ParquetFile(path) as file:
-            rows = file.read(columns=["group", "prompt", "completion"], use_threads=False)
-    except (OSError, pa.ArrowException):  # the index names files that cannot be read
+        rows = read_columns(path, ["group", "prompt", "completion"])
+        hit = pc.or_kleene(
+            pc.match_substring(rows["prompt"], text, ignore_case=True),
+            pc.match_substring(rows["completion"], text, ignore_case=True),
+        )
+        return frozenset(rows["group"].filter(hit).to_pylist())
+    except (OSError, ValueError, KeyError, pa.ArrowException):  # a file without these texts is one without the words
         return frozenset()
-    hit = pc.or_kleene(
-        pc.match_substring(rows["prompt"], text, ignore_case=True),
-        pc.match_substring(rows["completion"], text, ignore_case=True),
-    )
-    return frozenset(rows["group"].filter(hit).to_pylist())
 
 
 def prompts_of(index: GroupIndex, table: np.ndarray, places: Sequence[int], most: int = 240) -> list[dict[str, str]]:
-    """The beginning of the prompt and of the first completion of each group."""
-    texts: dict[int, pa.Table] = {}
+    """The beginning of the prompt and of the first completion of each group; empty where the file has none."""
+    texts: dict[int, pa.Table | None] = {}
     said = []
     for place in places:
         step, row = int(table["step"][place]), int(table["first_row"][place])
         if step not in texts:
-            with pq.ParquetFile(index.path_of(step)) as file:
-                texts[step] = file.read(columns=["prompt_uid", "prompt", "completion"])
-        names = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
-        values = {new: texts[step][old][row].as_py() or "" for old, new in names.items()}
-        said.append({name: value[:most] for name, value in values.items()})
+            texts[step] = _texts(index.path_of(step))
+        said.append({new: _beginning(texts[step], old, row, most) for old, new in _NAMES.items()})
     return said
+
+
+def _texts(path: Path) -> pa.Table | None:
+    try:
+        return read_columns(path, list(_NAMES))
+    except (OSError, ValueError, pa.ArrowException):  # dropped by a resume, or damaged since it was indexed
+        return None
+
+
+def _beginning(table: pa.Table | None, name: str, row: int, most: int) -> str:
+    if table is None or name not in table.column_names or row >= table.num_rows:
+        return ""
+    value = table[name][row].as_py()
+    return "" if value is None else str(value)[:most]

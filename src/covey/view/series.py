@@ -6,18 +6,30 @@ import io
 import json
 import os
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.json as pj
+
+from covey.runs.storage import open_plain
 
 _BLOCK = 4 << 20
 _TAIL = 64
-_LONGEST_LINE = 64 << 20
+_LONGEST_LINE = 4 << 20
 """Bytes; what is longer is no line of metrics, and is passed over in parts."""
+_MOST_METRICS = 2000
+_MOST_NUMBERS = 1 << 25
+"""Of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
+_MOST_BRACKETS = 8
+"""In a line that Arrow may read; it ends the process on lines that are nested deeply."""
+_SAMPLED_LINES = 16
+_MOST_AT_ONCE = 1 << 24
+"""Numbers of one block, those that are not there counted."""
 NOT_FINITE = np.inf
 """What stands in a column for NaN and infinite values; NaN stands for a step that has no such metric."""
 
@@ -30,10 +42,12 @@ class SeriesIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size = path.stat().st_size if path.is_file() else 0
+        self.size = 0
         """Bytes of the file's whole lines when last looked at, as far as that is known."""
         self.done = 0
         """Bytes of it that are indexed."""
+        self.trouble: str | None = None
+        """Why not all of the file is here; None when it is."""
         self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._clear()
@@ -53,11 +67,13 @@ class SeriesIndex:
         """
         with self._reading:
             try:
-                descriptor = os.open(self.path, os.O_RDONLY)
-            except FileNotFoundError:
+                descriptor = open_plain(self.path)
+            except OSError as error:
                 with self._lock:
                     self._clear()
                     self.size = 0
+                is_there = not isinstance(error, FileNotFoundError)
+                self.trouble = f"{self.path.name} cannot be read: {error.strerror}." if is_there else None
                 return True
             with open(descriptor, "rb") as file:
                 return self._read_more(file, most_bytes)
@@ -69,6 +85,7 @@ class SeriesIndex:
             with self._lock:
                 self._clear()
                 self._inode = found.st_ino
+                self.trouble = None
         goal = self.size if most_bytes is None else min(self.size, self.done + most_bytes)
         while self.done < goal:
             file.seek(self.done)
@@ -77,9 +94,11 @@ class SeriesIndex:
             if not block.endswith(b"\n") and len(block) < _LONGEST_LINE:
                 self.size = self.done  # a line that is still being written, or that a kill tore, is not counted
                 return True
-            columns = _columns_of(block)
+            columns = _columns_of(block, self._columns)
             with self._lock:
-                self._add(columns)
+                if not self._add(columns):
+                    self.size = self.done
+                    return True
                 self.done += len(block)
                 self._before = block[-_TAIL:]
         return self.done >= self.size
@@ -88,9 +107,16 @@ class SeriesIndex:
         file.seek(self.done - len(self._before))
         return bool(file.read(len(self._before)) != self._before)
 
-    def _add(self, columns: dict[str, np.ndarray]) -> None:
+    def _add(self, columns: dict[str, np.ndarray]) -> bool:
+        """Whether there was room."""
         gained = len(columns["step"])
         rows = self._rows + gained
+        self._leave_out(columns, rows)
+        if rows * len(self._columns) > _MOST_NUMBERS:
+            self.trouble = (
+                f"{self.path.name} holds more than can be shown; what comes after step {self._last()} is left out."
+            )
+            return False
         if rows > self._room:
             self._room = max(rows, 2 * self._room, 1024)
             for name, old in self._columns.items():
@@ -100,6 +126,18 @@ class SeriesIndex:
                 self._columns[name] = np.full(self._room, np.nan)
             self._columns[name][self._rows : rows] = values
         self._rows = rows
+        return True
+
+    def _leave_out(self, columns: dict[str, np.ndarray], rows: int) -> None:
+        """Take away new metrics for which there is no room."""
+        room = min(_MOST_METRICS, _MOST_NUMBERS // (2 * max(rows, 1024)))
+        new = [name for name in columns if name not in self._columns and name not in ("step", "time")]
+        for name in new[max(0, room - len(self._columns)) :]:
+            del columns[name]
+            self.trouble = f"{self.path.name} names more than {room} metrics; the others are left out."
+
+    def _last(self) -> int:
+        return int(self._columns["step"][self._rows - 1]) if self._rows else 0
 
     def names(self) -> list[str]:
         """The metrics there are, sorted; `step` and `time` are none."""
@@ -109,7 +147,7 @@ class SeriesIndex:
     def last_step(self) -> int:
         """The last indexed step; 0 when there is none."""
         with self._lock:
-            return int(self._columns["step"][self._rows - 1]) if self._rows else 0
+            return self._last()
 
     def last(self, name: str) -> float | None:
         """The newest finite value of a metric."""
@@ -138,47 +176,57 @@ def _grown(column: np.ndarray, room: int) -> np.ndarray:
     return new
 
 
-def _columns_of(block: bytes) -> dict[str, np.ndarray]:
-    """The numeric columns of whole lines; `step` is always there."""
-    if block.lstrip().startswith(b"{"):  # pyarrow 26 ends the process on lines that are all `null`
-        with suppress(ValueError):  # a damaged line, a name that is no text, a metric that is now text and now a number
-            found = _columns_by_arrow(block)
-            if found is not None:
-                return found
+def _columns_of(block: bytes, known: Collection[str]) -> dict[str, np.ndarray]:
+    """The numeric columns of whole lines; `step` is always there. `known`: metrics that earlier lines had."""
+    if block.lstrip().startswith(b"{") and b'"non_finite"' not in block and _is_flat(block):
+        with suppress(ValueError):  # a damaged line, one with other metrics, a metric that is now text and now a number
+            return _columns_by_arrow(block, known)
     return _columns_line_by_line(block)
 
 
-def _columns_by_arrow(block: bytes) -> dict[str, np.ndarray] | None:
-    """The same, fast; None for lines that need a closer look. ValueError for lines that Arrow does not read."""
-    table = pj.read_json(io.BytesIO(block), read_options=pj.ReadOptions(block_size=len(block) + 1))
-    names = table.column_names
-    if names.count("step") != 1 or not pa.types.is_integer(table["step"].type) or table["step"].null_count:
-        return None
-    columns = {}
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            return None
-        kind = table.schema.field(name).type
-        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-            columns[name] = np.array(table[name].cast(pa.float64(), safe=False).to_numpy())
-    if "non_finite" in table.column_names:
-        _mark_not_finite(columns, table["non_finite"].combine_chunks(), table.num_rows)
-    return columns
+def _is_flat(block: bytes) -> bool:
+    """Whether no line has more than a few opening brackets."""
+    symbols = np.frombuffer(block, np.uint8)
+    openings = np.flatnonzero((symbols | 0x20) == ord("{"))  # [ as well
+    ends = np.flatnonzero(symbols == ord("\n"))
+    counts = np.diff(np.searchsorted(openings, ends), prepend=0)
+    return len(ends) > 0 and int(counts.max()) <= _MOST_BRACKETS
 
 
-def _mark_not_finite(columns: dict[str, np.ndarray], named: Any, rows: int) -> None:
-    if not pa.types.is_struct(named.type):
-        return
-    for name, words in zip((field.name for field in named.type), named.flatten(), strict=True):
-        if "." not in name or name in columns or "/" in name:
-            marked = np.asarray(words.is_valid())
-            columns.setdefault(name, np.full(rows, np.nan))[marked] = NOT_FINITE
+def _columns_by_arrow(block: bytes, known: Collection[str]) -> dict[str, np.ndarray]:
+    """The same, fast. ValueError for lines that Arrow does not read, or whose metrics a sample of the lines does not name:
+    else as many columns as a hostile file has names would be made, each as long as the file."""
+    lines = block.splitlines()
+    sample = [json.loads(line) for line in lines[:: max(1, len(lines) // _SAMPLED_LINES)] + lines[-1:]]
+    kinds: dict[str, Any] = dict.fromkeys(known, pa.float64())
+    for row in sample:
+        if not isinstance(row, dict):
+            raise ValueError("not a row")
+        kinds |= {name: pa.string() if isinstance(value, str) else pa.float64() for name, value in row.items()}
+    kinds["step"] = pa.int64()
+    if len(kinds) > _MOST_METRICS or len(kinds) * len(lines) > _MOST_AT_ONCE:
+        raise ValueError("too many metrics")
+    table = pj.read_json(
+        io.BytesIO(block),
+        read_options=pj.ReadOptions(block_size=len(block) + 1),
+        parse_options=pj.ParseOptions(
+            explicit_schema=pa.schema(list(kinds.items())), unexpected_field_behavior="error"
+        ),
+    )
+    steps = table["step"]
+    if table.num_rows != len(lines) or steps.null_count or pa.compute.max(pa.compute.abs(steps)).as_py() > 2**53:
+        raise ValueError("not rows of metrics alone")
+    columns = {name: np.array(table[name].cast(pa.float64(), safe=False).to_numpy())
+               for name, kind in kinds.items() if kind != pa.string()}  # fmt: skip
+    return {name: values for name, values in columns.items() if name == "step" or not np.isnan(values).all()}
 
 
 def _columns_line_by_line(block: bytes) -> dict[str, np.ndarray]:
+    """The same, of lines of any kind; of more metrics than one run may have, the first ones."""
     rows = [row for row in map(_row_of, block.splitlines()) if row is not None]
-    names = {name for row in rows for name in row} | {"step"}
-    return {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in names}
+    names = dict.fromkeys(["step", *(name for row in rows for name in row)])
+    most = list(names)[: min(_MOST_METRICS + 3, _MOST_AT_ONCE // max(1, len(rows)))]
+    return {name: np.array([row.get(name, np.nan) for row in rows], dtype=np.float64) for name in most}
 
 
 def _number(value: int | float) -> float:

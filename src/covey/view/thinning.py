@@ -19,6 +19,8 @@ class Curve:
     """Points of the range that are not drawn."""
     not_finite: int
     """Values of the range that were NaN or infinite."""
+    places: np.ndarray
+    """[k], where they were among all."""
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
@@ -28,7 +30,7 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
     """
     bad = ~np.isfinite(values)
     if len(steps) <= points:
-        return Curve(steps, np.where(bad, np.nan, values), 0, int(bad.sum()))
+        return Curve(steps, np.where(bad, np.nan, values), 0, int(bad.sum()), np.arange(len(steps)))
     span = float(steps[-1] - steps[0]) + 1
     width = 1
     while span / width > points / 2:
@@ -40,7 +42,8 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
         _first_where(bad, starts),
     ]
     kept = np.unique(np.concatenate(chosen))
-    return Curve(steps[kept], np.where(bad[kept], np.nan, values[kept]), len(steps) - len(kept), int(bad.sum()))
+    values = np.where(bad[kept], np.nan, values[kept])
+    return Curve(steps[kept], values, len(steps) - len(kept), int(bad.sum()), kept)
 
 
 def _each(of: np.ufunc, values: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ export async function ask(call, query = {}, kind = null) {
   const reply = await fetch(`api/${call}?${words}`, { signal: stop.signal });
   if (reply.ok) return reply.json();
   const said = await reply.text();
-  throw new Error(reply.status === 404 ? JSON.parse(said).error ?? said : said);
+  throw new Error([404, 422].includes(reply.status) && said.startsWith("{") ? JSON.parse(said).error ?? said : said);
 }
 
 /** Whether an error only says that a newer question took over. */

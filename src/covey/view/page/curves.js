@@ -4,12 +4,14 @@ import { alertList } from "./alerts.js";
 import { ask, isStale } from "./api.js";
 import { fill, h, later } from "./dom.js";
 import { memoryUse, Panel, phaseSeconds, rewardSpread, signalShares, tokenSpeed } from "./panels.js";
-import { amend, chosenRuns, colourOf, place, shared } from "./state.js";
+import { amend, chosenRuns, colourOf, hiddenRuns, markOf, place, shared } from "./state.js";
 
 const FIRST = [
   "eval_reward", "reward", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std",
   "grad_norm", "loss", "sampling/sampling_logp_difference/mean", "seconds/step", "learning_rate",
 ];
+const EACH = /^(eval.*_)?rewards\/.+\/mean$|^eval_.*reward$/; // by default too: held-out sets, and every reward apart
+const AXES = { step: "by step", time: "by hours", tokens: "by tokens" };
 const SMOOTH = [1, 10, 50, 200, 1000];
 const POINTS = 600;
 const MOST_ASKED = 48;
@@ -17,14 +19,14 @@ const MOST_ASKED = 48;
 /** Fill the page; what comes back keeps it live. */
 export function curvesPage(main) {
   const words = place().words;
-  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], version: 0,
+  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], axis: AXES[words.get("x")] ? words.get("x") : "step", seeds: words.has("seeds"), version: 0,
     range: () => ends().slice(0, 2) };
   const panels = new Map();
   const due = new Set();
   const grid = h("div", { class: "plots" });
-  const bar = toolbar(kept, { range, smooth, log, filter: later(arrange, 100) });
+  const bar = toolbar(kept, { range, smooth, log, axis, seeds, filter: later(arrange, 100) });
   const told = h("div");
-  fill(main, h("h1", {}, "Curves"), bar.element, legend(), grid, told);
+  fill(main, h("h1", {}, "Curves"), bar.element, legend(() => panels.forEach(want)), grid, told);
 
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -54,7 +56,7 @@ export function curvesPage(main) {
 
   async function load(asked, runs) {
     for (const panel of asked) panel.isOld = false;
-    const query = { run: runs, from: kept.low, to: kept.high, points: POINTS };
+    const query = { run: runs, from: kept.low, to: kept.high, points: POINTS, x: kept.axis, seeds: kept.seeds };
     try {
       const plain = asked.filter((panel) => !panel.draws);
       const metrics = plain.map((panel) => panel.metric);
@@ -72,7 +74,8 @@ export function curvesPage(main) {
     const runs = shared.runs.filter((run) => chosenRuns().includes(run.name));
     const there = new Set(runs.flatMap((run) => run.metrics));
     const wanted = bar.filter.value.toLowerCase();
-    const first = FIRST.filter((name) => there.has(name));
+    const each = [...there].filter((name) => EACH.test(name) && !FIRST.includes(name)).sort();
+    const first = [...FIRST.slice(0, 2).filter((name) => there.has(name)), ...each, ...FIRST.slice(2).filter((name) => there.has(name))];
     const rest = [...there].filter((name) => !first.includes(name)).sort();
     const names = wanted ? [...first, ...rest].filter((name) => name.toLowerCase().includes(wanted)) : bar.all.checked ? [...first, ...rest] : first;
     const special = specialsOf(runs, there).filter(({ title }) => title.toLowerCase().includes(wanted));
@@ -111,6 +114,18 @@ export function curvesPage(main) {
 
   function log(isLog) {
     kept.isLog = isLog;
+    for (const panel of panels.values()) want(panel);
+  }
+
+  function axis(value) {
+    kept.axis = value;
+    amend({ x: value === "step" ? null : value });
+    for (const panel of panels.values()) want(panel);
+  }
+
+  function seeds(isOn) {
+    kept.seeds = isOn;
+    amend({ seeds: isOn });
     for (const panel of panels.values()) want(panel);
   }
 
@@ -178,6 +193,8 @@ const MOST_SPECIAL = 3;
 
 /** The pictures that are no metric's curve. */
 function specialsOf(runs, there) {
+  const hidden = hiddenRuns();
+  runs = runs.filter((run) => !hidden.has(run.name));
   const names = runs.map((run) => run.name);
   const few = names.slice(0, MOST_SPECIAL);
   return [
@@ -188,12 +205,26 @@ function specialsOf(runs, there) {
   ];
 }
 
-function legend() {
-  return h("ul", { class: "legend" }, chosenRuns().map((name) => {
-    const dot = h("span", { class: "dot" });
-    dot.style.backgroundColor = colourOf(name);
-    return h("li", {}, dot, name);
+/** The chosen runs; a click puts the curves of one away or brings them back. */
+function legend(changed) {
+  return h("ul", { class: "legend", "aria-label": "Runs; press one to hide or show it" }, chosenRuns().map((name) => {
+    const mark = h("span", { class: "mark" }, markOf(name));
+    mark.style.color = colourOf(name);
+    const button = h("button", { "aria-pressed": String(!hiddenRuns().has(name)), onclick: () => {
+      const hidden = hiddenRuns();
+      hidden.has(name) ? hidden.delete(name) : hidden.add(name);
+      amend({ hide: [...hidden] });
+      button.setAttribute("aria-pressed", String(!hidden.has(name)));
+      changed();
+    } }, mark, name);
+    return h("li", {}, button);
   }));
+}
+
+/** Whether two of the chosen runs differ in their seed alone. */
+function hasSeeds() {
+  const families = shared.runs.filter((run) => chosenRuns().includes(run.name) && run.family).map((run) => run.family);
+  return new Set(families).size < families.length;
 }
 
 function toolbar(kept, calls) {
@@ -204,11 +235,14 @@ function toolbar(kept, calls) {
     SMOOTH.map((steps) => h("option", { value: steps, selected: steps === kept.smooth }, steps === 1 ? "not smoothed" : `mean of ${steps} steps`)));
   const filter = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", oninput: calls.filter });
   const all = h("input", { type: "checkbox" });
+  const over = h("select", { "aria-label": "Axis", onchange: () => calls.axis(over.value) },
+    Object.entries(AXES).map(([name, text]) => h("option", { value: name, selected: name === kept.axis }, text)));
+  const seeds = h("input", { type: "checkbox", checked: kept.seeds, onchange: () => calls.seeds(seeds.checked) });
   const log = h("input", { type: "checkbox", onchange: () => calls.log(log.checked) });
   const count = h("small");
   return {
     element: h("div", { class: "bar" }, filter, h("label", {}, all, "all metrics"), h("label", {}, "steps ", from, " to ", to),
-      h("button", { onclick: () => calls.range(null, null) }, "all steps"), even, h("label", {}, log, "log scale"), count),
+      h("button", { onclick: () => calls.range(null, null) }, "all steps"), even, over, h("label", {}, log, "log scale"), hasSeeds() ? h("label", {}, seeds, "mean over seeds") : null, count),
     filter, all,
     range: (low, high) => { from.value = low ?? ""; to.value = high ?? ""; },
     smooth: (value) => { even.value = String(value); },

@@ -10,13 +10,15 @@ export function h(tag, properties = {}, ...children) {
     else if (["value", "checked", "disabled", "selected", "open"].includes(name)) element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...parts(children));
   return element;
 }
 
+const parts = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+
 /** Replace what an element holds. */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...parts(children));
   return element;
 }
 
@@ -35,12 +37,29 @@ const WHOLE = new Intl.NumberFormat("en");
 
 /** A number in few characters; a dash for none. */
 export function short(value, digits = 3) {
-  if (value === null || value === undefined) return "–";
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return WHOLE.format(value);
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : value.toFixed(size < 10 ? digits : 1);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : value.toFixed(size < 10 ? digits + zeros(size) : 1);
 }
+
+/** Zeros between the point and the first digit of a number below 1. */
+const zeros = (size) => (size > 0 && size < 1 ? Math.max(0, -Math.floor(Math.log10(size)) - 1) : 0);
+
+/** The numbers of an axis, with as many digits as it takes to tell neighbours apart. */
+export function axisTexts(places) {
+  const there = places.filter((value) => value !== null);
+  const gap = Math.min(...there.slice(1).map((value, at) => Math.abs(value - there[at])).filter((one) => one > 0), Infinity);
+  const size = Math.max(...there.map(Math.abs), 0);
+  if (!Number.isFinite(gap) || size >= 1e6 || size < 1e-3) {
+    return places.map((value) => (value === null ? "" : value === 0 ? "0" : size >= 1e6 || size < 1e-3 ? value.toExponential(Math.min(6, digitsOf(size, gap))) : short(value)));
+  }
+  const digits = Math.min(12, Math.max(0, Math.ceil(-Math.log10(gap) - 1e-9)));
+  return places.map((value) => (value === null ? "" : digits ? value.toFixed(digits) : WHOLE.format(value)));
+}
+
+const digitsOf = (size, gap) => (Number.isFinite(gap) && size ? Math.max(1, Math.ceil(Math.log10(size / gap))) : 1);
 
 /** `call`, once nothing has asked for it for so many milliseconds. */
 export function later(call, wait) {

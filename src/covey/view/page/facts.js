@@ -10,14 +10,20 @@ const LATER = ["config", "algorithm", "rewards", "versions", "hardware", "git", 
 /** Fill the page. */
 export async function factsPage(main) {
   const names = chosenRuns();
-  const told = await Promise.all(names.map(async (run) => ({ run, ...(await ask("facts", { run })) })));
+  const told = await Promise.all(names.map(async (run) => {
+    try {
+      return { run, ...(await ask("facts", { run })) };
+    } catch (error) {
+      return { run, manifest: {}, events: [], troubles: [error.message] };
+    }
+  }));
   const search = h("input", { type: "search", placeholder: "Filter facts", "aria-label": "Filter facts", oninput: () => draw() });
   const place = h("div");
   fill(main, h("h1", {}, "Facts"), h("div", { class: "bar" }, search), place);
 
   function draw() {
     const wanted = search.value.toLowerCase();
-    fill(place, told.map(({ run, manifest, events }) => h("section", {}, h("h2", {}, run),
+    fill(place, told.map(({ run, manifest, events, troubles }) => h("section", {}, h("h2", {}, run), troubles.map((said) => h("p", { class: "bad" }, said)),
       FIRST.concat(LATER).filter((name) => manifest[name] !== undefined && manifest[name] !== null).map((name) => part(name, manifest[name], wanted)),
       part(`events (the last ${events.length})`, events.map((event) => `step ${event.step}: ${event.kind}: ${event.said}`), wanted))));
   }
@@ -31,7 +37,7 @@ function part(name, value, wanted) {
   if (!rows.length) return null;
   if (rows.length === 1 && rows[0][0] === "") return h("p", { class: "fact" }, h("b", {}, name), " ", h("code", {}, rows[0][1]));
   return h("details", { open: wanted !== "" || name === "config" }, h("summary", {}, `${name} (${rows.length})`),
-    h("div", { class: "wide" }, h("table", {}, h("tbody", {}, rows.map(([key, text]) => h("tr", {}, h("th", {}, key), h("td", {}, h("pre", {}, text))))))));
+    h("div", { class: "wide" }, h("table", { class: "facts" }, h("tbody", {}, rows.map(([key, text]) => h("tr", {}, h("th", {}, key), h("td", {}, h("pre", {}, text))))))));
 }
 
 /** `[dotted name, text]` of everything in a value. */

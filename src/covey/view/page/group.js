@@ -1,18 +1,19 @@
 // One group: the prompt, its completions side by side, rewards by function, advantages, and tokens in colour.
 
 import { ask, isStale } from "./api.js";
+import { diffOf } from "./diff.js";
 import { fill, h, short, visible } from "./dom.js";
 import { link } from "./state.js";
 import { quantitiesOf, scaleOf, tokens } from "./tokens.js";
 
 /** A view that shows groups in `place`. `step(by)` moves in the list, `close()` leaves. */
 export function groupView(place, { step, close }) {
-  const kept = { run: null, group: null, quantity: "advantage" };
+  const kept = { run: null, group: null, quantity: "advantage", isFolded: true, pair: [] };
 
   async function show(run, at, group) {
     try {
       kept.group = await ask("rollout", { run, step: at, group }, "rollout");
-      kept.run = run;
+      Object.assign(kept, { run, pair: [] });
       draw();
       place.scrollTop = 0;
     } catch (error) {
@@ -27,16 +28,44 @@ export function groupView(place, { step, close }) {
     const scale = scaleOf(group, kept.quantity);
     const rewards = group.completions.map((one) => one.reward).filter((value) => value !== null);
     const [best, worst] = [Math.max(...rewards), Math.min(...rewards)];
+    const folded = kept.isFolded ? alike(group.completions) : group.completions.map((one) => [one]);
+    const hasAlike = folded.length < group.completions.length || !kept.isFolded;
+    const compared = h("section", { class: "compared", "aria-live": "polite" });
     fill(place,
       h("div", { class: "bar" }, h("button", { onclick: close, class: "back" }, "← list"), h("button", { onclick: () => step(-1) }, "previous (p)"),
-        h("button", { onclick: () => step(1) }, "next (n)"), colours(there), h("button", { onclick: copy }, "copy as JSON")),
+        h("button", { onclick: () => step(1) }, "next (n)"), colours(there), h("button", { onclick: copy }, "copy as JSON"),
+        hasAlike ? h("button", { "aria-pressed": String(kept.isFolded), onclick: () => { kept.isFolded = !kept.isFolded; draw(); } }, "identical ones folded") : null),
       h("h2", {}, `Step ${group.step}, group ${group.group}`),
       elsewhere(group),
       h("div", { class: "prompt" }, h("pre", { dir: "auto" }, visible(group.prompt)),
         Object.entries(group.columns ?? {}).map(([name, value]) => h("p", {}, h("b", {}, `${name} `), h("code", {}, visible(typeof value === "string" ? value : JSON.stringify(value)))))),
       scale ? legend(scale) : null,
       group.has_tokenizer ? null : h("p", { class: "soft" }, "No tokenizer.json lies beside the run, so tokens cannot be told apart in the text."),
-      h("div", { class: "completions" }, group.completions.map((one) => card(one, scale, best > worst && one.reward === best ? "best" : best > worst && one.reward === worst ? "worst" : ""))));
+      compared,
+      h("div", { class: "completions" }, folded.map((ones) => card(ones, scale, best > worst && ones[0].reward === best ? "best" : best > worst && ones[0].reward === worst ? "worst" : "", choice(ones[0], compared)))));
+    compare(compared);
+  }
+
+  /** A box that chooses a completion for the comparison; a third one takes the place of the first. */
+  function choice(one, compared) {
+    const box = h("input", { type: "checkbox", checked: kept.pair.includes(one.completion_index), "data-compare": one.completion_index, onchange: () => {
+      kept.pair = kept.pair.filter((at) => at !== one.completion_index);
+      if (box.checked) kept.pair = [...kept.pair, one.completion_index].slice(-2);
+      for (const other of place.querySelectorAll("[data-compare]")) other.checked = kept.pair.includes(Number(other.dataset.compare));
+      compare(compared);
+    } });
+    return h("label", { class: "soft" }, box, "compare");
+  }
+
+  function compare(compared) {
+    const [first, second] = kept.pair.map((at) => kept.group.completions.find((one) => one.completion_index === at));
+    if (!first || !second) return fill(compared, first ? h("p", { class: "soft" }, `#${first.completion_index} is chosen; choose another to compare it with.`) : null);
+    const words = diffOf(wordsOf(first), wordsOf(second));
+    const side = (one, mark) => h("article", { class: "completion" }, h("header", {}, h("b", {}, `#${one.completion_index}`), h("span", {}, `reward ${short(one.reward)}`)),
+      h("pre", { class: "text", dir: "auto" }, words.filter(([which]) => which === " " || which === mark).map(([which, word]) =>
+        (which === " " ? word : h(mark === "-" ? "del" : "ins", {}, word)))));
+    return fill(compared, h("h3", {}, `#${first.completion_index} and #${second.completion_index}, what differs marked`),
+      h("div", { class: "completions" }, side(first, "-"), side(second, "+")));
   }
 
   function colours(there) {
@@ -70,13 +99,27 @@ export function groupView(place, { step, close }) {
   };
 }
 
-function card(one, scale, mark) {
-  const under = h("p", { class: "token-facts", "aria-live": "polite" }, "Point at a token for its numbers.");
+const wordsOf = (one) => visible(one.completion).split(/(\s+)/).filter((word) => word !== "");
+
+/** Completions in lists of those with the same text, end and rewards. */
+function alike(completions) {
+  const found = new Map();
+  for (const one of completions) {
+    const key = JSON.stringify([one.completion, one.finish, one.reward, one.rewards]);
+    found.set(key, [...(found.get(key) ?? []), one]);
+  }
+  return [...found.values()];
+}
+
+function card(ones, scale, mark, choice) {
+  const [one] = ones;
+  const under = h("p", { class: "token-facts", "aria-live": "polite" }, "Point at a token for its numbers, or move with ← and → in the text.");
   const advantage = one.advantage;
   return h("article", { class: `completion ${mark}` },
-    h("header", {}, h("b", {}, `#${one.completion_index}`), h("span", {}, `reward ${short(one.reward)}`),
+    h("header", {}, h("b", {}, `#${one.completion_index ?? "?"}`),
+      ones.length > 1 ? h("span", { class: "tag", title: ones.map((same) => `#${same.completion_index}`).join(", ") }, `× ${ones.length} identical`) : null, h("span", {}, `reward ${short(one.reward)}`),
       h("span", { class: advantage > 0 ? "better" : advantage < 0 ? "worse" : "" }, `advantage ${advantage > 0 ? "+" : ""}${short(advantage)}`),
-      h("span", { class: one.finish === "length" ? "tag" : "soft" }, one.finish === "length" ? "cut off" : one.finish), h("span", { class: "soft" }, `${one.num_tokens} tokens`)),
+      h("span", { class: one.finish === "length" ? "tag" : "soft" }, one.finish === "length" ? "cut off" : one.finish ?? "end unknown"), h("span", { class: "soft" }, `${short(one.num_tokens)} tokens`), choice),
     h("dl", { class: "rewards" }, Object.entries({ ...one.rewards, ...one.extras }).map(([name, value]) =>
       h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value === null ? "not scored" : typeof value === "number" ? short(value) : visible(value))))),
     tokens(one, scale, under), one.pieces ? under : null);

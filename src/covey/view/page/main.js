@@ -56,7 +56,12 @@ async function show() {
   if (page?.name === name && page.moved) {
     page.moved();
   } else {
-    page = { name, ...(await make(main)) };
+    try {
+      page = { name, ...(await make(main)) };
+    } catch (error) {
+      page = { name };
+      fill(main, h("h1", {}, title), h("p", { class: "bad" }, error.message));
+    }
   }
   document.documentElement.dataset.ready = name;
 }

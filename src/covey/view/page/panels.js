@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { fill, h, short } from "./dom.js";
 import { areas, band, line, Plot } from "./plot.js";
-import { colourOf } from "./state.js";
+import { chosenRuns, colourOf, hiddenRuns, markOf } from "./state.js";
 
 const MOST_ALERTS = 60;
 
@@ -20,18 +20,24 @@ export class Panel {
     this.picture = h("div", { class: "picture", role: "img", "aria-label": draws?.title ?? metric });
     this.note = h("small");
     const save = h("button", { class: "plain", title: "Save as PNG", "aria-label": `Save ${metric} as PNG`, onclick: () => this.save() }, "↓");
-    this.element = h("figure", { "data-metric": metric }, h("figcaption", {}, h("b", {}, draws?.title ?? metric), this.note, save), this.picture);
+    this.values = h("a", { class: "plain", title: "Save all values as CSV", "aria-label": `Save ${metric} as CSV`, download: `${fileOf(metric)}.csv` }, "csv");
+    this.element = h("figure", { "data-metric": metric }, h("figcaption", {}, h("b", {}, draws?.title ?? metric), this.note, draws ? null : this.values, save), this.picture);
   }
 
   /** Draw the curves of this metric among `raw` and, smoothed, `even`. */
   show(raw, even, kept) {
-    const mine = (curves) => curves.filter((curve) => curve.metric === this.metric && curve.steps.length);
+    const hidden = hiddenRuns();
+    const mine = (curves) => curves.filter((curve) => curve.metric === this.metric && curve.steps.length && !(curve.runs ?? [curve.run]).every((run) => hidden.has(run)));
+    const look = (curve) => ({ name: curve.run, colour: colourOf((curve.runs ?? [curve.run])[0]), mark: markOf((curve.runs ?? [curve.run])[0]) });
+    this.values.href = `api/values?${new URLSearchParams([["metric", this.metric], ...chosenRuns().filter((run) => !hidden.has(run)).map((run) => ["run", run])])}`;
     const isSmooth = even.length > 0;
     const series = [
-      ...mine(raw).map((curve) => line(curve, { name: curve.run, colour: colourOf(curve.run), isFaint: isSmooth })),
-      ...mine(even).map((curve) => line(curve, { name: curve.run, colour: colourOf(curve.run) })),
+      ...mine(isSmooth ? even : raw).filter((curve) => curve.low).flatMap((curve) => band(curve.x, curve.low, curve.high, { colour: look(curve).colour, opacity: 0.18 })),
+      ...mine(raw).map((curve) => line(curve, { ...look(curve), isFaint: isSmooth })),
+      ...mine(even).map((curve) => line(curve, look(curve))),
     ];
-    this.drawn = { series, isLog: kept.isLog };
+    const shown = mine(raw).flatMap((curve) => curve.runs ?? [curve.run]);
+    this.drawn = { series, isLog: kept.isLog, axis: kept.axis, runs: shown };
     this.again(kept);
     fill(this.note, notes(mine(raw), kept.alerts.length - MOST_ALERTS));
     this.note.title = this.note.textContent.trim(); // where there is no room for all of it
@@ -49,11 +55,14 @@ export class Panel {
   again(kept) {
     if (!this.drawn) return;
     this.plot ??= new Plot(this.picture, this.calls);
-    this.plot.draw(this.drawn.series, { ...this.drawn, range: kept.range(), alerts: kept.alerts.slice(-MOST_ALERTS) });
+    const runs = this.drawn.runs ?? this.draws?.runs ?? [];
+    const alerts = kept.alerts.filter((alert) => runs.includes(alert.run)).slice(-MOST_ALERTS);
+    const range = (this.drawn.axis ?? "step") === "step" ? kept.range() : [null, null];
+    this.plot.draw(this.drawn.series, { ...this.drawn, range, alerts });
   }
 
   save() {
-    if (this.plot) h("a", { href: this.plot.picture(), download: `${this.metric.replace(/[^\w.-]+/g, "_")}.png` }).click();
+    if (this.plot) h("a", { href: this.plot.picture(this.draws?.title ?? this.metric), download: `${fileOf(this.metric)}.png` }).click();
   }
 
   leave() {
@@ -61,12 +70,16 @@ export class Panel {
   }
 }
 
+const fileOf = (name) => name.replace(/[^\w.-]+/g, "_");
+
 function notes(curves, hiddenAlerts) {
   const hidden = curves.reduce((sum, curve) => sum + curve.hidden, 0);
   const bad = curves.reduce((sum, curve) => sum + curve.not_finite, 0);
   const last = curves.length === 1 ? curves[0].values.filter((value) => value !== null).at(-1) : null;
   return [
     last === null || last === undefined ? null : h("span", {}, short(last, 4)),
+    curves.some((curve) => curve.low && !curve.runs) ? h("span", {}, " band: 95% interval") : null,
+    curves.some((curve) => curve.runs) ? h("span", {}, " band of seeds: lowest to highest") : null,
     hidden ? h("span", {}, ` lowest and highest of each stretch; ${short(hidden)} points not drawn`) : null,
     bad ? h("span", { class: "bad" }, ` ${short(bad)} not finite`) : null,
     hiddenAlerts > 0 ? h("span", {}, ` ${hiddenAlerts} older alerts not drawn`) : null,
@@ -91,7 +104,7 @@ const phasesOf = (run, { version, low, high }) => kept(`phases ${run}`, `${versi
 /** Median and quantile bands of the groups' mean rewards of one run. */
 export function rewardSpread(run) {
   return {
-    key: `spread of ${run}`, title: `rewards of groups (${run})`,
+    key: `spread of ${run}`, runs: [run], title: `rewards of groups (${run})`,
     async load(now) {
       const { steps, quantiles } = await spreadOf(run, now);
       const at = (place) => quantiles.map((row) => row[place]);
@@ -111,7 +124,7 @@ export function rewardSpread(run) {
 /** Shares of groups that carry signal, are all at the top, or are all alike below it. */
 export function signalShares(run) {
   return {
-    key: `signal of ${run}`, title: `rewards within groups (${run})`,
+    key: `signal of ${run}`, runs: [run], title: `rewards within groups (${run})`,
     async load(now) {
       const { steps, signal, all_best: best, all_same: same } = await spreadOf(run, now);
       const parts = [{ name: "differ", values: signal, colour: "#2f7fc1" }, { name: "all best", values: best, colour: "#3a9d5d" }, { name: "all alike", values: same, colour: "#9aa3ad" }];
@@ -127,7 +140,7 @@ const MORE = ["#a34fb5", "#7a6a00", "#008b94", "#8c5a3c"];
 /** Seconds of a step by phase, on each other. */
 export function phaseSeconds(run) {
   return {
-    key: `phases of ${run}`, title: `seconds by phase (${run})`,
+    key: `phases of ${run}`, runs: [run], title: `seconds by phase (${run})`,
     async load(now) {
       const { steps, seconds } = await phasesOf(run, now);
       const parts = Object.entries(seconds).map(([name, values], at) => ({ name, values, colour: PHASES[name] ?? MORE[at % MORE.length] }));
@@ -139,10 +152,10 @@ export function phaseSeconds(run) {
 /** Tokens a second of the chosen runs. */
 export function tokenSpeed(runs) {
   return {
-    key: `speed of ${runs.join(" ")}`, title: "tokens per second",
+    key: `speed of ${runs.join(" ")}`, runs, title: "tokens per second",
     async load(now) {
       const told = await Promise.all(runs.map((run) => phasesOf(run, now)));
-      return { note: null, series: told.map(({ steps, speed }, at) => line({ steps, values: speed }, { name: runs[at], colour: colourOf(runs[at]) })) };
+      return { note: null, series: told.map(({ steps, speed }, at) => line({ steps, values: speed, run: runs[at] }, { name: runs[at], colour: colourOf(runs[at]), mark: markOf(runs[at]) })) };
     },
   };
 }
@@ -150,7 +163,7 @@ export function tokenSpeed(runs) {
 /** The most memory of the steps, in GB of 10^9 bytes, by what was measured. */
 export function memoryUse(run) {
   return {
-    key: `memory of ${run}`, title: `memory in GB (${run})`,
+    key: `memory of ${run}`, runs: [run], title: `memory in GB (${run})`,
     async load(now) {
       const { steps, memory } = await phasesOf(run, now);
       const colours = [...Object.values(PHASES), ...MORE];

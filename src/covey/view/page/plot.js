@@ -1,11 +1,13 @@
 // One picture: lines, bands or stacked areas over steps, with alerts as marks. Tooltips are text nodes.
 
-import { h, fill, short } from "./dom.js";
+import { axisTexts, fill, h, short } from "./dom.js";
+import { pictureOf } from "./picture.js";
 
 const SEVERITY = { error: "#c23b4b", warning: "#d9730d", info: "#7f8a96" };
 const HEIGHT = 210;
 const NEAR = 6; // pixels
 const CROWD = 12; // alerts, from which on their lines are faint and the curve stays in front
+const APART = 70; // pixels between the marks of a run on its curve
 const LOOK = 400; // points to either side in which the nearest value of a run is looked for
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -20,12 +22,13 @@ export class Plot {
   }
 
   /** Draw `lines` (of `line`, `band`, `areas`) between the steps of `range`, with `alerts`; `top`: the axis goes from 0 to there. */
-  draw(lines, { range = [null, null], alerts = [], isLog = false, top = null, unit = null } = {}) {
+  draw(lines, { range = [null, null], alerts = [], isLog = false, top = null, axis = "step" } = {}) {
+    this.axis = axis;
     this.lines = lines;
     this.alerts = alerts;
     const data = together(lines, isLog);
     const [low, high] = ends(data[0], range);
-    const look = JSON.stringify([style("--paper"), isLog, top, unit, lines.map((one) => [one.name, one.stroke, one.width, one.fill, one.band])]);
+    const look = JSON.stringify([style("--paper"), isLog, top, axis, lines.map((one) => [one.name, one.stroke, one.width, one.fill, one.band])]);
     if (look === this.look) {
       this.chart.batch(() => {
         this.chart.setData(data, false);
@@ -36,24 +39,25 @@ export class Plot {
     }
     this.look = look;
     this.chart?.destroy();
-    this.chart = new window.uPlot(this.options(lines, { low, high, isLog, top, unit }), data, this.element);
+    this.chart = new window.uPlot(this.options(lines, { low, high, isLog, top }), data, this.element);
     this.chart.over.append(this.tip);
     this.chart.over.addEventListener("click", (event) => this.clicked(event));
   }
 
-  options(lines, { low, high, isLog, top, unit }) {
+  options(lines, { low, high, isLog, top }) {
     const [ink, rule, font] = [style("--ink-soft"), style("--rule"), "12px system-ui, sans-serif"];
     const axis = { stroke: ink, font, ticks: { stroke: rule, width: 1, size: 4 }, grid: { stroke: rule, width: 1 }, gap: 3 };
     const width = (chart, values) => {
       chart.ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
       return 12 + Math.max(0, ...(values ?? []).map((text) => chart.ctx.measureText(text).width / devicePixelRatio));
     };
-    const text = (chart, places) => places.map((value) => (value === null ? "" : short(value, 2) + (unit ?? "")));
+    const wholes = (chart, places) => places.map((step) => (Number.isInteger(step) ? short(step) : ""));
+    const far = (chart, places) => (this.axis === "step" ? wholes(chart, places) : this.axis === "tokens" ? places.map((value) => COUNT.format(value)) : axisTexts(places).map((one) => `${one} h`));
     return {
       width: Math.max(50, this.element.clientWidth), height: HEIGHT, padding: [8, 26, 0, 0], legend: { show: false }, focus: { alpha: 1 },
       scales: { x: { time: false, min: low, max: high, auto: false }, y: { distr: isLog ? 3 : 1, range: top !== null ? [0, top] : isLog ? undefined : lines.some((one) => one.fill) ? stacked : padded } },
-      axes: [{ ...axis, grid: { show: false }, size: 24, values: (chart, places) => places.map((step) => (Number.isInteger(step) ? short(step) : "")) },
-        { ...axis, size: width, values: text }],
+      axes: [{ ...axis, grid: { show: false }, size: 24, values: far },
+        { ...axis, size: width, values: (chart, places) => axisTexts(places) }],
       series: [{}, ...lines.map((one) => ({ label: one.name ?? "", stroke: one.stroke, width: one.width, fill: one.fill, spanGaps: false,
         points: { show: one.steps.length < 3, size: 5, fill: one.stroke } }))],
       bands: lines.flatMap((one, at) => (one.band ? [{ series: [at + 1, at + 2], fill: one.band }] : [])),
@@ -69,12 +73,16 @@ export class Plot {
     if (chart.select.width < 2) return;
     const [low, high] = [chart.select.left, chart.select.left + chart.select.width].map((left) => chart.posToVal(left, "x"));
     chart.setSelect({ left: 0, width: 0 }, false);
-    this.onRange?.(Math.max(0, Math.floor(low)), Math.ceil(high));
+    if (this.axis === "step") this.onRange?.(Math.max(0, Math.floor(low)), Math.ceil(high));
+    else {
+      const steps = this.lines.flatMap((one) => (one.at ?? []).filter((_, at) => one.steps[at] >= low && one.steps[at] <= high));
+      if (steps.length) this.onRange?.(Math.min(...steps), Math.max(...steps));
+    }
   }
 
   clicked(event) {
     const left = event.clientX - this.chart.over.getBoundingClientRect().left;
-    const gaps = this.alerts.map((alert) => Math.abs(this.chart.valToPos(alert.step, "x") - left));
+    const gaps = this.alerts.map((alert) => Math.abs(this.chart.valToPos(this.placeOf(alert)[0], "x") - left));
     const gap = Math.min(...gaps, Infinity);
     if (gap <= NEAR) this.onAlert?.(this.alerts[gaps.indexOf(gap)]);
   }
@@ -85,23 +93,60 @@ export class Plot {
     const size = 4 * devicePixelRatio;
     ctx.save();
     ctx.lineWidth = devicePixelRatio;
-    const placed = this.alerts.map((alert) => [alert, Math.round(chart.valToPos(alert.step, "x", true)) + 0.5]).filter(([, x]) => x >= left && x <= left + width);
+    ctx.beginPath();
+    ctx.rect(left, top, width, height);
+    ctx.clip();
+    this.symbols(chart);
+    const placed = this.alerts.map((alert) => [alert, this.placeOf(alert)]).map(([alert, [step, value]]) =>
+      [alert, Math.round(chart.valToPos(step, "x", true)) + 0.5, value === null ? null : chart.valToPos(value, "y", true)]).filter(([, x]) => x >= left && x <= left + width);
     const isCrowded = placed.length > CROWD;
-    for (const [alert, x] of placed) {
+    const isAlone = new Set(this.lines.filter((one) => one.name && one.run).map((one) => one.run)).size <= 1;
+    for (const [alert, x, value] of placed) {
+      const y = isAlone || value === null ? top : Math.max(top, value - 3 * size); // with several runs, on the curve of its own
       ctx.globalAlpha = isCrowded ? 0.15 : 0.75;
       ctx.strokeStyle = ctx.fillStyle = SEVERITY[alert.severity] ?? SEVERITY.info;
       ctx.beginPath();
-      ctx.moveTo(x, top);
-      ctx.lineTo(x, top + height);
+      ctx.moveTo(x, y);
+      ctx.lineTo(x, isAlone ? top + height : y + 3 * size);
       ctx.stroke();
-      ctx.globalAlpha = 0.75;
+      ctx.globalAlpha = 0.9;
       ctx.beginPath();
-      ctx.moveTo(x - size, top);
-      ctx.lineTo(x + size, top);
-      ctx.lineTo(x, top + 1.6 * size);
+      ctx.moveTo(x - size, y);
+      ctx.lineTo(x + size, y);
+      ctx.lineTo(x, y + 1.6 * size);
       ctx.fill();
     }
     ctx.restore();
+  }
+
+  /** Where an alert lies: `[place on the axis, value of its run there or null]`. */
+  placeOf(alert) {
+    const mine = this.lines.find((one) => one.at?.length && (one.run === alert.run || one.runs?.includes(alert.run)));
+    if (!mine) return [alert.step, null];
+    const found = mine.at.findIndex((step) => step >= alert.step);
+    const at = found < 0 ? mine.at.length - 1 : found;
+    return [this.axis === "step" ? alert.step : mine.steps[at], mine.values[at]];
+  }
+
+  /** The mark of each run on its curve, now and then, where several runs are drawn. */
+  symbols(chart) {
+    const marked = this.lines.filter((one) => one.mark && one.name);
+    if (marked.length < 2) return;
+    const { ctx } = chart;
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    Object.assign(ctx, { textAlign: "center", textBaseline: "middle" });
+    marked.forEach((one, turn) => {
+      ctx.fillStyle = one.stroke;
+      let next = -Infinity;
+      one.values.forEach((value, at) => {
+        if (value === null || value === undefined || (chart.scales.y.distr === 3 && value <= 0)) return;
+        const x = chart.valToPos(one.steps[at], "x", true);
+        if (next === -Infinity) next = x + (turn * 17 * devicePixelRatio) % (APART * devicePixelRatio);
+        if (x < next) return;
+        ctx.fillText(one.mark, x, chart.valToPos(value, "y", true));
+        next = x + APART * devicePixelRatio;
+      });
+    });
   }
 
   tell(chart) {
@@ -110,12 +155,12 @@ export class Plot {
     this.tip.hidden = !found.length;
     if (!found.length) return;
     const values = found.map(([one, at]) => [one, chart.data[0][at], one.told ? one.told[one.steps.indexOf(chart.data[0][at])] : chart.data[this.lines.indexOf(one) + 1][at]]);
-    const alert = this.alerts.find((one) => Math.abs(chart.valToPos(one.step, "x") - left) <= NEAR);
-    fill(this.tip, h("div", {}, `step ${short(values[0][1])}`), values.map(([one, , value]) => {
+    const alert = this.alerts.find((one) => Math.abs(chart.valToPos(this.placeOf(one)[0], "x") - left) <= NEAR);
+    fill(this.tip, h("div", {}, AXES[this.axis](values[0][1])), values.map(([one, , value]) => {
       const dot = h("span", { class: "dot" });
       dot.style.backgroundColor = one.stroke;
-      return h("div", {}, dot, `${one.name}: ${short(value, 4)}`);
-    }), alert ? h("div", {}, `${alert.severity} at step ${alert.step}: ${alert.said}`) : null);
+      return h("div", {}, dot, `${one.name}: ${short(value, 4)}${interval(one, chart, idxs[this.lines.indexOf(one) + 1])}`);
+    }), alert ? h("div", {}, `${alert.severity} of ${alert.run} at step ${alert.step}: ${alert.said}`) : null);
     const isRight = left > chart.over.clientWidth / 2;
     Object.assign(this.tip.style, { left: isRight ? "auto" : `${left + 12}px`, right: isRight ? `${chart.over.clientWidth - left + 12}px` : "auto" });
   }
@@ -125,21 +170,24 @@ export class Plot {
     if (this.chart && width && width !== this.chart.width) this.chart.setSize({ width, height: HEIGHT });
   }
 
-  /** The picture as a PNG's address. */
-  picture() {
-    const drawn = this.chart.ctx.canvas;
-    const canvas = h("canvas", { width: drawn.width, height: drawn.height });
-    const context = canvas.getContext("2d");
-    context.fillStyle = style("--paper");
-    context.fillRect(0, 0, drawn.width, drawn.height);
-    context.drawImage(drawn, 0, 0);
-    return canvas.toDataURL();
+  /** The picture with a title and its legend as a PNG's address. */
+  picture(title) {
+    return pictureOf(this.chart.ctx.canvas, title, this.lines.filter((one) => one.name), { paper: style("--paper"), ink: style("--ink") });
   }
 
   leave() {
     this.resizer.disconnect();
     this.chart?.destroy();
   }
+}
+
+const COUNT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+const AXES = { step: (step) => `step ${short(step)}`, time: (hours) => `after ${short(hours)} hours`, tokens: (count) => `${COUNT.format(count)} tokens` };
+
+/** The ends of an interval, in words, at a place of the joined data. */
+function interval(one, chart, at) {
+  const place = one.low ? one.steps.indexOf(chart.data[0][at]) : -1;
+  return place < 0 || one.low[place] === null || one.low[place] === undefined ? "" : ` (${short(one.low[place])} to ${short(one.high[place])})`;
 }
 
 /** All lines over one row of steps; where a line has no point, it goes on to its next one. */
@@ -175,8 +223,9 @@ function nearest(chart, series, at) {
 }
 
 /** A line of `curve` (the server's). A faint one stands behind a smoothed one and is not named in tooltips. */
-export function line(curve, { name, colour, isFaint = false }) {
-  return { steps: curve.steps, values: curve.values, name: isFaint ? null : name, stroke: isFaint ? `${colour}55` : colour, width: isFaint ? 1 : 1.6 };
+export function line(curve, { name, colour, isFaint = false, mark = null }) {
+  return { steps: curve.x ?? curve.steps, at: curve.steps, values: curve.values, low: curve.low, high: curve.high, run: curve.run ?? null, runs: curve.runs ?? null,
+    name: isFaint ? null : name, mark: isFaint ? null : mark, stroke: isFaint ? `${colour}55` : colour, width: isFaint ? 1 : 1.6 };
 }
 
 /** The area between two rows of numbers, as two lines without ink. */

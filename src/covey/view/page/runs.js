@@ -1,8 +1,9 @@
 // The table of runs: what each is, how far it got, what is chosen for the other pages.
 
 import { fill, h, short } from "./dom.js";
-import { choose, chosenRuns, colourOf, link, shared } from "./state.js";
+import { choose, chosenRuns, colourOf, link, markOf, shared } from "./state.js";
 
+const MOST = 500; // rows, so that thousands of runs stay quick
 const NUMBERS = [
   ["step", (run) => run.step],
   ["held-out reward", (run) => run.last.eval_reward],
@@ -36,7 +37,7 @@ export function runsPage(main) {
       const value = (run) => kept.sort(run) ?? -Infinity;
       rows.sort((a, b) => (kept.descending ? -1 : 1) * (value(a) - value(b)));
     }
-    fill(body, rows.length ? rows.map((run) => row(run, chosen)) : h("tr", {}, h("td", { colspan: 11 }, "No run here yet.")));
+    fill(body, rows.length ? [rows.slice(0, MOST).map((run) => row(run, chosen)), rows.length > MOST ? h("tr", {}, h("td", { colspan: 11 }, `${rows.length - MOST} more; filter to see them.`)) : null] : h("tr", {}, h("td", { colspan: 11 }, "No run here yet.")));
     document.getElementById("open").href = link("curves", { run: [...chosen] });
     if (focused) body.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
   }
@@ -48,14 +49,13 @@ export function runsPage(main) {
         choose([...chosen]);
         draw();
       } });
-    const dot = h("span", { class: "dot" });
-    dot.style.backgroundColor = colourOf(run.name);
-    const bad = Object.entries(run.unreadable);
+    const dot = h("span", { class: "mark" }, markOf(run.name));
+    dot.style.color = colourOf(run.name);
     return h("tr", {}, h("td", {}, box), h("td", {}, dot, h("a", { href: link("curves", { run: run.name }), "data-run": `${run.name} link` }, run.name),
       run.parent ? h("small", {}, ` from ${run.parent}`) : null,
-      bad.length ? h("small", { class: "bad" }, ` ${bad.length} unreadable: ${bad[0][0]}`) : null),
-    h("td", {}, h("span", { class: `state ${run.state}` }, run.state)),
-    NUMBERS.map(([, value]) => h("td", { class: "number" }, short(value(run)))));
+      run.troubles.map((said) => h("small", { class: "bad trouble" }, said))),
+    h("td", { "data-label": "state" }, h("span", { class: `state ${run.state}` }, run.state)),
+    NUMBERS.map(([name, value]) => h("td", { class: "number", "data-label": name }, short(value(run)))));
   }
 
   draw();

@@ -56,3 +56,14 @@ export function colourOf(name) {
   const at = shared.runs.findIndex((run) => run.name === name);
   return LINES[(at < 0 ? 0 : at) % LINES.length];
 }
+
+const MARKS = ["●", "■", "▲", "◆", "▼", "★", "✚"];
+
+/** The mark of a run on its curves and in legends, the same on every page: colours alone are not told apart by everyone. */
+export function markOf(name) {
+  const at = shared.runs.findIndex((run) => run.name === name);
+  return MARKS[(at < 0 ? 0 : at) % MARKS.length];
+}
+
+/** Runs whose curves the reader has put away. */
+export const hiddenRuns = () => new Set(place().words.getAll("hide"));

@@ -22,7 +22,7 @@ export function scaleOf(group, name) {
   const [low, high] = [all[Math.floor(0.02 * (all.length - 1))], all[Math.ceil(0.98 * (all.length - 1))]];
   const size = isSigned ? Math.max(Math.abs(low), Math.abs(high)) || 1 : high;
   const isDark = getComputedStyle(document.documentElement).getPropertyValue("--is-dark").trim() === "1";
-  const reach = isDark ? 0.75 : 0.6;
+  const reach = isDark ? 0.6 : 0.55; // the text stays readable on it (4.5 to 1)
   const paint = (rgb, part) => `rgba(${rgb}, ${(reach * Math.min(1, Math.max(0, part))).toFixed(3)})`;
   const blue = isDark ? "70,140,220" : "33,102,172";
   const orange = isDark ? "225,120,30" : "224,116,20";
@@ -75,6 +75,20 @@ export function tokens(one, scale, under) {
   };
   text.addEventListener("pointerover", tell);
   text.addEventListener("click", tell);
+  text.tabIndex = 0;
+  text.setAttribute("role", "group");
+  text.setAttribute("aria-label", "Tokens; left and right tell the numbers of each");
+  text.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const spans = text.querySelectorAll("span[data-at]");
+    if (!by || !spans.length) return;
+    const now = text.querySelector(".told");
+    const next = spans[Math.min(spans.length - 1, Math.max(0, (now ? Number(now.dataset.at) : -1) + by))];
+    now?.classList.remove("told");
+    next.classList.add("told");
+    under.textContent = factsOf(one, Number(next.dataset.at));
+    event.preventDefault();
+  });
   return text;
 }
 

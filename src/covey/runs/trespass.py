@@ -1,0 +1,69 @@
+"""Names in a run's folder through which a write would leave it: links, and what is no file. Refused before a run begins."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from covey.errors import RunFolderError
+from covey.runs.storage import kind_of
+
+_FOLDERS = frozenset({"rollouts", "evaluations", "bad_steps", "model"})
+"""Written into; what lies in them counts too."""
+_FILES = re.compile(r"\.lock|.*\.(json|jsonl|yaml|safetensors|bin|jinja|model|txt)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
+
+
+def refuse(folder: Path) -> None:
+    """Raise RunFolderError, naming the first, where the folder holds a link or no file in place of what a run writes.
+
+    The folder may itself be reached through a link, and foreign names (`latest -> checkpoint-10`) are not looked at.
+    """
+    for path, found, wanted in _found(folder):
+        if found != wanted:
+            raise RunFolderError(
+                f"{path} is {found}, and a run writes {wanted} there, never outside its folder; remove it, "
+                "or choose another output_dir."
+            )
+
+
+def _found(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Path, what is there, and what belongs there, of everything that a run may write to."""
+    for path, found in _entries(folder):
+        if path.name in _FOLDERS or path.name == "runs" or _CHECKPOINT.fullmatch(path.name):
+            yield path, found, "a folder"
+            if path.name in _FOLDERS and found == "a folder":
+                yield from _links_below(path)
+        elif _FILES.fullmatch(path.name):
+            yield path, found, "a file"
+
+
+def _links_below(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    for path, found in _entries(folder):
+        yield path, found, "a folder" if found == "a folder" else "a file"
+        if found == "a folder":
+            yield from _links_below(path)
+
+
+def _entries(folder: Path) -> list[tuple[Path, str]]:
+    """What lies in a folder, and what kind each is; nothing for no folder."""
+    if not os.path.isdir(folder):
+        return []
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another process has just renamed it
+                    found.append((Path(entry.path), _kind(entry.stat(follow_symlinks=False))))
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be read ({error.strerror}); choose another output_dir.") from error
+    return found
+
+
+def _kind(facts: os.stat_result) -> str:
+    is_second = stat.S_ISREG(facts.st_mode) and facts.st_nlink > 1
+    return "a file with a second name (a hard link)" if is_second else kind_of(facts.st_mode)

@@ -1,0 +1,101 @@
+"""The small files of a run: `alerts.jsonl` and `events.jsonl`, whatever stands in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from covey.runs.metrics import parse
+from covey.runs.storage import open_plain
+
+_MOST_BYTES = 8 << 20
+_MOST_ROWS = 5000
+_LONGEST = 4000
+
+
+class Records:
+    """The rows of one log, read again when it has changed; of a long log the end.
+
+    `shape` makes a row of the known form out of what a line holds, or None of one that is not of it.
+    """
+
+    def __init__(self, path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any] | None]) -> None:
+        self.path = path
+        self.trouble: str | None = None
+        """Why not all of it is here; None when it is."""
+        self._shape = shape
+        self._mark: tuple[int, ...] = ()
+        self._rows: list[dict[str, Any]] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows that are whole, oldest first."""
+        try:
+            descriptor = open_plain(self.path)
+        except FileNotFoundError:
+            self._mark, self._rows, self.trouble = (), [], None
+            return []
+        except OSError as error:
+            self._mark, self._rows, self.trouble = (), [], f"{self.path.name} cannot be read: {error.strerror}."
+            return []
+        with open(descriptor, "rb") as file:
+            facts = os.fstat(descriptor)
+            mark = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            if mark != self._mark:
+                self._rows = self._read(file, facts.st_size)
+                self._mark = mark
+        return self._rows
+
+    def _read(self, file: Any, size: int) -> list[dict[str, Any]]:
+        file.seek(max(0, size - _MOST_BYTES))
+        lines = file.read(_MOST_BYTES).splitlines(keepends=True)[size > _MOST_BYTES :]
+        found = [row for line in lines if (row := parse(line)) is not None]
+        shaped = [row for row in map(self._shape, found) if row is not None]
+        is_cut = size > _MOST_BYTES or len(shaped) > _MOST_ROWS
+        self.trouble = f"{self.path.name} is long; only its end is shown." if is_cut else None
+        return shaped[-_MOST_ROWS:]
+
+
+def alert_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Step, rule, severity, said, evidence, try_this; None for what is no alert."""
+    step, said = row.get("step"), row.get("said")
+    if not is_step(step) or not isinstance(said, str):
+        return None
+    severity = row.get("severity")
+    evidence, advice = row.get("evidence"), row.get("try_this")
+    return {
+        "step": step,
+        "rule": text_of(row.get("rule")),
+        "severity": severity if severity in ("error", "warning", "info") else "info",
+        "said": said[:_LONGEST],
+        "evidence": {str(name): shown(value) for name, value in evidence.items()} if isinstance(evidence, dict) else {},
+        "try_this": [one[:_LONGEST] for one in advice if isinstance(one, str)] if isinstance(advice, list) else [],
+    }
+
+
+def event_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Step, kind, said; None for what is no event."""
+    if not is_step(row.get("step")):
+        return None
+    return {"step": row["step"], "kind": text_of(row.get("kind")), "said": text_of(row.get("said"))}
+
+
+def is_step(value: Any) -> bool:
+    """Whether it can be the number of a step."""
+    return type(value) is int and 0 <= value <= 2**53
+
+
+def text_of(value: Any) -> str:
+    """A text as it is, cut at 4000 characters; nothing for anything else."""
+    return value[:_LONGEST] if isinstance(value, str) else ""
+
+
+def shown(value: Any) -> Any:
+    """A number, a text or nothing as it is; anything larger as text, cut at 4000 characters."""
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) <= 2**53):
+        return value
+    try:
+        return value[:_LONGEST] if isinstance(value, str) else str(value)[:_LONGEST]
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists
+        return "…"
