@@ -13,6 +13,7 @@ from torch import nn
 
 from covey.errors import ConfigError, ModelError, did_you_mean
 from covey.fused_layers import Recomputing
+from covey.lean import imported
 from covey.memory import give_back_large_blocks, keep_freed_blocks
 
 
@@ -206,8 +207,7 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
 
     Weight decay leaves out biases and norms, as in transformers.
     """
-    from transformers import Trainer
-    from transformers.trainer_pt_utils import get_parameter_names
+    get_parameter_names = imported("transformers.trainer_pt_utils").get_parameter_names
 
     norms = [nn.LayerNorm]
     patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -224,7 +224,7 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
         {"params": with_decay, "weight_decay": args.weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]
-    make, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    make, kwargs = imported("transformers.trainer").Trainer.get_optimizer_cls_and_kwargs(args, model)
     if "params" in kwargs or "model" in kwargs or "optimizer_dict" in kwargs:
         raise ConfigError(
             f"optim={args.optim} builds its own parameter groups, which Covey cannot checkpoint; use adamw_torch."

@@ -8,9 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.trainer_callback import ExportableState, TrainerState
-
 from covey.errors import CheckpointError
+from covey.lean import ExportableState, TrainerState
 from covey.models import quiet_bars
 from covey.parts import Parts
 from covey.rollout import NativeSampler

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import TrainerState
-
 from covey.errors import StorageError
 from covey.invariants import Watch, expect_adapter_reloads, expect_same_weights
+from covey.lean import TrainerState
 from covey.memory import free_memory
 from covey.monitor.trackers import reads_checkpoints
 from covey.parts import Parts

@@ -10,9 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, set_seed
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import TrainOutput, enable_full_determinism
 from transformers.utils.logging import set_verbosity
 
 from covey import loop
@@ -33,6 +30,17 @@ from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError, CoveyError, DataError, InvariantError, StorageError
 from covey.evaluation import Evaluator
+from covey.lean import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainOutput,
+    enable_full_determinism,
+    set_seed,
+)
 from covey.learner import Learner
 from covey.models import (
     disable_dropout,
@@ -84,7 +92,7 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | Any,
+        model: str | Any,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,

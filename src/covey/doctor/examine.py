@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
-
 from covey.algorithms.advice import SMALL_MODEL
 from covey.build import Given, advice_for, as_dict, build_algorithm, build_scorer, checked_dataset
 from covey.config import GRPOConfig, batch_arithmetic
@@ -16,6 +14,7 @@ from covey.data import eos_ids, prepare_tokenizer
 from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
+from covey.lean import set_seed
 from covey.learner.longest import try_longest
 from covey.memory import is_out_of_memory
 from covey.models import context_limit, disable_dropout, load_model, load_tokenizer, prepare_for_training, with_adapter

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
+from covey.lean import TrainerCallback
 from covey.monitor.lane import Lane, nothing
 from covey.monitor.watch import lines_of
 from covey.types import Alert
