@@ -18,7 +18,7 @@ LEVELS = [
     {"types", "names", "compiled"},
     {"ladder", "pulse", "interruption"},
     {"rendezvous"},
-    {"world", "state", "options", "bounds", "arithmetic", "memory", "student"},
+    {"world", "state", "options", "bounds", "places", "arithmetic", "memory", "student"},
     {"outputs"},
     {"products"},
     {"fused_operations"},

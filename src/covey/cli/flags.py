@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from covey.errors import ConfigError, did_you_mean
 
@@ -186,11 +187,19 @@ def typed(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument(f"--{name}", type=types[name])
         try:
-            values[name] = parser.parse_object({name: _unlisted(value)}, defaults=False)[name]
+            values[name] = parser.parse_object({name: _listed(_unlisted(value), types[name])}, defaults=False)[name]
         except (ArgumentError, ValueError, TypeError, OverflowError, RecursionError) as error:
             shown = value if isinstance(value, str) else repr(value)
             raise ConfigError(f"{name}={shown} cannot be read as {describe(types[name])}.") from error
     return values
+
+
+def _listed(value: Any, kind: Any) -> Any:
+    """`reward: math` where a list is wanted is a list of one."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    wants_list = any(get_origin(one) is list for one in kinds) and str not in kinds and Any not in kinds
+    is_one = value is not None and not isinstance(value, list | tuple | Mapping)
+    return [value] if wants_list and is_one and str(value).lower() not in ("null", "none", "~") else value
 
 
 def _unlisted(value: Any) -> Any:

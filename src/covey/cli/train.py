@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from covey import options
-from covey.cli import output, rerun, seeds
+from covey.cli import early, output, rerun, seeds
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
@@ -89,10 +90,8 @@ def flags() -> tuple[Flag, ...]:
 
 
 def config_types() -> Mapping[str, Any]:
-    """Types of the flags that are GRPOConfig's."""
-    from covey.config import GRPOConfig
-
-    return {**get_type_hints(GRPOConfig), "reward_weights": list[float | str] | None}  # numbers or schedules
+    """Types of the flags that are GRPOConfig's, without importing it."""
+    return early.option_types()
 
 
 def run(given: Given) -> int:
@@ -107,6 +106,11 @@ def run(given: Given) -> int:
     if given.get("resume") == "auto" and "output_dir" not in given:
         raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
     wanted = config_options(given)
+    early.refuse_early(wanted)
+    refuse_bad_adapter(given)
+    if not given.get("print_config"):
+        refuse_missing(given)
+        early.refuse_missing_places(given)
     from covey.config import GRPOConfig
 
     config = GRPOConfig(**wanted)
@@ -116,7 +120,6 @@ def run(given: Given) -> int:
 
         output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in _OWN}))
         return 0
-    refuse_missing(given)
     dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
     if given.get("dry_run"):
         from covey.cli.plan import show
@@ -260,22 +263,36 @@ def load_prompts(named: str, given: Given, limit: int | None) -> Any:
     )
 
 
-def adapter(given: Given) -> Any:
-    """The PEFT configuration that the flags ask for, or None."""
-    if not given.get("lora_r"):
+def refuse_bad_adapter(given: Given) -> None:
+    """Raise ConfigError for options of an adapter without its rank, or out of their range."""
+    if given.get("lora_r") is None:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
             if name in given:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --lora-r, the rank of the adapter.")
+        return
+    rank, alpha, dropout = given["lora_r"], given.get("lora_alpha", 1.0), given.get("lora_dropout", 0.0)
+    if rank < 1:
+        raise ConfigError(f"--lora-r {rank} is no rank; give 1 or more, or leave it out to train all weights.")
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise ConfigError(f"--lora-alpha {alpha} must be a finite number above 0.")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"--lora-dropout {dropout} must be at least 0 and below 1.")
+
+
+def adapter(given: Given) -> Any:
+    """The PEFT configuration that the flags ask for, or None."""
+    if given.get("lora_r") is None:
         return None
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError("--lora-r needs the peft package: pip install 'covey[peft]'.") from error
+    targets = given.get("lora_target_modules") or ["all-linear"]
     return LoraConfig(
         r=given["lora_r"],
         lora_alpha=given.get("lora_alpha", 2 * given["lora_r"]),
         lora_dropout=given.get("lora_dropout", 0.0),
-        target_modules=given.get("lora_target_modules", "all-linear"),
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
     )
 
