@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from covey.counting import tell
 from covey.errors import ConfigError
 from covey.intervals import Difference, Estimate, mean, paired_difference, pass_at_k, proportion
 from covey.rewards import Scorer
@@ -111,11 +112,14 @@ def scored_answers(
 ) -> Iterator[Group]:
     """Scored groups in the order of the prompts."""
     per_turn = max(1, batch_size // n)
+    what = f"prompts with {n} drawn answers each" if n > 1 else "prompts with one answer each"
+    tell(what, 0, len(prompts))
     for start in range(0, len(prompts), per_turn):
         turn = prompts[start : start + per_turn]
         place = {prompt.uid: i for i, prompt in enumerate(turn)}
         groups = sorted(sampler.sample(turn, n, params), key=lambda group: place[group.prompt.uid])
         yield from scorer.score(groups)
+        tell(what, start + len(turn), len(prompts))
 
 
 def totals(group: Group, scorer: Scorer) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.utils.logging import set_verbosity
 
-from covey import loop
+from covey import lean, loop
 from covey.algorithms import Algorithm
 from covey.build import (
     Given,
@@ -30,17 +30,6 @@ from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
 from covey.errors import ConfigError, CoveyError, DataError, InvariantError, StorageError
 from covey.evaluation import Evaluator
-from covey.lean import (
-    CallbackHandler,
-    DefaultFlowCallback,
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainOutput,
-    enable_full_determinism,
-    set_seed,
-)
 from covey.learner import Learner
 from covey.models import (
     disable_dropout,
@@ -99,7 +88,7 @@ class GRPOTrainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
+        callbacks: list[lean.TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
@@ -113,13 +102,15 @@ class GRPOTrainer:
         self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
             raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        (lean.enable_full_determinism if self.args.full_determinism else lean.set_seed)(self.args.seed)
         set_verbosity(self.args.get_process_log_level())
         self.world = World.of(self.args)
         self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
         self.output_dir = Path(str(self.args.output_dir))
         self.algorithm = given_algorithm(self.args, algorithm)
-        self.state = TrainerState(is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main)
+        self.state = lean.TrainerState(
+            is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
+        )
         self.scorer = build_scorer(
             self.args, reward_funcs, reward_processing_classes, lambda: self.state, self.world.device
         )
@@ -130,18 +121,20 @@ class GRPOTrainer:
             refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
         self._load(model, processing_class, quantization_config, peft_config)
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
-        self.control = TrainerControl()
+        self.control = lean.TrainerControl()
         self.is_strict, self._restarts = False, False
         """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
         self.stopped_by: str | None = None
         self.exit_code = 0
+        self.started_at = 0
+        """The step that the last `train()` began after; above 0 for a run that was gone on with."""
         self.callback_handler = self._build_callbacks(callbacks)
         self._parts: Parts | None = None
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
         """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
 
         `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
@@ -159,13 +152,14 @@ class GRPOTrainer:
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
+            self.started_at = state.step
             rows = {"steps to train": self.state.max_steps, "rows of train_dataset": _length(self.train_dataset)}
             self.world.expect_same(rows)
             state = self._run(parts, state)
             summary = parts.session.end(state)
         self._load_best()
         self.stopped_by, self.exit_code = stop.name, stop.exit_code
-        return TrainOutput(state.step, summary["train_loss"], summary)
+        return lean.TrainOutput(state.step, summary["train_loss"], summary)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -238,13 +232,13 @@ class GRPOTrainer:
             loaded = loaded.to(self.world.device)
         self.model = prepare_for_training(loaded, args)
 
-    def _build_callbacks(self, callbacks: Sequence[Any] | None) -> CallbackHandler:
+    def _build_callbacks(self, callbacks: Sequence[Any] | None) -> lean.CallbackHandler:
         self.trackers = Trackers(self.args.report_to)
-        chosen: list[Any] = [DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
+        chosen: list[Any] = [lean.DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
         chosen += list(callbacks or [])
         if self.args.early_stopping_patience is not None:
-            chosen.append(EarlyStoppingCallback(self.args.early_stopping_patience))
-        handler = CallbackHandler(chosen, self.model, self.processing_class, None, None)
+            chosen.append(lean.EarlyStoppingCallback(self.args.early_stopping_patience))
+        handler = lean.CallbackHandler(chosen, self.model, self.processing_class, None, None)
         handler.train_dataloader = handler.eval_dataloader = None
         self.trackers.callbacks = handler.callbacks
         return handler
@@ -374,6 +368,9 @@ class GRPOTrainer:
         state = restore_tree(parts, start)
         restore_history(parts.session, start)
         self.state.num_input_tokens_seen = state.num_tokens
+        is_done = state.step >= self.state.max_steps
+        more = ": nothing to do, all steps are done" if is_done else ""
+        parts.session.display.show(f"resumed at step {state.step}, from {start}{more}")
         return state
 
     def _load_best(self) -> None:

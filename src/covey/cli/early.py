@@ -52,6 +52,11 @@ def refuse_missing_places(given: Mapping[str, Any]) -> None:
             refuse_missing(given[name], what)
 
 
+def default_of(name: str) -> Any:
+    """The default of an option of GRPOConfig."""
+    return next(_literal(field.default) for field in all_fields() if field.name == name)
+
+
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)

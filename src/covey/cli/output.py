@@ -10,12 +10,17 @@ import sys
 import warnings
 from typing import Any
 
+from covey.cli.counter import Counter
 from covey.errors import StorageError
 from covey.runs.text import safe
+
+counter = Counter()
+"""The live line on stderr, which gives way to whatever is written."""
 
 
 def result(text: str) -> None:
     """What the user asked for. Raises StorageError where it goes to a file and the disk is full."""
+    counter.clear()
     try:
         sys.stdout.write(safe(text) + "\n")
         sys.stdout.flush()
@@ -46,6 +51,7 @@ def _finite(value: Any) -> Any:
 
 def say(text: str) -> None:
     """What the user should know meanwhile."""
+    counter.clear()
     sys.stderr.write(safe(text) + "\n")
     sys.stderr.flush()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from covey import options
-from covey.cli import early, output, rerun, seeds
+from covey.cli import early, header, output, rerun, seeds
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
@@ -111,6 +111,11 @@ def run(given: Given) -> int:
     if not given.get("print_config"):
         refuse_missing(given)
         early.refuse_missing_places(given)
+    dataset = None
+    if not given.get("print_config") and not given.get("dry_run") and given.get("seeds") is None:
+        header.show_header(given, wanted)
+        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
+        header.show_rows(dataset)
     from covey.config import GRPOConfig
 
     config = GRPOConfig(**wanted)
@@ -120,7 +125,8 @@ def run(given: Given) -> int:
 
         output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in _OWN}))
         return 0
-    dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
+    if dataset is None:
+        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
     if given.get("dry_run"):
         from covey.cli.plan import show
         from covey.rewards import resolve
@@ -192,17 +198,20 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
     if eval_dataset is not None and _last_evaluation(trainer.state.log_history) < trained.global_step:
         metrics |= trainer.evaluate()
     if trainer.is_world_process_zero():
-        _report(config, given, trained.global_step, metrics)
+        _report(config, given, trained.global_step, metrics, has_trained=trained.global_step > trainer.started_at)
     return 0
 
 
-def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any]) -> None:
+def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any], *, has_trained: bool) -> None:
     if given.get("json"):
         output.result_json(
             {"run": config.output_dir, "steps": steps, "seconds": metrics["train_runtime"], "metrics": metrics}
         )
         return
-    output.result(f"trained {steps} steps in {metrics['train_runtime']:.0f} s: {config.output_dir}")
+    if has_trained:
+        output.result(f"trained {steps} steps in {metrics['train_runtime']:.0f} s: {config.output_dir}")
+    else:
+        output.result(f"nothing to do: all {steps} steps of {config.output_dir} are done; --max-steps sets more.")
     for name in ("reward", "kl", "entropy", "completions/mean_length", "eval_reward"):
         if isinstance(metrics.get(name), float):
             output.result(f"  {name:<24}{metrics[name]:.4g}")
