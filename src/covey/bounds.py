@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, did_you_mean
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
@@ -183,3 +184,34 @@ _WHY = {
     "temperature": " GRPO compares different completions of a prompt; greedy ones are all the same.",
     "reward_timeout_seconds": " None sets no limit.",
 }
+
+
+_TRACKERS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "tensorboard": (("tensorboard", "tensorboardX"), "covey[trackers]"),
+    "wandb": (("wandb",), "covey[wandb]"),
+    "trackio": (("trackio",), "covey[trackio]"),
+    "mlflow": (("mlflow",), "covey[mlflow]"),
+    "azure_ml": (("azureml",), "azureml-sdk"),
+    "clearml": (("clearml",), "clearml"),
+    "codecarbon": (("codecarbon",), "codecarbon"),
+    "comet_ml": (("comet_ml",), "comet-ml"),
+    "dagshub": (("dagshub",), "dagshub"),
+    "dvclive": (("dvclive",), "dvclive"),
+    "flyte": (("flytekit",), "flytekit"),
+    "neptune": (("neptune",), "neptune"),
+    "swanlab": (("swanlab",), "swanlab"),
+}
+"""Trackers that transformers knows: the packages of which one is needed, and what installs it."""
+
+
+def refuse_absent_trackers(names: str | Sequence[str] | None) -> None:
+    """Raise ConfigError for a tracker of `report_to` that nobody knows, or whose package is not installed."""
+    for name in (names,) if isinstance(names, str) else names or ():
+        if name in ("none", "all"):
+            continue
+        if name not in _TRACKERS:
+            hint = did_you_mean(str(name), _TRACKERS) or f" It is one of none, all, {', '.join(_TRACKERS)}."
+            raise ConfigError(f"report_to={name!r} is no tracker.{hint}")
+        packages, install = _TRACKERS[name]
+        if not any(importlib.util.find_spec(package) for package in packages):
+            raise ConfigError(f'report_to={name!r} needs the package {packages[0]}: pip install "{install}".')

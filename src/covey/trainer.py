@@ -146,7 +146,8 @@ class GRPOTrainer:
         self._restarts = wanted == "auto"
         found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(found)
-        expect_resumable(start, self.args, self.train_dataset, self.model, tells=self.world.is_main)
+        rewards = [spec.call for spec in self.scorer.rewards]
+        expect_resumable(start, self.args, self.train_dataset, self.model, rewards=rewards, tells=self.world.is_main)
         with StopRequest() as stop, closing(self.scorer), closing(self.trackers):
             parts = self._build_parts(stop, start)
             self._parts = parts

@@ -14,11 +14,11 @@ LONG = re.compile(r"#\s*house: long, because \S+")
 
 # A module may import from its own level only within its own folder, and from every level above it.
 LEVELS = [
-    {"metrics", "errors", "lean", "counting"},
+    {"metrics", "errors", "lean", "counting", "hub"},
     {"types", "names", "compiled"},
     {"ladder", "pulse", "interruption"},
     {"rendezvous"},
-    {"world", "state", "options", "bounds", "places", "arithmetic", "memory", "student"},
+    {"world", "state", "options", "bounds", "places", "bounded", "arithmetic", "memory", "student"},
     {"outputs"},
     {"products"},
     {"fused_operations"},

@@ -40,6 +40,7 @@ def refuse_early(wanted: Mapping[str, Any]) -> None:
             hint = did_you_mean(str(value), known) or f" It is one of {', '.join(known)}."
             raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
     bounds.refuse_bad_numbers(draft)
+    bounds.refuse_absent_trackers(wanted.get("report_to"))
     checks.refuse_contradictions(draft, given)
 
 

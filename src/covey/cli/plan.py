@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from covey import options
+from covey.bounded import read_json
 from covey.build import build_algorithm
 from covey.cli import output
 from covey.cli.verb import Given
 from covey.config import GRPOConfig, batch_arithmetic
 from covey.errors import ModelError
 from covey.learner.memory import Memory, Shape, bytes_for_outputs, enough_tokens, estimate, starting_tokens
+from covey.places import refuse_missing
 from covey.rollout.engine import BFLOAT16_FROM
 from covey.rollout.linear import has_bfloat16
 
@@ -111,17 +113,14 @@ def model_config(model: str, trust_remote_code: bool) -> Any:
     """The configuration of a model by name, without its weights. Raises ModelError when there is none."""
     from transformers import AutoConfig
 
-    from covey.models import resolve_source
+    from covey.models import resolve_source, told_as_model_error
 
     source = resolve_source(model)
-    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).exists():
-        raise ModelError(f"The model folder {source!r} does not exist.")
-    try:
+    refuse_missing(source, "model folder")
+    if (config := Path(source) / "config.json").is_file():
+        read_json(config, ModelError)
+    with told_as_model_error(source):
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{model} has no configuration that transformers reads: {str(error).splitlines()[0]}"
-        ) from error
 
 
 def longest_prompt_tokens(dataset: Any, rows: int = 1000) -> int:
