@@ -42,13 +42,7 @@ from covey.models import (
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.monitor.trackers import Trackers
 from covey.parts import Parts
-from covey.recording import (
-    Recording,
-    load_weights,
-    restore_history,
-    restore_tree,
-    write_model,
-)
+from covey.recording import Recording, load_weights, restore_history, restore_tree, write_model
 from covey.recovery import lower_learning_rate
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.resuming import expect_resumable
@@ -369,8 +363,7 @@ class GRPOTrainer:
         state = restore_tree(parts, start)
         restore_history(parts.session, start)
         self.state.num_input_tokens_seen = state.num_tokens
-        is_done = state.step >= self.state.max_steps
-        more = ": nothing to do, all steps are done" if is_done else ""
+        more = ": nothing to do, all steps are done" if state.step >= self.state.max_steps else ""
         parts.session.display.show(f"resumed at step {state.step}, from {start}{more}")
         return state
 
