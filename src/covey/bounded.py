@@ -113,7 +113,8 @@ def _refuse_deep_yaml(text: str, source: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > MOST_DEPTH:
-            raise ConfigError(f"{source}, line {event.start_mark.line + 1} is nested more than {MOST_DEPTH} deep.")
+            line = event.start_mark.line + 1 if event.start_mark is not None else 1
+            raise ConfigError(f"{source}, line {line} is nested more than {MOST_DEPTH} deep.")
 
 
 def _size(node: Any, known: dict[int, float]) -> float:

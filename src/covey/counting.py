@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -23,7 +23,7 @@ def tell(what: str, done: int, total: int | None) -> None:
 
 def counted(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
     """The items; each counts as done when the next is asked for. `total` None: `len(items)` where there is one."""
-    total = len(items) if total is None and hasattr(items, "__len__") else total
+    total = len(items) if total is None and isinstance(items, Sized) else total
     tell(what, 0, total)
     for done, item in enumerate(items, 1):
         yield item

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _PATIENCE_SECONDS = 4.0
 
@@ -25,7 +26,9 @@ def bounded_hub(name: str | Path) -> Iterator[bool]:
     if _is_reachable(constants.ENDPOINT):
         yield True
         return
-    switches = [constants] + [sys.modules[module] for module in ("datasets.config",) if module in sys.modules]
+    switches: list[Any] = [constants] + [
+        sys.modules[module] for module in ("datasets.config",) if module in sys.modules
+    ]
     before = [module.HF_HUB_OFFLINE for module in switches]
     for module in switches:
         module.HF_HUB_OFFLINE = True

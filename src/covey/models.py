@@ -47,7 +47,8 @@ def load_model(
         kwargs["dtype"] = torch.float32
     _check_folder(source, needs=("config.json",), what="model")
     with quiet_bars(), told_as_model_error(model, kwargs):
-        loaded, found = AutoModelForCausalLM.from_pretrained(source, **kwargs, output_loading_info=True)
+        given: Any = AutoModelForCausalLM.from_pretrained(source, **kwargs, output_loading_info=True)
+        loaded, found = given
     if missing := sorted(found.get("missing_keys") or ()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(

@@ -64,10 +64,9 @@ def _called(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> 
     ):
         raise ConfigError(f"{name!r} is {type(make).__name__}, not an Algorithm nor a function that returns one.")
     try:
-        inspect.signature(make).bind(**options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name!r} is no function that makes an Algorithm of these options: {error}.") from error
-    return make(**options)
+        return make(**options)
+    except TypeError as error:
+        raise ConfigError(f"{name!r} makes no Algorithm of these options: {error}.") from error
 
 
 def _sorted(changes: list[str], found: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:

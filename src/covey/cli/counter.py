@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 _REDRAW_SECONDS = 0.1
@@ -65,12 +66,10 @@ class Counter:
         return not stream.closed and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
     def _write(self, text: str) -> None:
-        try:
-            stream = self._stream or sys.stderr
+        stream = self._stream or sys.stderr
+        with suppress(OSError, ValueError):  # nobody reads it any more
             stream.write(text)
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more
-            pass
 
 
 def _columns(stream: TextIO) -> int:

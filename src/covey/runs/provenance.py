@@ -107,7 +107,7 @@ def dataset_facts(dataset: Any) -> dict[str, Any] | None:
 def _system_prompt(dataset: Any) -> str | None:
     """The system message of the first row, where rows can be asked for; None without one."""
     try:
-        first = dataset[0]["prompt"][0] if len(dataset) else None
+        first: Any = dataset[0]["prompt"][0] if len(dataset) else {}
     except (TypeError, LookupError, ValueError, AttributeError):
         return None
     is_system = isinstance(first, Mapping) and first.get("role") == "system"

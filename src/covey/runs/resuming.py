@@ -96,13 +96,13 @@ def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     """Rewards, the adapter and the system prompt where they are others than they were."""
     said = []
     if now["rewards"] is not None and before.get("rewards") is not None and before["rewards"] != now["rewards"]:
-        was, are = _names(before["rewards"]), _names(now["rewards"])
-        said.append(f"rewards {was} -> {are}" if was != are else f"the source or options of the rewards {are}")
-    parts = [(one.get("model") or {}).get("adapter") or {} for one in (before, now)]
-    said += [f"{name} {parts[0][name]} -> {parts[1][name]}" for name in parts[0] if _differs(*parts, name)]
-    sets = [one.get("dataset") or {} for one in (before, now)]
-    if _differs(*sets, "system_prompt"):
-        said.append(f"system prompt {_short(sets[0]['system_prompt'])} -> {_short(sets[1]['system_prompt'])}")
+        former, are = _names(before["rewards"]), _names(now["rewards"])
+        said.append(f"rewards {former} -> {are}" if former != are else f"the source or options of the rewards {are}")
+    was, now_is = ((one.get("model") or {}).get("adapter") or {} for one in (before, now))
+    said += [f"{name} {was[name]} -> {now_is[name]}" for name in was if _differs(was, now_is, name)]
+    was, now_is = (one.get("dataset") or {} for one in (before, now))
+    if _differs(was, now_is, "system_prompt"):
+        said.append(f"system prompt {_short(was['system_prompt'])} -> {_short(now_is['system_prompt'])}")
     return said
 
 
