@@ -90,9 +90,9 @@ def test_the_header_says_what_is_trained_and_where_it_goes_on(tmp_path):
 
 def test_the_header_is_there_before_torch_is():
     code = (
-        "import sys; from covey.cli import early, header, main\n"
+        "import sys; from covey.cli import main, train\n"
         "def stop(*a, **k): raise SystemExit(0 if 'torch' not in sys.modules else 1)\n"
-        "header.show_rows = stop\nmain(['train', 'demo', '--max-steps', '1'])"
+        "train.load_prompts = stop\nmain(['train', 'demo', '--max-steps', '1'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
