@@ -99,7 +99,8 @@ def test_the_header_is_there_before_torch_is():
     assert done.stderr.startswith("model      demo\n")
 
 
-def test_a_count_is_redrawn_on_a_terminal_and_leaves_nothing():
+def test_a_count_is_redrawn_on_a_terminal_and_leaves_nothing(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     outside, inside = pty.openpty()
     now = iter(range(100))
     with os.fdopen(inside, "w") as stream:
