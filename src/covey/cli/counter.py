@@ -74,7 +74,7 @@ class Counter:
 
 def _columns(stream: TextIO) -> int:
     try:
-        return max(os.get_terminal_size(stream.fileno()).columns, 20)
+        return max(os.get_terminal_size(stream.fileno()).columns or 80, 20)  # 0: the terminal does not say
     except (OSError, ValueError):
         return 80
 
