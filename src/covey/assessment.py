@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from covey.counting import tell
 from covey.errors import ConfigError
-from covey.intervals import Difference, Estimate, mean, paired_difference, pass_at_k, proportion
+from covey.intervals import Difference, Estimate, bounded_mean, mean, paired_difference, pass_at_k, proportion
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
 from covey.types import Group, Prompt
@@ -37,17 +38,17 @@ class Assessment:
 
     @property
     def reward(self) -> Estimate:
-        """Mean reward of the greedy answers."""
-        return mean(self.greedy)
+        """Mean reward of the greedy answers; of rewards that are 0 or 1 its interval stays between them."""
+        return _mean_reward(self.greedy, self.greedy)
 
     @property
     def sampled_reward(self) -> Estimate:
         """Mean over prompts of the mean reward of the drawn answers."""
-        return mean([_mean(scores) for scores in self.sampled])
+        return _mean_reward([_mean(scores) for scores in self.sampled], [x for scores in self.sampled for x in scores])
 
     def pass_at(self, k: int) -> Estimate:
         """Mean over prompts of the unbiased pass@k of the drawn answers."""
-        return mean([pass_at_k(len(s), sum(x >= self.threshold for x in s), k) for s in self.sampled])
+        return bounded_mean([pass_at_k(len(s), sum(x >= self.threshold for x in s), k) for s in self.sampled])
 
     def right(self) -> list[float]:
         """[P], 1.0 where the greedy answer is right, NaN where it was not scored."""
@@ -111,11 +112,14 @@ def scored_answers(
 ) -> Iterator[Group]:
     """Scored groups in the order of the prompts."""
     per_turn = max(1, batch_size // n)
+    what = f"prompts with {n} drawn answers each" if n > 1 else "prompts with one answer each"
+    tell(what, 0, len(prompts))
     for start in range(0, len(prompts), per_turn):
         turn = prompts[start : start + per_turn]
         place = {prompt.uid: i for i, prompt in enumerate(turn)}
         groups = sorted(sampler.sample(turn, n, params), key=lambda group: place[group.prompt.uid])
         yield from scorer.score(groups)
+        tell(what, start + len(turn), len(prompts))
 
 
 def totals(group: Group, scorer: Scorer) -> tuple[float, ...]:
@@ -124,6 +128,11 @@ def totals(group: Group, scorer: Scorer) -> tuple[float, ...]:
     scored = ~group.rewards.isnan()
     total = (group.rewards.nan_to_num(0.0) * scorer.weights).sum(-1)
     return tuple(total.masked_fill(~scored.any(-1), math.nan).tolist())
+
+
+def _mean_reward(values: Sequence[float], seen: Sequence[float]) -> Estimate:
+    is_binary = all(math.isnan(score) or score in (0.0, 1.0) for score in seen)
+    return bounded_mean(values) if is_binary and seen else mean(values)
 
 
 def _mean(values: Sequence[float]) -> float:

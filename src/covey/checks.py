@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -11,107 +10,15 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from covey.arithmetic import arithmetic, micro_batches, whole_steps
+from covey.bounds import WORDS
 from covey.errors import ConfigError, did_you_mean
 from covey.names import rule_of
 from covey.options import ALERT_ACTIONS, ALERT_RULES, ALGORITHM_OPTIONS, INERT, REFUSED, SILENT
 
 logger = logging.getLogger(__name__)
 
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    "rollout_backend": ("auto", "native", "transformers", "vllm"),
-    "vllm_mode": ("colocate", "server"),
-    "rollout_dtype": ("auto", "float32", "bfloat16"),
-    "shared_attention": ("auto", "flex", "sdpa"),
-    "on_reward_error": ("record", "raise"),
-    "reward_normalization": ("none", "group", "batch", "running"),
-    "on_long_prompt": ("error", "drop"),
-    "on_bad_numbers": ("skip", "roll_back", "stop"),
-    "on_spike": ("log", "clip", "skip", "roll_back", "stop"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "save_strategy": ("no", "steps", "epoch", "best"),
-}
-"""Options that take one of a few words."""
-
 _UNUSABLE_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo")  # they update inside the backward pass or need targets
 _UNSAVED_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
-
-_AT_LEAST: Mapping[str, float] = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "generation_batch_size": 1,
-    "steps_per_generation": 1,
-    "num_generations": 1,
-    "num_generations_eval": 1,
-    "num_iterations": 1,
-    "max_completion_length": 1,
-    "num_completions_to_print": 1,
-    "reward_error_limit": 1,
-    "save_error_limit": 1,
-    "bad_steps_limit": 1,
-    "roll_backs_limit": 0,
-    "max_tokens_per_microbatch": 1,
-    "logits_chunk_tokens": 1,
-    "early_stopping_patience": 1,
-    "ref_model_sync_steps": 1,
-    "rollout_log_steps": 0,
-    "rollout_total_limit": 4,
-    "dynamic_sampling": 0,
-    "reward_workers": 0,
-    "top_k": 0,
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "max_grad_norm": 0,
-    "warmup_steps": 0,
-    "beta": 0,
-    "epsilon": 0,
-    "epsilon_high": 0,
-    "router_aux_loss_coef": 0,
-    "entropy_coef_delta": 0,
-    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"), 0),
-    "seed": 0,
-}
-_ABOVE_ZERO = (
-    "roll_back_learning_rate",
-    "spike_threshold",
-    "temperature",
-    "repetition_penalty",
-    "delta",
-    "off_policy_mask_threshold",
-    "reward_timeout_seconds",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "adam_epsilon",
-)
-_BETWEEN: Mapping[str, tuple[float, float]] = {
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "top_entropy_quantile": (0, 1),
-    "ref_model_mixup_alpha": (0, 1),
-    "adam_beta1": (0, 1),
-    "adam_beta2": (0, 1),
-}
-_WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {
-    *("rollout_log_steps", "rollout_total_limit"),
-    "roll_backs_limit",
-    "reward_workers",
-    "top_k",
-    "seed",
-}
-_OPTIONAL = frozenset(
-    {
-        "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
-        "max_tokens_per_microbatch", "logits_chunk_tokens", "early_stopping_patience", "epsilon_high", "router_aux_loss_coef", "max_grad_norm",
-        "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "delta", "off_policy_mask_threshold",
-        "reward_timeout_seconds", "min_p", "save_error_limit", "rollout_total_limit",
-    }
-)  # fmt: skip
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
@@ -171,12 +78,11 @@ def refuse_bad_words(config: Any) -> None:
             continue
         hint = did_you_mean(str(value), words) or f" It is one of {', '.join(words)}."
         raise ConfigError(f"{name}={value!r} is not known.{hint}")
-    _refuse_bad_factories(config)
 
 
-def _refuse_bad_factories(config: Any) -> None:
-    from transformers.trainer_utils import SchedulerType
-    from transformers.training_args import OptimizerNames
+def refuse_bad_factories(config: Any) -> None:
+    """Raise for an optimizer or a schedule that transformers does not know, or that cannot be honoured."""
+    from covey.lean import OptimizerNames, SchedulerType
 
     for name, enum in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
         value = getattr(config, name)
@@ -196,35 +102,6 @@ def _refuse_bad_factories(config: Any) -> None:
         raise ConfigError(
             f"optim={config.optim!r} cannot be honoured: torchao's state cannot be copied into a checkpoint; adamw_bnb_8bit can."
         )
-
-
-def refuse_bad_numbers(config: Any) -> None:
-    """Raise for a number out of its range, or something that is no number."""
-    for name in (*_AT_LEAST, *_ABOVE_ZERO, *_BETWEEN):
-        value = getattr(config, name)
-        if (value is None and name in _OPTIONAL) or (name == "max_tokens_per_microbatch" and value == "auto"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-            raise ConfigError(f"{name}={value!r} must be a number{_OR.get(name, '')}.")
-        if name in _WHOLE and value != int(value):
-            raise ConfigError(f"{name}={value!r} must be a whole number.")
-        if name in _AT_LEAST and value < _AT_LEAST[name]:
-            raise ConfigError(f"{name}={value!r} must be at least {_AT_LEAST[name]}.")
-        if name in _ABOVE_ZERO and value <= 0:
-            raise ConfigError(f"{name}={value!r} must be above 0.{_WHY.get(name, '')}")
-        if name in _BETWEEN and not _BETWEEN[name][0] <= value <= _BETWEEN[name][1]:
-            raise ConfigError(f"{name}={value!r} must lie between {_BETWEEN[name][0]} and {_BETWEEN[name][1]}.")
-    if config.top_p == 0:
-        raise ConfigError("top_p=0 keeps no token; 1 keeps all.")
-    if config.max_steps <= 0 and not config.num_train_epochs > 0:
-        raise ConfigError(f"num_train_epochs={config.num_train_epochs!r} must be above 0, or set max_steps.")
-
-
-_OR = {"max_tokens_per_microbatch": ", auto, or null"}
-_WHY = {
-    "temperature": " GRPO compares different completions of a prompt; greedy ones are all the same.",
-    "reward_timeout_seconds": " None sets no limit.",
-}
 
 
 def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
@@ -252,10 +129,10 @@ def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5].")
     _refuse_bad_correction(config)
     _refuse_bad_evaluation(config)
-    _warn_of_levels(config)
 
 
-def _warn_of_levels(config: Any) -> None:
+def warn_of_levels(config: Any) -> None:
+    """Name a policy loss that is unusual with this level of importance sampling."""
     loss, level = config.loss_type, config.importance_sampling_level
     if loss == "luspo" and level != "sequence":
         logger.warning("loss_type='luspo' is meant for importance_sampling_level='sequence' (LUSPO, 2026).")

@@ -6,11 +6,10 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from transformers import TrainingArguments
-
-from covey import checks, options
+from covey import bounds, checks, options
 from covey.arithmetic import Arithmetic, arithmetic
 from covey.errors import ConfigError, did_you_mean
+from covey.lean import TrainingArguments
 from covey.names import refuse_text_for_yes
 from covey.world import is_on_cpu_with_others, join
 
@@ -310,10 +309,12 @@ class GRPOConfig(TrainingArguments):
         given = self._changed()
         checks.refuse_unsupported(given)
         checks.refuse_bad_words(self)
+        checks.refuse_bad_factories(self)
         checks.normalize(self)
         refuse_text_for_yes(self)
-        checks.refuse_bad_numbers(self)
+        bounds.refuse_bad_numbers(self)
         checks.refuse_contradictions(self, given)
+        checks.warn_of_levels(self)
         checks.settle_precision(self)
         checks.settle_sampler(self, given)
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()

@@ -57,10 +57,8 @@ def proportion(successes: int, count: int) -> Estimate:
     """
     if count == 0:
         return Estimate(math.nan, 0.0, 1.0, 0)
-    share, z2 = successes / count, Z95 * Z95
-    center = (share + z2 / (2 * count)) / (1 + z2 / count)
-    spread = Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
-    return Estimate(share, max(0.0, center - spread), min(1.0, center + spread), count)
+    share = successes / count
+    return Estimate(share, *_wilson(share, count), count)
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -70,6 +68,36 @@ def mean(values: Sequence[float]) -> Estimate:
         return Estimate(math.nan, math.nan, math.nan, 0)
     spread = Z95 * float(x.std(ddof=1)) / math.sqrt(x.size) if x.size > 1 else math.inf
     return Estimate(float(x.mean()), float(x.mean()) - spread, float(x.mean()) + spread, int(x.size))
+
+
+def bounded_mean(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
+    """Mean of values that cannot leave [low, high], with an interval that cannot either; NaN values are left out.
+
+    Wilson's score interval with the binomial variance exchanged for the one that was measured: the number of values is
+    scaled by `p (1 - p) / s^2`, as for a sample with a design effect (Korn and Graubard 1998), at least 1: values within
+    bounds vary no more than their own 0s and 1s would. Where all values are equal nothing was measured, and the binomial
+    variance stands. It is right at the bounds, where the normal interval is empty or beyond them.
+
+    >>> e = bounded_mean([1.0] * 20)
+    >>> round(e.low, 3), e.high
+    (0.839, 1.0)
+    """
+    x = np.asarray([value for value in values if not math.isnan(value)], dtype=np.float64)
+    if x.size == 0:
+        return Estimate(math.nan, low, high, 0)
+    share = min(1.0, max(0.0, float((x.mean() - low) / (high - low))))
+    variance = float(x.var(ddof=1)) / (high - low) ** 2 if x.size > 1 else 0.0
+    effect = share * (1 - share) / variance if variance > 0 else 1.0
+    found = _wilson(share, x.size * max(1.0, effect))
+    return Estimate(float(x.mean()), low + (high - low) * found[0], low + (high - low) * found[1], int(x.size))
+
+
+def _wilson(share: float, count: float) -> tuple[float, float]:
+    """Wilson's score interval of a share of `count` trials, which need not be a whole number."""
+    z2 = Z95 * Z95
+    center = (share + z2 / (2 * count)) / (1 + z2 / count)
+    spread = Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
+    return max(0.0, center - spread), min(1.0, center + spread)
 
 
 def mean_of_few(values: Sequence[float]) -> Estimate:
@@ -121,7 +149,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], *, draws: int = 20
     value = float(gaps.mean())
     is_binary = bool(np.isin(pairs, (0.0, 1.0)).all())
     p_value = _mcnemar(gaps) if is_binary else _sign_flips(gaps, draws, seed)
-    return Difference(value, value - spread, value + spread, p_value, len(gaps))
+    most = 1.0 if is_binary else math.inf  # shares differ by at most 1
+    return Difference(value, max(-most, value - spread), min(most, value + spread), p_value, len(gaps))
 
 
 def _mcnemar(gaps: np.ndarray) -> float:

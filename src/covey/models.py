@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.errors import ConfigError, ModelError, did_you_mean
+from covey.bounded import read_json
+from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
+from covey.hub import bounded_hub
 from covey.kernels import Recomputing, training_heap
+from covey.lean import imported
+from covey.memory import is_out_of_memory
+from covey.places import refuse_missing
 
 
 def load_model(
@@ -37,11 +43,42 @@ def load_model(
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     kwargs["dtype"] = dtype_of(kwargs.get("dtype"))
     _check_folder(source, needs=("config.json",), what="model")
-    try:
-        with quiet_bars():
-            return AutoModelForCausalLM.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"The model {str(model)!r} could not be loaded: {_first_line(error)}") from error
+    with quiet_bars(), told_as_model_error(model, kwargs):
+        given: Any = AutoModelForCausalLM.from_pretrained(source, **kwargs, output_loading_info=True)
+        loaded, found = given
+    if missing := sorted(found.get("missing_keys") or ()):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"The model {str(model)!r} has no weights for {missing[0]}{more}, which would be random numbers; its files are "
+            "not whole, or of another kind of model."
+        )
+    return loaded
+
+
+@contextmanager
+def told_as_model_error(name: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Within it the hub is asked within bounds, and whatever transformers raises of a folder's files becomes a ModelError.
+
+    Running out of memory, and errors that tell more of Covey or the machine than of the files, stay what they are.
+    """
+    with bounded_hub(str(name)) as is_reachable:
+        try:
+            yield
+        except (CoveyError, MemoryError, torch.OutOfMemoryError, ImportError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            options = [key for key in (kwargs or ()) if re.search(rf"\b{re.escape(key)}\b", str(error))]
+            raise ModelError(_unloadable(name, error, options, is_reachable=is_reachable)) from error
+
+
+def _unloadable(name: Any, error: Exception, options: Sequence[str], *, is_reachable: bool) -> str:
+    if not is_reachable and not Path(str(name)).expanduser().exists():
+        return f"The model {str(name)!r} is neither a folder here nor in the cache, and the hub cannot be reached."
+    if isinstance(error, TypeError) and options:
+        return f"The model {str(name)!r} does not take {options[0]} of model_init_kwargs: {_first_line(error)}"
+    return f"The model {str(name)!r} could not be loaded: {_first_line(error)}"
 
 
 def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
@@ -57,8 +94,9 @@ def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote
             "The model was not loaded from a folder or id, so its tokenizer is unknown; pass processing_class=."
         )
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with bounded_hub(where):
+            return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises Exception itself
         hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
         raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {_first_line(error)}") from error
 
@@ -89,10 +127,8 @@ def resolve_source(source: str | Path) -> str:
 def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
     """A local folder must hold its files; anything that does not look like a path is left to the hub."""
     folder = Path(source)
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    refuse_missing(source, f"{what} folder")
     if not folder.exists():
-        if looks_local:
-            raise ModelError(f"The {what} folder {source!r} does not exist.")
         return
     if not folder.is_dir():
         raise ModelError(f"The {what} {source!r} is a file; give the folder that holds config.json and the weights.")
@@ -105,6 +141,9 @@ def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
     if missing:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"The {what} folder {source!r} lacks {' and '.join(missing)}; it holds {found}.")
+    for name in ("config.json", "adapter_config.json"):
+        if (folder / name).is_file() and not isinstance(read_json(folder / name, ModelError), dict):
+            raise ModelError(f"{folder / name} holds no options of a model: it must be one JSON object.")
 
 
 def dtype_of(given: Any) -> Any:
@@ -160,7 +199,10 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
         from peft import get_peft_model
     except ImportError as error:
         raise ConfigError("peft_config needs the peft package: pip install 'covey[peft]'.") from error
-    return get_peft_model(model, peft_config)
+    try:
+        return get_peft_model(model, peft_config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"peft_config cannot be used with this model: {_first_line(error)}") from error
 
 
 def prepare_for_training(model: Any, args: Any) -> Any:
@@ -206,8 +248,7 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
 
     Weight decay leaves out biases and norms, as in transformers.
     """
-    from transformers import Trainer
-    from transformers.trainer_pt_utils import get_parameter_names
+    get_parameter_names = imported("transformers.trainer_pt_utils").get_parameter_names
 
     norms = [nn.LayerNorm]
     patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -224,25 +265,36 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
         {"params": with_decay, "weight_decay": args.weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]
-    make, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    make, kwargs = imported("transformers.trainer").Trainer.get_optimizer_cls_and_kwargs(args, model)
     if "params" in kwargs or "model" in kwargs or "optimizer_dict" in kwargs:
         raise ConfigError(
             f"optim={args.optim} builds its own parameter groups, which Covey cannot checkpoint; use adamw_torch."
         )
-    return make([group for group in groups if group["params"]], **kwargs)
+    try:
+        return make([group for group in groups if group["params"]], **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optim={str(getattr(args.optim, 'value', args.optim))!r} cannot be made with these options: {_first_line(error)}"
+        ) from error
 
 
 def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
     """The learning-rate schedule that `args.lr_scheduler_type` names, over `total_steps` optimizer steps."""
     from transformers import get_scheduler
 
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer=optimizer,
-        num_warmup_steps=args.get_warmup_steps(total_steps),
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(total_steps),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError, ZeroDivisionError, LookupError, AttributeError) as error:
+        given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
+        raise ConfigError(
+            f"{given} cannot be made with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}: {_first_line(error)}"
+        ) from error
 
 
 def context_limit(model: Any) -> int | None:

@@ -8,9 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers.trainer_callback import ExportableState, TrainerState
-
 from covey.errors import CheckpointError, RewardError, SpoiledError
+from covey.lean import ExportableState, TrainerState
 from covey.learner.soundness import saved_weights, weight_fault
 from covey.models import quiet_bars
 from covey.parts import Parts

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import TrainerState
-
 from covey.errors import StorageError
 from covey.invariants import Watch, expect_adapter_reloads, expect_same_weights
+from covey.lean import TrainerState
 from covey.learner.soundness import expect_sound, parameter_names, saved_weights, state_fault, weight_fault
 from covey.memory import free_memory
 from covey.monitor.trackers import reads_checkpoints

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from covey.errors import RewardError, SpoiledError
+from covey.errors import ConfigError, RewardError, SpoiledError
 from covey.monitor import Monitor
+from covey.monitor.progress import evaluation_line
 from covey.state import TrainState
 from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
 
@@ -41,6 +42,8 @@ class Display(Protocol):
     """What the person in front of the terminal sees."""
 
     def update(self, report: StepReport, total_steps: int) -> None: ...
+
+    def show(self, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -270,6 +273,7 @@ class Session:
     def _evaluate(self) -> bool:
         """Evaluate now. Returns whether it is the best so far."""
         metrics = self.evaluate()
+        self.display.show(evaluation_line(self.trainer_state.global_step, metrics))
         self.monitor.evaluated(metrics)
         self._call("on_evaluate", metrics=metrics)
         return self._is_best(metrics)
@@ -281,7 +285,7 @@ class Session:
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
             known = ", ".join(sorted(metrics))
-            raise KeyError(f"metric_for_best_model={name!r} is not among the evaluation's metrics: {known}.")
+            raise ConfigError(f"metric_for_best_model={name!r} is not among the evaluation's metrics: {known}.")
         value, best = metrics[name], self.trainer_state.best_metric
         sign = 1.0 if self.args.greater_is_better else -1.0
         if best is not None and sign * value <= sign * best:

@@ -10,12 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback, set_seed
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import TrainOutput, enable_full_determinism
 from transformers.utils.logging import set_verbosity
 
-from covey import loop
+from covey import lean, loop
 from covey.algorithms import Algorithm
 from covey.build import (
     Given,
@@ -36,13 +33,7 @@ from covey.loading import load_for_training
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.monitor.trackers import Trackers
 from covey.parts import Parts
-from covey.recording import (
-    Recording,
-    load_best,
-    restore_history,
-    restore_tree,
-    write_model,
-)
+from covey.recording import Recording, load_best, restore_history, restore_tree, write_model
 from covey.recovery import lower_learning_rate
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.console import lasting_output
@@ -78,14 +69,14 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | Any,
+        model: str | Any,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
+        callbacks: list[lean.TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
@@ -99,13 +90,15 @@ class GRPOTrainer:
         self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
             raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        (lean.enable_full_determinism if self.args.full_determinism else lean.set_seed)(self.args.seed)
         set_verbosity(self.args.get_process_log_level())
         self.world = World.of(self.args)
         self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
         self.output_dir = Path(str(self.args.output_dir))
         self.algorithm = given_algorithm(self.args, algorithm)
-        self.state = TrainerState(is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main)
+        self.state = lean.TrainerState(
+            is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
+        )
         self.scorer = build_scorer(
             self.args, reward_funcs, reward_processing_classes, lambda: self.state, self.world.device
         )
@@ -116,20 +109,22 @@ class GRPOTrainer:
             refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
         self._load(model, processing_class, quantization_config, peft_config)
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
-        self.control = TrainerControl()
+        self.control = lean.TrainerControl()
         self.is_strict, self._restarts = False, False
         """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
         self.raises_when_stopped = True
         """After a stop signal `train` raises, so that a script does not go on as if it had trained; False: `stopped_by` says so."""
         self.stopped_by: str | None = None
         self.exit_code = 0
+        self.started_at = 0
+        """The step that the last `train()` began after; above 0 for a run that was gone on with."""
         self.callback_handler = self._build_callbacks(callbacks)
         self._parts: Parts | None = None
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
         """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
 
         `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
@@ -142,13 +137,15 @@ class GRPOTrainer:
         self._restarts = wanted == "auto"
         found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
         start = self.world.broadcast(found)
-        expect_resumable(start, self.args, self.train_dataset, self.model, tells=self.world.is_main)
+        rewards = [spec.call for spec in self.scorer.rewards]
+        expect_resumable(start, self.args, self.train_dataset, self.model, rewards=rewards, tells=self.world.is_main)
         told = told_of_the_disk("A file of the run", self.output_dir, self.output_dir)
         with lasting_output(), told, StopRequest() as stop, closing(self.scorer), closing(self.trackers):
             parts = self._build_parts(stop, start)
             self._parts = parts
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
+            self.started_at = state.step
             rows = {"steps to train": self.state.max_steps, "rows of train_dataset": _length(self.train_dataset)}
             self.world.expect_same(rows)
             state = self._run(parts, state)
@@ -160,9 +157,9 @@ class GRPOTrainer:
         if stop.name is not None and self.world.is_main:
             saves, tells = self.args.save_strategy != "no", self.raises_when_stopped
             tell_stopped(stop.name, state.step, self.output_dir, saves=saves, tells=tells)
-        if self.raises_when_stopped:
+        if stop.name is not None and self.raises_when_stopped:
             stop.leave()
-        return TrainOutput(state.step, summary["train_loss"], summary)
+        return lean.TrainOutput(state.step, summary["train_loss"], summary)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -231,13 +228,13 @@ class GRPOTrainer:
         )
         self.model, self.processing_class, self.eos_ids = loaded.model, loaded.tokenizer, loaded.eos_ids
 
-    def _build_callbacks(self, callbacks: Sequence[Any] | None) -> CallbackHandler:
+    def _build_callbacks(self, callbacks: Sequence[Any] | None) -> lean.CallbackHandler:
         self.trackers = Trackers(self.args.report_to)
-        chosen: list[Any] = [DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
+        chosen: list[Any] = [lean.DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
         chosen += list(callbacks or [])
         if self.args.early_stopping_patience is not None:
-            chosen.append(EarlyStoppingCallback(self.args.early_stopping_patience))
-        handler = CallbackHandler(chosen, self.model, self.processing_class, None, None)
+            chosen.append(lean.EarlyStoppingCallback(self.args.early_stopping_patience))
+        handler = lean.CallbackHandler(chosen, self.model, self.processing_class, None, None)
         handler.train_dataloader = handler.eval_dataloader = None
         self.trackers.callbacks = handler.callbacks
         return handler
@@ -367,6 +364,8 @@ class GRPOTrainer:
         state = restore_tree(parts, start)
         restore_history(parts.session, start)
         self.state.num_input_tokens_seen = state.num_tokens
+        more = ": nothing to do, all steps are done" if state.step >= self.state.max_steps else ""
+        parts.session.display.show(f"resumed at step {state.step}, from {start}{more}")
         return state
 
 

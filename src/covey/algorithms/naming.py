@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from covey.algorithms import (
@@ -48,12 +49,24 @@ def from_name(name: str) -> Algorithm:
     found = find(base, PRESETS, "algorithm")
     options, parts = _sorted(changes, found)
     if callable(found) and not isinstance(found, Algorithm):
-        found = found(**options)
+        found = _called(base, found, options)
     if not isinstance(found, Algorithm):
         raise ConfigError(f"{base!r} is {type(found).__name__}, not an Algorithm nor a function that returns one.")
     for slot, value in parts:
         found = _changed(found, slot, value)
     return found
+
+
+def _called(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """What a maker of the user's own makes. A builtin is none, and is not called: `os:abort` would end the process."""
+    if not (
+        inspect.isfunction(make) or inspect.isclass(make) or hasattr(make, "__wrapped__") or isinstance(make, partial)
+    ):
+        raise ConfigError(f"{name!r} is {type(make).__name__}, not an Algorithm nor a function that returns one.")
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise ConfigError(f"{name!r} makes no Algorithm of these options: {error}.") from error
 
 
 def _sorted(changes: list[str], found: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:

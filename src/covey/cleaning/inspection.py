@@ -18,6 +18,7 @@ from covey.cleaning.overlap import Overlap
 from covey.cleaning.rows import Record, Rows
 from covey.cleaning.settings import Settings
 from covey.cleaning.spill import median
+from covey.counting import tell
 from covey.errors import DataError, did_you_mean
 
 _BATCH = 1000
@@ -67,7 +68,7 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
     answer_column = _answer_column(first, settings, rows.source)
     sets, evaluation = _evaluation_sets(settings, words)
     looker = Looker(settings, answer_column, findings, traits)
-    count = 0
+    count, total = 0, rows.expected
     with Duplicates(_near(first, settings, answer_column)) as duplicates:
         for batch in itertools.chain([first], batches):
             count += len(batch)
@@ -81,6 +82,7 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
                 of_words,
             )
             _hold_against(sets, evaluation, looked, of_words, settings.overlap, findings)
+            tell("rows", count, total)
         _compare(duplicates, findings)
     _odd_ones(traits, settings, findings)
     for kind in settings.ignore:

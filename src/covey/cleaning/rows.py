@@ -44,6 +44,20 @@ class Rows:
             yield record
 
     @property
+    def expected(self) -> int | None:
+        """About how many rows there are: the lines of plain files; None where only reading would tell."""
+        if not self.files or any(file.suffix.lower() == ".gz" for file in self.files):
+            return self.limit
+        count, is_open = 0, False
+        for file in self.files:
+            with file.open("rb") as content:
+                while part := content.read(1 << 20):
+                    count += part.count(b"\n")
+                    is_open = not part.endswith(b"\n")
+            count += is_open if file.stat().st_size else 0
+        return count if self.limit is None else min(count, self.limit)
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The JSON lines files that are read line by line; none for other sources."""
         path = Path(self.source).expanduser()

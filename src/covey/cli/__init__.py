@@ -10,6 +10,7 @@ from types import TracebackType
 from covey import __version__, expect_docstrings
 from covey.cli import output
 from covey.cli.help import verbs_help
+from covey.counting import heard_by
 from covey.errors import ConfigError, CoveyError, StorageError, did_you_mean
 from covey.runs.console import open_closed
 
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_debug = "--debug" in words
     sys.excepthook = sys.__excepthook__ if is_debug else _say_briefly
     try:
-        return _run(words)
+        with heard_by(output.counter):
+            return _run(words)
     except CoveyError as error:
         if is_debug:
             raise

@@ -1,28 +1,44 @@
-"""The adapter that the flags of a command ask for."""
+"""The LoRA adapter that the flags of a command ask for."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from covey.cli.verb import Given
 from covey.errors import ConfigError
 
 
-def adapter(given: Given) -> Any:
-    """The PEFT configuration that the flags ask for, or None."""
-    if not given.get("lora_r"):
+def refuse_bad_adapter(given: Given) -> None:
+    """Raise ConfigError for options of an adapter without its rank, or out of their range."""
+    if given.get("lora_r") is None:
         for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
             if name in given:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --lora-r, the rank of the adapter.")
+        return
+    rank, alpha, dropout = given["lora_r"], given.get("lora_alpha", 1.0), given.get("lora_dropout", 0.0)
+    if rank < 1:
+        raise ConfigError(f"--lora-r {rank} is no rank; give 1 or more, or leave it out to train all weights.")
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise ConfigError(f"--lora-alpha {alpha} must be a finite number above 0.")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"--lora-dropout {dropout} must be at least 0 and below 1.")
+
+
+def adapter(given: Given) -> Any:
+    """The PEFT configuration that the flags ask for, or None. Raises ConfigError for flags that make none."""
+    refuse_bad_adapter(given)
+    if given.get("lora_r") is None:
         return None
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError("--lora-r needs the peft package: pip install 'covey[peft]'.") from error
+    targets = given.get("lora_target_modules") or ["all-linear"]
     return LoraConfig(
         r=given["lora_r"],
         lora_alpha=given.get("lora_alpha", 2 * given["lora_r"]),
         lora_dropout=given.get("lora_dropout", 0.0),
-        target_modules=given.get("lora_target_modules", "all-linear"),
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
     )

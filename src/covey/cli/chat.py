@@ -132,10 +132,10 @@ def streamer_to_stdout(tokenizer: Any) -> Any:
 def start(given: Given) -> Chat:
     """Load what `covey chat MODEL` names."""
     import torch
-    from transformers import set_seed
 
     from covey import data
     from covey.cli.checkpoints import model_folder
+    from covey.lean import set_seed
     from covey.models import load_model, load_tokenizer
 
     folder = model_folder(given["model"])

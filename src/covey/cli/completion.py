@@ -1,19 +1,33 @@
-"""`covey completion`: verbs and options for the shell's Tab key."""
+"""`covey completion`: verbs, options and the words that they know for the shell's Tab key."""
 
 from __future__ import annotations
 
 import importlib
 
 from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.values import values_of
 from covey.cli.verb import Given, Verb
 from covey.errors import ConfigError, did_you_mean
 
 _BASH = """_covey() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} verb=${{COMP_WORDS[1]}} words
+    local word=${{COMP_WORDS[COMP_CWORD]}} verb=${{COMP_WORDS[1]}} words= i=$((COMP_CWORD - 1)) flag=
     if [ "$COMP_CWORD" = 1 ]; then
         words="{verbs}"
     elif [ "${{word#-}}" = "$word" ]; then
-        return
+        [ "$word" = "=" ] && word=
+        [ "${{COMP_WORDS[i]}}" = "=" ] && i=$((i - 1))
+        while [ "$i" -gt 1 ] && [ "${{COMP_WORDS[i]#-}}" = "${{COMP_WORDS[i]}}" ]; do i=$((i - 1)); done
+        [ "$i" -gt 1 ] && flag=${{COMP_WORDS[i]}}
+        case "$verb $flag" in
+{values}
+        esac
+        if [ "$COMP_CWORD" = 2 ]; then
+            case "$verb" in
+{below}
+            esac
+        fi
+        [ -n "$words" ] || return
     else
         case "$verb" in
 {cases}
@@ -25,7 +39,10 @@ complete -o default -F _covey covey
 """
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 _FISH_VERB = "complete -c covey -n __fish_use_subcommand -a {verb} -d {sentence}\n"
-_FISH_FLAG = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -l {flag} -d {sentence}\n"
+_FISH_FLAG = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -l {flag}{values} -d {sentence}\n"
+_FISH_BELOW = "complete -c covey -n '__fish_seen_subcommand_from {verb}' -a '{words}'\n"
+_BELOW = {"data": ("check", "clean"), "reward": ("test",), "doctor": ("memory", "demo"), "completion": ("bash", "zsh", "fish"), "train": ("demo",), "tune": ("demo",), "chat": ("demo",), "eval": ("demo",)}  # fmt: skip
+"""What may stand behind a verb without a flag."""
 _SHELLS = ("bash", "zsh", "fish")
 
 
@@ -43,21 +60,35 @@ def script(shell: str) -> str:
     from covey.cli import VERBS
 
     flags = {name: _flags(name) for name in VERBS}
+    values = {
+        name: {flag: found for flag, one in known.items() if (found := values_of(one))} for name, known in flags.items()
+    }
     if shell == "fish":
         lines = [_FISH_VERB.format(verb=name, sentence=_quoted(sentence)) for name, sentence in VERBS.items()]
-        lines += [_FISH_FLAG.format(verb=name, flag=flag, sentence=_quoted(said)) for name, known in flags.items() for flag, said in known.items()]  # fmt: skip
+        lines += [_FISH_BELOW.format(verb=name, words=" ".join(words)) for name, words in _BELOW.items()]
+        for name, known in flags.items():
+            for flag, one in known.items():
+                words = f" -x -a '{' '.join(values[name][flag])}'" if flag in values[name] else ""
+                lines.append(_FISH_FLAG.format(verb=name, flag=flag, values=words, sentence=_quoted(one.help)))
         return "".join(lines)
     cases = "\n".join(
         f'            {name}) words="{" ".join("--" + flag for flag in known)}" ;;' for name, known in flags.items()
     )
-    return (_ZSH if shell == "zsh" else "") + _BASH.format(verbs=" ".join(VERBS), cases=cases)
+    of_values = "\n".join(
+        f'            "{name} --{flag}") words="{" ".join(words)}" ;;'
+        for name, found in values.items()
+        for flag, words in found.items()
+    )
+    below = "\n".join(f'                {name}) words="$words {" ".join(words)}" ;;' for name, words in _BELOW.items())
+    text = _BASH.format(verbs=" ".join(VERBS), cases=cases, values=of_values, below=below)
+    return (_ZSH if shell == "zsh" else "") + text
 
 
-def _flags(name: str) -> dict[str, str]:
+def _flags(name: str) -> dict[str, Flag]:
     """Flags of a verb, or of all verbs below it, such as those of `data check` and `data clean`."""
     module = importlib.import_module(f"covey.cli.{name}")
     verbs = [found for found in vars(module).values() if isinstance(found, Verb)]
-    return {flag.name.replace("_", "-"): flag.help for found in verbs for flag in found.flags()}
+    return {flag.name.replace("_", "-"): flag for found in verbs for flag in found.flags()}
 
 
 def _quoted(text: str) -> str:

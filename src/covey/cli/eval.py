@@ -50,7 +50,7 @@ def run(given: Given) -> None:
         second = _assess(options["compare_to"], options)
         found["compared_to"] = {"model": options["compare_to"], **second.summary(_ks(options))}
         differences = compare(first, second)
-        found["difference"] = summary_of(differences)
+        found["difference"] = {**summary_of(differences), "of": options["compare_to"], "minus": options["model"]}
     if options["answers"]:
         _write_answers(Path(options["answers"]), first)
     if options["json"]:
@@ -61,7 +61,7 @@ def run(given: Given) -> None:
         for name, difference in differences.items():
             scale, unit = (100.0, "points") if name == "accuracy" else (1.0, "reward")
             output.result(
-                f"{name}: {options['compare_to']} against {options['model']}: {difference.in_words(unit, scale)}"
+                f"{name} of {options['compare_to']} (--compare-to) minus that of {options['model']}: {difference.in_words(unit, scale)}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,8 +28,7 @@ class Field:
 
 def config_flags(common: Collection[str]) -> list[Flag]:
     """A flag for every option that Covey honours, in the order of the groups; `common` ones are shown by `--help`."""
-    found = {field.name: field for field in fields_in(_inherited_source(), "TrainingArguments")}
-    found |= {field.name: field for field in fields_in(_own_source(), "GRPOConfig")}
+    found = {field.name: field for field in all_fields()}
     flags = []
     for group, names in options.GROUPS.items():
         for name in names:
@@ -50,13 +50,27 @@ def config_flags(common: Collection[str]) -> list[Flag]:
 
 def other_flags() -> list[Flag]:
     """Options that are known but refused or without effect: accepted here, so that their own sentence is said."""
-    found = {field.name: field for field in fields_in(_inherited_source(), "TrainingArguments")}
-    found |= {field.name: field for field in fields_in(_own_source(), "GRPOConfig")}
     return [
-        Flag(name=name, help="", type=field.annotation, default=field.default, is_common=False)
-        for name, field in found.items()
-        if name not in options.HONOURED
+        Flag(name=field.name, help="", type=field.annotation, default=field.default, is_common=False)
+        for field in all_fields()
+        if field.name not in options.HONOURED
     ]
+
+
+@functools.cache
+def all_fields() -> tuple[Field, ...]:
+    """Every field of GRPOConfig, those of TrainingArguments first."""
+    found = {field.name: field for field in fields_in(_inherited_source("training_args"), "TrainingArguments")}
+    return tuple((found | {field.name: field for field in fields_in(_own_source(), "GRPOConfig")}).values())
+
+
+@functools.cache
+def enum_values(module: str, name: str) -> tuple[str, ...]:
+    """The values of an enumeration in a file of transformers."""
+    tree = ast.parse(_inherited_source(module).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    assigned = [node.value for node in body if isinstance(node, ast.Assign)]
+    return tuple(str(value.value) for value in assigned if isinstance(value, ast.Constant))
 
 
 def fields_in(source: Path, class_name: str) -> list[Field]:
@@ -87,8 +101,8 @@ def _own_source() -> Path:
     return Path(str(covey.__file__)).parent / "config.py"
 
 
-def _inherited_source() -> Path:
+def _inherited_source(module: str) -> Path:
     spec = importlib.util.find_spec("transformers")  # finds it without importing it
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / "training_args.py"
+    return Path(spec.submodule_search_locations[0]) / f"{module}.py"

@@ -9,8 +9,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
+from covey.bounded import MOST_DEPTH, json_depth, read_text, yaml_of
 from covey.errors import ConfigError, did_you_mean
 
 _NUMBER = re.compile(r"-\.?\d")
@@ -142,27 +144,7 @@ def read_yaml(
     """Options from a YAML file, by name; `retired` names are read too. Raises ConfigError naming the file, the key and the nearest name."""
     import yaml
 
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8 (byte {error.start}); save it as such.") from error
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where is not None else ""
-        raise ConfigError(f"{path}{line} is not YAML: {getattr(error, 'problem', None) or error}.") from error
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:  # a date that is none, and the like
-        raise ConfigError(f"{path} holds a value that YAML cannot mean: {error}.") from error
+    node, found = yaml_of(read_text(path), str(path))
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -185,24 +167,33 @@ def typed(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
 
     values: dict[str, Any] = {}
     for name, value in given.items():
+        if isinstance(value, str) and json_depth(value.encode(errors="replace")) > MOST_DEPTH:
+            raise ConfigError(f"{name} is nested more than {MOST_DEPTH} deep.")
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument(f"--{name}", type=types[name])
         try:
-            values[name] = parser.parse_object({name: _unlisted(value)}, defaults=False)[name]
+            values[name] = parser.parse_object({name: _listed(_unlisted(value), types[name])}, defaults=False)[name]
         except (ArgumentError, ValueError, TypeError, OverflowError, RecursionError) as error:
             shown = value if isinstance(value, str) else repr(value)
+            shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
             raise ConfigError(f"{name}={shown} cannot be read as {describe(types[name])}.") from error
     return values
+
+
+def _listed(value: Any, kind: Any) -> Any:
+    """`reward: math` where a list is wanted is a list of one."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    wants_list = any(get_origin(one) is list for one in kinds) and str not in kinds and Any not in kinds
+    is_one = value is not None and not isinstance(value, list | tuple | Mapping)
+    return [value] if wants_list and is_one and str(value).lower() not in ("null", "none", "~") else value
 
 
 def _unlisted(value: Any) -> Any:
     """`--reward-weights "[1, 0.1]"` is one text that holds the whole list."""
     if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
-        import yaml
-
         try:
-            return yaml.safe_load(str(value[0]))
-        except yaml.YAMLError:  # not a list after all; the type will say so
+            return yaml_of(str(value[0]), "the list")[1]
+        except ConfigError:  # not a list after all; the type will say so
             return value
     return value
 

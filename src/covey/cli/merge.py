@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from covey.bounded import read_json
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
@@ -41,10 +41,12 @@ def run(given: Given) -> None:
 
 
 def _base_of(folder: Path) -> str:
-    try:
-        name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{folder / 'adapter_config.json'} cannot be read: {error}") from error
+    described = read_json(folder / "adapter_config.json", ModelError)
+    if not isinstance(described, dict):
+        raise ModelError(
+            f"{folder / 'adapter_config.json'} holds a {type(described).__name__}, not the options of an adapter."
+        )
+    name = described.get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"The adapter in {folder} does not say which model it belongs to; give --base.")
     return str(name)

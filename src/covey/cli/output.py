@@ -11,16 +11,20 @@ import textwrap
 import warnings
 from typing import Any
 
+from covey.cli.counter import Counter
 from covey.errors import StorageError
 from covey.runs.console import Lasting, to_nowhere
 from covey.runs.text import safe
 
 _WIDTH = 110
 """Most columns of a row; a narrower terminal gets its own."""
+counter = Counter()
+"""The live line on stderr, which gives way to whatever is written."""
 
 
 def result(text: str) -> None:
     """What the user asked for. Raises StorageError where it goes to a file and the disk is full."""
+    counter.clear()
     try:
         sys.stdout.write(safe(text) + "\n")
         sys.stdout.flush()
@@ -51,6 +55,7 @@ def _finite(value: Any) -> Any:
 
 def say(text: str) -> None:
     """What the user should know meanwhile; nobody is told where the terminal is gone."""
+    counter.clear()
     stream = Lasting(sys.stderr)
     stream.write(safe(text) + "\n")
     stream.flush()

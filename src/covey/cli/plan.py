@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from covey import options
+from covey.bounded import read_json
 from covey.cli import output
 from covey.cli.adapter import adapter
 from covey.cli.verb import Given
@@ -15,6 +16,7 @@ from covey.config import GRPOConfig, batch_arithmetic
 from covey.doctor.dry_run import dry_run
 from covey.errors import ModelError
 from covey.learner.memory import Memory
+from covey.places import refuse_missing
 
 _CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is not loaded for an estimate
 
@@ -76,17 +78,14 @@ def model_config(model: str, trust_remote_code: bool) -> Any:
     """The configuration of a model by name, without its weights. Raises ModelError when there is none."""
     from transformers import AutoConfig
 
-    from covey.models import resolve_source
+    from covey.models import resolve_source, told_as_model_error
 
     source = resolve_source(model)
-    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).exists():
-        raise ModelError(f"The model folder {source!r} does not exist.")
-    try:
+    refuse_missing(source, "model folder")
+    if (config := Path(source) / "config.json").is_file():
+        read_json(config, ModelError)
+    with told_as_model_error(source):
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{model} has no configuration that transformers reads: {str(error).splitlines()[0]}"
-        ) from error
 
 
 def longest_prompt_tokens(dataset: Any, rows: int = 1000) -> int:

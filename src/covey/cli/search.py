@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.bounded import yaml_of
 from covey.cli.flags import Flag
 from covey.errors import ConfigError, did_you_mean
 
@@ -88,9 +89,9 @@ def _is_number(values: str) -> bool:
 
 
 def _choices(name: str, values: str) -> Dimension:
-    import yaml
-
-    return Dimension(name=name, choices=tuple(_plain(yaml.safe_load(value.strip())) for value in values.split(",")))
+    return Dimension(
+        name=name, choices=tuple(_plain(yaml_of(value.strip(), f"--search {name}")[1]) for value in values.split(","))
+    )
 
 
 def _plain(value: Any) -> Any:

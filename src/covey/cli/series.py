@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.bounded import read_text, yaml_of
 from covey.cli.rerun import RECIPE
 from covey.errors import RunFolderError
 from covey.options import RETIRED
@@ -26,7 +27,7 @@ def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:
     wanted = mask(dict(options))
     before = folder / RECIPE
     if before.is_file():
-        recorded = yaml.safe_load(before.read_text()) or {}
+        recorded = yaml_of(read_text(before), str(before))[1] or {}
         changed = sorted(
             name for name in {*recorded, *wanted} if recorded.get(name) != wanted.get(name) and name not in RETIRED
         )

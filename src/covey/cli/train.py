@@ -7,11 +7,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from covey import options
-from covey.cli import output, rerun, seeds
-from covey.cli.adapter import adapter
+from covey.cli import early, header, output, rerun, seeds
+from covey.cli.adapter import adapter, refuse_bad_adapter
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
@@ -90,10 +90,8 @@ def flags() -> tuple[Flag, ...]:
 
 
 def config_types() -> Mapping[str, Any]:
-    """Types of the flags that are GRPOConfig's."""
-    from covey.config import GRPOConfig
-
-    return {**get_type_hints(GRPOConfig), "reward_weights": list[float | str] | None}  # numbers or schedules
+    """Types of the flags that are GRPOConfig's, without importing it."""
+    return early.option_types()
 
 
 def run(given: Given) -> int:
@@ -108,6 +106,16 @@ def run(given: Given) -> int:
     if given.get("resume") == "auto" and "output_dir" not in given:
         raise ConfigError("--resume auto needs --output-dir, the folder of the run to go on with.")
     wanted = config_options(given)
+    early.refuse_early(wanted)
+    refuse_bad_adapter(given)
+    if not given.get("print_config"):
+        refuse_missing(given)
+        early.refuse_missing_places(given)
+    dataset = None
+    if not given.get("print_config") and not given.get("dry_run") and given.get("seeds") is None:
+        header.show_header(given, wanted)
+        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
+        header.show_rows(dataset)
     from covey.config import GRPOConfig
 
     config = GRPOConfig(**wanted)
@@ -117,8 +125,8 @@ def run(given: Given) -> int:
 
         output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in _OWN}))
         return 0
-    refuse_missing(given)
-    dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
+    if dataset is None:
+        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
     if given.get("dry_run"):
         from covey.cli.plan import show
         from covey.rewards import resolve
@@ -191,17 +199,20 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
     if eval_dataset is not None and _last_evaluation(trainer.state.log_history) < trained.global_step:
         metrics |= trainer.evaluate()
     if trainer.is_world_process_zero():
-        _report(config, given, trained.global_step, metrics)
+        _report(config, given, trained.global_step, metrics, has_trained=trained.global_step > trainer.started_at)
     return 0
 
 
-def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any]) -> None:
+def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any], *, has_trained: bool) -> None:
     if given.get("json"):
         output.result_json(
             {"run": config.output_dir, "steps": steps, "seconds": metrics["train_runtime"], "metrics": metrics}
         )
         return
-    output.result(f"trained {steps} steps in {metrics['train_runtime']:.0f} s: {config.output_dir}")
+    if has_trained:
+        output.result(f"trained {steps} steps in {metrics['train_runtime']:.0f} s: {config.output_dir}")
+    else:
+        output.result(f"nothing to do: all {steps} steps of {config.output_dir} are done; --max-steps sets more.")
     for name in ("reward", "kl", "entropy", "completions/mean_length", "eval_reward"):
         if isinstance(metrics.get(name), float):
             output.result(f"  {name:<24}{metrics[name]:.4g}")

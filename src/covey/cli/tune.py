@@ -18,6 +18,7 @@ from covey.cli.flags import Flag
 from covey.cli.rerun import NEVER
 from covey.cli.search import Dimension, dimensions
 from covey.cli.verb import Given, Verb
+from covey.counting import tell
 from covey.errors import ConfigError
 
 _FLAGS = (
@@ -160,6 +161,7 @@ def open_study(tuning: Tuning) -> Any:
 def _search(tuning: Tuning, study: Any, stop: Any) -> int:
     """Trials until there are enough. Returns 0, or the exit code of the last of several failures in a row."""
     in_a_row = 0
+    tell("trials", _ended(study), tuning.trials)
     while not stop.requested and _ended(study) < tuning.trials:
         trial = _next_trial(tuning, study)
         state, code = _try(tuning, study, trial, stop)
@@ -171,6 +173,7 @@ def _search(tuning: Tuning, study: Any, stop: Any) -> int:
             return code
         if not tuning.keeps_all:
             _forget_weights(tuning, study)
+        tell("trials", _ended(study), tuning.trials)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import mmap
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any, TypeAlias
 import datasets
 
 from covey import gym
-from covey.errors import DataError, did_you_mean
+from covey.errors import CoveyError, DataError, did_you_mean
+from covey.hub import bounded_hub
+from covey.places import looks_local
 
 FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
@@ -67,8 +70,7 @@ def _files(source: Any) -> list[Path]:
     if glob.has_magic(text):
         found = sorted(Path(one) for one in glob.glob(text, recursive=True) if Path(one).is_file())
         return found or [_missing(source)]
-    looks_local = text.startswith((".", "/")) or text.count("/") > 1 or _suffix(path) in FORMATS
-    if looks_local and not path.is_dir():
+    if looks_local(text) and not path.is_dir():
         _missing(source)
     return []
 
@@ -108,7 +110,9 @@ def _from_files(files: Sequence[Path], name: str, split: str | None, streaming: 
     options: dict[str, Any] = {"delimiter": "\t"} if _suffix(files[0]) == ".tsv" else {}
     paths = [str(file.resolve()) for file in files]
     kind = str(kinds.pop())
-    _refuse_nulls(files if kind == "json" else ())
+    if kind == "json":
+        _refuse_nulls(files)
+        _refuse_wild(files)
     try:
         return datasets.load_dataset(kind, data_files=paths, split=split or "train", streaming=streaming, **options)
     except (datasets.exceptions.DatasetsError, StopIteration, *_MALFORMED, OSError) as error:
@@ -122,6 +126,33 @@ def _refuse_nulls(files: Sequence[Path]) -> None:
             with file.open("rb") as content:
                 if content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"null"):
                     raise DataError(f'{file} begins with null where an object such as {{"prompt": ...}} was wanted.')
+
+
+_LONGEST_LINE = 64 << 20
+_DEEPEST = 500
+_NESTED = re.compile(rb'(?:[\[{]\s*(?:"[^"\\]*"\s*:\s*)?){%d}' % _DEEPEST)
+
+
+def _refuse_wild(files: Sequence[Path]) -> None:
+    """Raise DataError for JSON on which the readers below would run out of stack, or of memory for one row."""
+    for file in files:
+        if file.suffix.lower() in _COMPRESSED:
+            continue
+        with file.open("rb") as content:
+            if _suffix(file) == ".json":
+                with mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                    if _NESTED.search(text):
+                        raise DataError(f"{file} is nested more than {_DEEPEST} deep.")
+                continue
+            number = 0
+            while line := content.readline(_LONGEST_LINE + 1):
+                number += 1
+                if len(line) > _LONGEST_LINE:
+                    raise DataError(
+                        f"{file}, line {number} is longer than {_LONGEST_LINE >> 20} MiB; a row is one line."
+                    )
+                if len(line) > _DEEPEST and _NESTED.search(line):
+                    raise DataError(f"{file}, line {number} is nested more than {_DEEPEST} deep.")
 
 
 def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
@@ -215,7 +246,15 @@ def _from_saved(folder: Path, split: str | None, streaming: bool) -> AnyDataset:
 def _from_hub(name: str, split: str | None, streaming: bool, config_name: str | None) -> AnyDataset:
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", name):
         _missing(name)
-    return _load_named(name, config_name, split, streaming)
+    with bounded_hub(name) as is_reachable:
+        try:
+            return _load_named(name, config_name, split, streaming)
+        except DataError as error:
+            if is_reachable:
+                raise
+            raise DataError(
+                f"The data set {name!r} is neither a file or folder here nor in the cache, and the hub cannot be reached."
+            ) from error
 
 
 def _load_named(name: str, config_name: str | None, split: str | None, streaming: bool) -> AnyDataset:
@@ -225,6 +264,8 @@ def _load_named(name: str, config_name: str | None, split: str | None, streaming
             found = datasets.load_dataset(name, config_name, streaming=streaming)
             return found[_default_split(list(found), name)]
         return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
+    except CoveyError:
+        raise
     except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
         raise DataError(
             f"The data set {name!r} is neither a file or folder here nor on the hub ({_first_line(error)}); "

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
-
 from covey.algorithms.advice import SMALL_MODEL
 from covey.build import Given, advice_for, build_algorithm, build_scorer, checked_dataset
 from covey.config import GRPOConfig, batch_arithmetic
+from covey.counting import counted
 from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
+from covey.lean import set_seed
 from covey.learner.longest import try_longest
 from covey.loading import load_for_training
 from covey.memory import is_out_of_memory
@@ -61,7 +61,7 @@ class _Loaded:
 def examine(case: Case) -> Iterator[Finding]:
     """Findings as they come. After a FAIL, whatever does not depend on it is still looked at."""
     so_far = _Loaded()
-    for stage in (_options, _data, _model, _rewards, _plan, _trial):
+    for stage in counted((_options, _data, _model, _rewards, _plan, _trial), "parts looked at"):
         for finding in stage(case, so_far):
             if finding.status == "FAIL":
                 so_far.has_failed.add(finding.area)

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 
 from covey.cleaning.language import language
+from covey.counting import counted
 from covey.errors import DataError, did_you_mean
 from covey.features.embedding import Embedder, relevance
 from covey.features.text import prompt_text, readability
@@ -46,11 +47,13 @@ def add_features(
     texts = [prompt_text(prompt) for prompt in dataset["prompt"]]
     made: dict[str, list[Any]] = {}
     if "length" in names:
-        made["length"] = [len(text) if tokenizer is None else len(tokenizer(text)["input_ids"]) for text in texts]
+        made["length"] = [
+            len(text) if tokenizer is None else len(tokenizer(text)["input_ids"]) for text in counted(texts, "length")
+        ]
     if "readability" in names:
-        made["readability"] = [readability(text) for text in texts]
+        made["readability"] = [readability(text) for text in counted(texts, "readability")]
     if "language" in names:
-        made["language"] = [language(text) for text in texts]
+        made["language"] = [language(text) for text in counted(texts, "language")]
     if embedder is not None and {"embedding", "relevance"} & set(names):
         vectors = embedder(texts)
         made["embedding"] = vectors.tolist()

@@ -64,6 +64,10 @@ class InPlaceLinear(SamplerLinear):
     def of(*linears: Any) -> InPlaceLinear:
         """Raises Unsupported for anything but plain linear layers."""
         for linear in linears:
+            if hasattr(linear, "get_base_layer"):
+                raise Unsupported(
+                    "adapters are computed beside the layers that they adapt, in float32 without a merged copy"
+                )
             if type(linear) is not nn.Linear:
                 raise Unsupported(f"layers of kind {type(linear).__name__} are not plain linear layers")
         return InPlaceLinear(tuple(effective(linear) for linear in linears))

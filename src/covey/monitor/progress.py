@@ -28,8 +28,8 @@ Part = tuple[str, str, int]
 class Progress:
     """The line `step 12/60  reward 0.71  KL 0.003  2,310 tok/s  rollout 61% reward 2% learn 37%  0:42 left`.
 
-    On a terminal it is redrawn in place at every step, and what others print meanwhile appears above it. Elsewhere it
-    is printed at every `every`-th step, the first and the last. `NO_COLOR` is respected. `enabled=False` shows nothing.
+    At every `every`-th step, the first and the last it is a line that stays. On a terminal it is also redrawn in place at
+    every step, and what others print meanwhile appears above it. `NO_COLOR` is respected. `enabled=False` shows nothing.
     A terminal that goes away (closed window, broken pipe) ends the display, not the training.
     """
 
@@ -50,6 +50,8 @@ class Progress:
         self._last_update: float | None = None
         self._events = 0
         self._live: Live | None = None
+        self._is_kept = False
+        """Whether the step that the live line shows stands above it too."""
 
     def update(self, report: StepReport, total_steps: int | None = None) -> None:
         """Show a step that has just ended."""
@@ -71,17 +73,22 @@ class Progress:
         """Leave the last line on the screen. May be called twice."""
         live, self._live = self._live, None
         if live is not None:
+            live.transient = self._is_kept
             self._guarded(live.stop)
 
     def _draw(self, step: int, parts: Sequence[Part]) -> None:
         stream = self._stream or sys.stderr
+        is_due = step == 1 or step % self.every == 0 or step >= self.total_steps > 0
         if self._live is None and not is_terminal(stream):
-            if step == 1 or step % self.every == 0 or step >= self.total_steps > 0:
+            if is_due:
                 self._write("  ".join(f"{label} {value}".strip() for label, value, _ in parts) + "\n")
             return
         if self._live is None:
             self._live = self._started(stream)
         text = fitted(parts, self._live.console.width - 1)
+        if is_due:
+            self._guarded(partial(self._live.console.print, text))
+        self._is_kept = is_due
         self._guarded(partial(self._live.update, text, refresh=True))
 
     def _started(self, stream: TextIO) -> Live:
@@ -160,6 +167,15 @@ def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0) -
     if total_steps:
         parts.append(("", f"{duration((total_steps - report.step) * pace.seconds_per_step)} left", 1))
     return parts
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """`evaluation at step 20: eval_reward 0.71  eval_rewards/math/mean 0.71  ...`: rewards first, then lengths, then the loss."""
+    told = [name for name in metrics if name.endswith("reward")]
+    told += [name for name in metrics if "rewards/" in name and name.endswith("/mean")]
+    told += [name for name in metrics if name.endswith(("accuracy", "completions/mean_length"))]
+    said = "  ".join(f"{name} {number(metrics[name])}" for name in dict.fromkeys(told))
+    return f"evaluation at step {step}: {said}"
 
 
 def fitted(parts: Sequence[Part], width: int) -> Text:

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
+from covey.bounds import refuse_absent_trackers
+from covey.lean import TrainerCallback
 from covey.monitor.lane import Lane, nothing
 from covey.monitor.watch import lines_of
 from covey.types import Alert
@@ -57,6 +57,7 @@ class Trackers(TrainerCallback):
         """The classes of transformers' callbacks for these names; once training goes, what they raise is a warning."""
         from transformers.integrations import get_reporting_integration_callbacks  # brings every model's code along
 
+        refuse_absent_trackers(self.names)
         return [_guarded(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
 
     def lane(self, tracker: str) -> Lane:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from covey.counting import counted
 from covey.errors import RewardError
 from covey.rewards.contract import RewardSpec
 from covey.rewards.probes import MARK, Probe, Row, garbage, gold_probes, hedges, mark_file, programs
@@ -88,13 +89,16 @@ def examine(
     session = _Session(replace(spec, weight=1.0), list(rows), timeout_seconds)
     try:
         session.attempt(Probe("warm-up", "garbage", [""] * len(rows)))  # loads what the first call loads
-        found = [session.attempt(probe) for probe in [*gold_probes(rows), *programs(rows)]]
+        found = [
+            session.attempt(probe) for probe in counted([*gold_probes(rows), *programs(rows)], "calls, right and wrong")
+        ]
         wording = _best_wording(found)
         reads_gold = wording is not None and _reads_gold(session, found, wording)
         given = Probe("given completions", "given", [row.given for row in rows])
         rest = [*([given] if any(row.given for row in rows) else [])]
         rest += [probe for probe in garbage(rows) if probe.name not in without]
-        found += [session.attempt(probe) for probe in [*(hedges(rows, wording) if wording else []), *rest]]
+        rest = [*(hedges(rows, wording) if wording else []), *rest]
+        found += [session.attempt(probe) for probe in counted(rest, "calls, garbage")]
         moved, reordered = _changes(session, found, wording)
     finally:
         session.close()

@@ -100,7 +100,28 @@ def dataset_facts(dataset: Any) -> dict[str, Any] | None:
         "fingerprint": getattr(dataset, "_fingerprint", None),
         "rows": len(dataset) if hasattr(dataset, "__len__") else None,
         "columns": list(getattr(dataset, "column_names", None) or []),
+        "system_prompt": _system_prompt(dataset),
     }
+
+
+def _system_prompt(dataset: Any) -> str | None:
+    """The system message of the first row, where rows can be asked for; None without one."""
+    try:
+        first: Any = dataset[0]["prompt"][0] if len(dataset) else {}
+    except (TypeError, LookupError, ValueError, AttributeError):
+        return None
+    is_system = isinstance(first, Mapping) and first.get("role") == "system"
+    return str(first.get("content"))[:2000] if is_system else None
+
+
+def adapter_facts(model: Any) -> dict[str, Any] | None:
+    """Options of the LoRA adapter that is trained, by name; None without one."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping) or not configs:
+        return None
+    chosen = next(iter(configs.values()))
+    names = ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+    return {name: getattr(value := getattr(chosen, name), "value", value) for name in names if hasattr(chosen, name)}
 
 
 def model_facts(model: Any) -> dict[str, Any] | None:
@@ -114,6 +135,7 @@ def model_facts(model: Any) -> dict[str, Any] | None:
         "dtype": str(weights[0].dtype).removeprefix("torch.") if weights else None,
         "parameters": sum(weight.numel() for weight in weights),
         "trained": sum(weight.numel() for weight in weights if weight.requires_grad),
+        "adapter": adapter_facts(model),
     }
 
 

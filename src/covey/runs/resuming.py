@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ _OF_THE_CALL = frozenset(
 )
 
 
-def expect_resumable(start: Path | None, args: Any, dataset: Any, model: Any = None, *, tells: bool = True) -> None:
+def expect_resumable(
+    start: Path | None,
+    args: Any,
+    dataset: Any,
+    model: Any = None,
+    *,
+    rewards: Sequence[Any] | None = None,
+    tells: bool = True,
+) -> None:
     """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be gone on with under these options.
 
     `args` is the GRPOConfig of now; `model` may not be loaded yet. Without a checkpoint or a `run.json` nothing is compared.
@@ -43,13 +51,21 @@ def expect_resumable(start: Path | None, args: Any, dataset: Any, model: Any = N
         config=args.to_dict(),
         rows=len(dataset) if hasattr(dataset, "__len__") else None,
         model=provenance.model_facts(model),
+        rewards=None if rewards is None else provenance.component(list(rewards)),
+        dataset=provenance.dataset_facts(dataset),
     )
     if changed and tells:
         logger.warning("%s goes on with other options: %s.", start.parent, "; ".join(changed))
 
 
 def differences(
-    run_dir: Path, *, config: Mapping[str, Any], rows: int | None, model: Mapping[str, Any] | None
+    run_dir: Path,
+    *,
+    config: Mapping[str, Any],
+    rows: int | None,
+    model: Mapping[str, Any] | None,
+    rewards: Any = None,
+    dataset: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """What differs from the run in `run_dir` and does no harm. Raises ConfigError for the first difference that does."""
     before = manifest.read(run_dir / manifest.NAME)
@@ -73,7 +89,30 @@ def differences(
         f"{name} {before['config'][name]} -> {now['config'][name]}"
         for name in shown
         if _differs(before["config"], now["config"], name)
-    ]
+    ] + _other_parts(before, manifest.to_json(mask({"rewards": rewards, "dataset": dataset, "model": model})))
+
+
+def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Rewards, the adapter and the system prompt where they are others than they were."""
+    said = []
+    if now["rewards"] is not None and before.get("rewards") is not None and before["rewards"] != now["rewards"]:
+        former, are = _names(before["rewards"]), _names(now["rewards"])
+        said.append(f"rewards {former} -> {are}" if former != are else f"the source or options of the rewards {are}")
+    was, now_is = ((one.get("model") or {}).get("adapter") or {} for one in (before, now))
+    said += [f"{name} {was[name]} -> {now_is[name]}" for name in was if _differs(was, now_is, name)]
+    was, now_is = (one.get("dataset") or {} for one in (before, now))
+    if _differs(was, now_is, "system_prompt"):
+        said.append(f"system prompt {_short(was['system_prompt'])} -> {_short(now_is['system_prompt'])}")
+    return said
+
+
+def _names(rewards: Any) -> str:
+    found = [str(one.get("name", one)) if isinstance(one, Mapping) else str(one) for one in rewards]
+    return ", ".join(name.rpartition(":")[2] for name in found)
+
+
+def _short(text: Any) -> str:
+    return "none" if text is None else repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _differs(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:

@@ -1,0 +1,152 @@
+"""Text, YAML and JSON that somebody else wrote, read within bounds: of bytes, of nesting, of aliases, and of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, CoveyError
+
+MOST_BYTES = 4 << 20
+"""Of a file of options or a configuration."""
+MOST_DEPTH = 60
+MOST_NODES = 100_000
+"""Values of a YAML text, each counted as often as an alias repeats it."""
+_PATIENCE_SECONDS = 10.0
+"""How long a pipe may say nothing."""
+_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError] = ConfigError) -> bytes:
+    """The content of a file or a pipe. Raises `error` for one that is longer than `most`, silent, or cannot be read."""
+    try:
+        descriptor = os.open(
+            Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK
+        )  # a pipe that nobody writes to ends at once
+    except (OSError, ValueError, RuntimeError) as why:
+        raise error(f"{path} cannot be read: {getattr(why, 'strerror', None) or why}.") from why
+    parts, size = [], 0
+    try:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise error(f"{path} is a folder, where a file is wanted.")
+        for part in _parts(descriptor):
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise error(f"{path} is longer than {most >> 20} MiB, so it is not what is wanted here.")
+    except TimeoutError as why:
+        raise error(f"{path} says nothing for {_PATIENCE_SECONDS:.0f} seconds; give a file.") from why
+    except OSError as why:
+        raise error(f"{path} cannot be read: {why.strerror or why}.") from why
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)
+
+
+def _parts(descriptor: int) -> Iterator[bytes]:
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+        if not readable:
+            raise TimeoutError
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            continue
+        if not part:
+            return
+        until = time.monotonic() + _PATIENCE_SECONDS
+        yield part
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError] = ConfigError) -> str:
+    """As `read_bytes`, in UTF-8."""
+    try:
+        return read_bytes(path, most, error).decode("utf-8-sig")
+    except UnicodeDecodeError as why:
+        raise error(f"{path} is not text in UTF-8 (byte {why.start}); save it as such.") from why
+
+
+def yaml_of(text: str, source: str) -> tuple[Any, Any]:
+    """The node and the value of a YAML text. Raises ConfigError, which begins with `source`, for what is not YAML or out of bounds."""
+    import yaml
+
+    try:
+        _refuse_deep_yaml(text, source)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None and _size(node, {}) > MOST_NODES:
+            raise ConfigError(
+                f"{source} holds more than {MOST_NODES:,} values, aliases counted; no options are so many."
+            )
+        return node, yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where is not None else ""
+        raise ConfigError(f"{source}{line} is not YAML: {getattr(error, 'problem', None) or error}.") from error
+    except ConfigError:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # a date that is none, and the like
+        raise ConfigError(f"{source} holds a value that YAML cannot mean: {error}.") from error
+
+
+def _refuse_deep_yaml(text: str, source: str) -> None:
+    """Raise ConfigError before a parser that calls itself, or that looks at every open bracket, meets too many of them."""
+    import yaml
+
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MOST_DEPTH:
+            line = event.start_mark.line + 1 if event.start_mark is not None else 1
+            raise ConfigError(f"{source}, line {line} is nested more than {MOST_DEPTH} deep.")
+
+
+def _size(node: Any, known: dict[int, float]) -> float:
+    """Values below a node, those that an alias repeats counted each time; infinite where it holds itself."""
+    if id(node) in known:
+        return known[id(node)]
+    if not isinstance(node.value, list):
+        return 1
+    known[id(node)] = float("inf")
+    parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+    known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
+
+
+def read_json(path: str | Path, error: type[CoveyError] = ConfigError) -> Any:
+    """What a small JSON file holds. Raises `error` for one that is no JSON, or out of bounds."""
+    content = read_bytes(path, error=error)
+    if json_depth(content) > MOST_DEPTH:
+        raise error(f"{path} is nested more than {MOST_DEPTH} deep.")
+    try:
+        return json.loads(content)
+    except ValueError as why:
+        raise error(f"{path} is not JSON: {why}.") from why
+
+
+def json_depth(content: bytes) -> int:
+    """How deep the brackets of a JSON text are nested."""
+    if content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
+        return 0
+    depth = deepest = 0
+    for found in _JSON_TOKEN.finditer(content):
+        mark = found[0]
+        depth += (mark in b"[{") - (mark in b"]}") if len(mark) == 1 else 0
+        deepest = max(deepest, depth)
+    return deepest

@@ -1,0 +1,85 @@
+"""`eval: 128 of 300, 0:12 left`: redrawn in place on a terminal, and elsewhere a line for each tenth that took a while."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
+
+_REDRAW_SECONDS = 0.1
+_LINE_SECONDS = 2.0
+"""Where lines stay, the least time between two."""
+
+
+class Counter:
+    """Shows what `covey.counting` tells. What is written to the terminal meanwhile must call `clear` first."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._what = ""
+        self._begun = self._drawn = 0.0
+        self._first = 0
+        """How many were done when the counting began."""
+        self._tenth = 0
+        self._is_new = False
+        self._is_drawn = False
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        now = self._clock()
+        if what != self._what or done == 0:
+            self.clear()
+            self._what, self._begun, self._first, self._tenth, self._drawn = what, now, done, 0, now
+            self._is_new = True
+        text = self._line(what, done, total, now - self._begun)
+        if self._redraws():
+            self._redraw(text, now, is_last=done == total)
+        elif total and 10 * done // total > self._tenth and now - self._drawn >= _LINE_SECONDS:
+            self._tenth, self._drawn = 10 * done // total, now
+            self._write(text + "\n")
+
+    def clear(self) -> None:
+        """Take the line off the terminal."""
+        if self._is_drawn:
+            self._is_drawn = False
+            self._write("\r\x1b[K")
+
+    def _line(self, what: str, done: int, total: int | None, seconds: float) -> str:
+        if total is None:
+            return f"{what}: {done:,}"
+        new = done - self._first
+        left = f", {_duration(seconds / new * (total - done))} left" if new > 0 and done < total else ""
+        return f"{what}: {done:,} of {total:,}{left}"
+
+    def _redraw(self, text: str, now: float, *, is_last: bool) -> None:
+        if is_last:
+            self.clear()
+        elif self._is_new or now - self._drawn >= _REDRAW_SECONDS:
+            self._drawn, self._is_drawn, self._is_new = now, True, False
+            width = _columns(self._stream or sys.stderr)
+            self._write("\r\x1b[K" + text[: width - 1])
+
+    def _redraws(self) -> bool:
+        stream = self._stream or sys.stderr
+        return not stream.closed and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+    def _write(self, text: str) -> None:
+        stream = self._stream or sys.stderr
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.write(text)
+            stream.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return max(os.get_terminal_size(stream.fileno()).columns or 80, 20)  # 0: the terminal does not say
+    except (OSError, ValueError):
+        return 80
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,65 @@
+"""What can be said of options before torch is imported, which takes seconds: their types, words and ranges, and files that are missing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from covey import bounds, checks, options
+from covey.cli.fields import all_fields, enum_values
+from covey.errors import ConfigError, did_you_mean
+
+_NAMES: Mapping[str, Any] = {
+    **{"Any": Any, "Literal": Literal, "ParallelismConfig": Any, "DebugOption": str},
+    **dict.fromkeys(("IntervalStrategy", "SchedulerType", "OptimizerNames", "SaveStrategy", "HubStrategy"), str),
+}
+"""Names in the annotations of options; words stay text, GRPOConfig makes them what they are."""
+_ENUMS = {"lr_scheduler_type": ("trainer_utils", "SchedulerType"), "optim": ("training_args", "OptimizerNames")}
+
+
+@cache
+def option_types() -> Mapping[str, Any]:
+    """Types of GRPOConfig's options, read from its source."""
+    found = {field.name: eval(field.annotation, dict(_NAMES)) for field in all_fields()}
+    return {**found, "reward_weights": list[float | str] | None}  # numbers or schedules
+
+
+def refuse_early(wanted: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what GRPOConfig would refuse in these options, as far as it takes no machine to say so."""
+    defaults = {field.name: _literal(field.default) for field in all_fields()}
+    draft = SimpleNamespace(**{**defaults, **wanted})
+    given = {name: value for name, value in wanted.items() if options.is_changed(name, value, defaults.get(name))}
+    checks.refuse_unsupported({name: value for name, value in given.items() if name != "accelerator_config"})
+    checks.refuse_bad_words(draft)
+    for name, (module, enum) in _ENUMS.items():
+        value, known = wanted.get(name), enum_values(module, enum)
+        if value is not None and str(value) not in known:
+            hint = did_you_mean(str(value), known) or f" It is one of {', '.join(known)}."
+            raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
+    bounds.refuse_bad_numbers(draft)
+    bounds.refuse_absent_trackers(wanted.get("report_to"))
+    checks.refuse_contradictions(draft, given)
+
+
+def refuse_missing_places(given: Mapping[str, Any]) -> None:
+    """Raise CoveyError for a model or a data set that is written like a path and is not there."""
+    from covey.places import refuse_missing
+
+    for name, what in (("model", "model folder"), ("dataset", "data set"), ("eval_dataset", "data set")):
+        if isinstance(given.get(name), str):
+            refuse_missing(given[name], what)
+
+
+def default_of(name: str) -> Any:
+    """The default of an option of GRPOConfig."""
+    return next(_literal(field.default) for field in all_fields() if field.name == name)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text or None

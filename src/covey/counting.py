@@ -1,0 +1,40 @@
+"""How far long work is, told to whoever wants to show it: nobody in a script, the terminal on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+Listener = Callable[[str, int, "int | None"], None]
+"""Takes what is counted, how many are done, and of how many; None: nobody knows."""
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+def tell(what: str, done: int, total: int | None) -> None:
+    """So many are done."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(what, done, total)
+
+
+def counted(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The items; each counts as done when the next is asked for. `total` None: `len(items)` where there is one."""
+    total = len(items) if total is None and isinstance(items, Sized) else total
+    tell(what, 0, total)
+    for done, item in enumerate(items, 1):
+        yield item
+        tell(what, done, total)
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Within it, `listener` is told."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)

@@ -1,0 +1,56 @@
+"""The Hugging Face hub within bounds: where it cannot be reached, the cache alone is asked, at once and without retries."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_PATIENCE_SECONDS = 4.0
+
+
+@contextmanager
+def bounded_hub(name: str | Path) -> Iterator[bool]:
+    """Within it, libraries of the hub are offline when it cannot be reached. Gives False then.
+
+    What is local, and what a user has set offline, is left as it is."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or Path(name).expanduser().exists():
+        yield True
+        return
+    if _is_reachable(constants.ENDPOINT):
+        yield True
+        return
+    switches: list[Any] = [constants] + [
+        sys.modules[module] for module in ("datasets.config",) if module in sys.modules
+    ]
+    before = [module.HF_HUB_OFFLINE for module in switches]
+    for module in switches:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield False
+    finally:
+        for module, was in zip(switches, before, strict=True):
+            module.HF_HUB_OFFLINE = was
+
+
+@functools.cache
+def _is_reachable(endpoint: str) -> bool:
+    """Whether anything answers there in some seconds, by the session that the libraries use, proxies included."""
+    answers: list[object] = []
+
+    def ask() -> None:
+        from huggingface_hub import get_session
+
+        with suppress(Exception):  # no network, no name, no certificate: all of it means no
+            answers.append(get_session().head(endpoint, timeout=_PATIENCE_SECONDS))
+
+    asking = threading.Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
+    asking.start()
+    asking.join(_PATIENCE_SECONDS)
+    return bool(answers)

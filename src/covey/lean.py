@@ -1,0 +1,73 @@
+"""transformers' options and callbacks without PEFT: its import brings bitsandbytes and half of torch's compiler, for one `isinstance`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+_CLASSES = ("PeftModel", "PeftMixedModel")
+
+
+class _OfPeft(type):
+    """A class of PEFT's that is not imported: nothing is an instance of it until PEFT has been imported by whoever made one."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        kind: Any = getattr(sys.modules.get("peft"), cls.__name__, None)
+        return kind is not None and isinstance(instance, kind)
+
+
+def imported(module: str) -> Any:
+    """A module of transformers that wants nothing but the classes of PEFT's, imported without PEFT.
+
+    Where PEFT was imported before, it stays as it is.
+    """
+    if "peft" in sys.modules or module in sys.modules:
+        return importlib.import_module(module)
+    spec = importlib.util.find_spec("peft")
+    if spec is None:
+        return importlib.import_module(module)
+    from transformers.utils import is_peft_available
+
+    is_peft_available()  # looks for the module and remembers the answer
+    stand_in = ModuleType("peft")
+    stand_in.__spec__ = spec
+    for name in _CLASSES:
+        setattr(stand_in, name, _OfPeft(name, (), {}))
+    sys.modules["peft"] = stand_in
+    try:
+        return importlib.import_module(module)
+    finally:
+        if sys.modules.get("peft") is stand_in:
+            del sys.modules["peft"]
+
+
+imported("transformers.trainer_utils")
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, set_seed  # noqa: E402
+from transformers.trainer_callback import (  # noqa: E402
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.trainer_utils import SchedulerType, TrainOutput, enable_full_determinism  # noqa: E402
+from transformers.training_args import OptimizerNames  # noqa: E402
+
+__all__ = [
+    "CallbackHandler",
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
+    "ExportableState",
+    "OptimizerNames",
+    "SchedulerType",
+    "TrainOutput",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "enable_full_determinism",
+    "imported",
+    "set_seed",
+]

@@ -1,0 +1,52 @@
+"""Names that a user writes for a folder, a file, or something on the hub: which of these is meant."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from covey.errors import DataError, ModelError, did_you_mean
+
+_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".safetensors", ".bin", ".gguf", ".pt", ".yaml", ".yml")  # fmt: skip
+_HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name is written like a path: by its first character, its suffix, its depth, or because its folder exists.
+
+    Such a name is never looked for on the hub.
+    """
+    text = name.strip()
+    if not text or text != name or not _HUB_ID.fullmatch(text):
+        return True
+    if text.startswith((".", "/", "~")) or (os.sep != "/" and os.sep in text):
+        return True
+    first, _, rest = text.partition("/")
+    return text.lower().endswith(_FILES) or text.endswith("/") or bool(rest and Path(first).is_dir())
+
+
+def refuse_missing(name: str, what: str) -> None:
+    """Raise ModelError (of a model) or DataError where a name that is written like a path stands for nothing here.
+
+    A data set may be a mixture, a pattern, or end in `:split`; those are left to who reads them.
+    """
+    is_data = what == "data set"
+    text = re.sub(r":[A-Za-z_][\w.\-]*(\[[^\]]*\])?$", "", name) if is_data and not _exists(name) else name
+    if is_data and (re.search(r"[*?+\[\]]|\s", text) or _exists(text)):
+        return
+    if not looks_local(text) or _exists(text):
+        return
+    path = Path(text).expanduser()
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    where = "" if path.parent.is_dir() else f" There is no folder {str(path.parent)!r} either."
+    hint = f"{did_you_mean(path.name, beside)}{where}"
+    kind = DataError if is_data else ModelError
+    raise kind(f"The {what} {name!r} does not exist.{hint}")
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long a name, a zero byte, a user that is unknown
+        return False

@@ -1,0 +1,130 @@
+"""The first second: options are judged without torch, a header comes before the work, and what is long is counted."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from covey.cli.counter import Counter
+from covey.cli.early import option_types, refuse_early
+from covey.cli.header import header_lines
+from covey.cli.values import names_in
+from covey.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--temperature", "0"],
+        ["--max-steps", "0"],
+        ["--save-steps", "-3"],
+        ["--loss-type", "grpoo"],
+        ["--lr-scheduler-type", "cosin"],
+        ["--lora-r", "0"],
+        ["--seed", "-1"],
+        ["--seed", str(2**32)],
+        ["--model", "./nosuch"],
+        ["--dataset", "nosuch.jsonl"],
+        ["--report-to", "comet_ml"],
+    ],
+)
+def test_a_wrong_option_is_answered_before_torch_is_imported(words):
+    code = f"import sys; from covey.cli import main; rc = main(['train', 'demo', *{words!r}]); assert rc == 2; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_trainer_imports_neither_peft_nor_bitsandbytes():
+    code = "import sys, covey.trainer; assert not {'peft', 'bitsandbytes'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "gemm_4bit" not in done.stderr
+
+
+def test_a_model_of_peft_is_known_to_transformers_after_an_import_without_peft():
+    code = (
+        "import covey.trainer, torch; from transformers.trainer_utils import _is_peft_model as known; from peft import LoraConfig, get_peft_model;"
+        "net = torch.nn.Sequential(torch.nn.Linear(2, 2));"
+        "assert not known(net); assert known(get_peft_model(net, LoraConfig(r=1, target_modules=['0'])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_types_read_from_source_are_those_of_the_options():
+    from dataclasses import fields
+
+    from covey import GRPOConfig
+
+    assert {field.name for field in fields(GRPOConfig)} == set(option_types())
+
+
+def test_what_trl_accepts_is_still_accepted():
+    refuse_early({"max_steps": -1, "save_steps": 0.2, "max_grad_norm": float("inf"), "report_to": ["none"]})
+
+
+def test_the_names_for_the_tab_key_are_the_real_ones():
+    from covey.algorithms.presets import PRESETS
+    from covey.rewards import BUILTIN
+
+    assert set(names_in("algorithms/presets.py", "PRESETS")) == set(PRESETS)
+    assert set(names_in("rewards/builtin.py", "BUILTIN")) == set(BUILTIN)
+
+
+def test_the_header_says_what_is_trained_and_where_it_goes_on(tmp_path):
+    (tmp_path / "checkpoint-8").mkdir()
+    given = {"model": "demo", "dataset": "a.jsonl", "reward": ["math"], "resume": "auto", "lora_r": 4}
+    lines = header_lines(given, {"output_dir": str(tmp_path), "max_steps": 20, "per_device_train_batch_size": 16})
+    text = "\n".join(lines)
+    assert "demo, LoRA of rank 4" in text
+    assert "16 completions a step, 8 a prompt; 20 steps" in text
+    assert f"{tmp_path}, goes on from step 8" in text
+
+
+def test_the_header_is_there_before_torch_is():
+    code = (
+        "import sys; from covey.cli import main, train\n"
+        "def stop(*a, **k): raise SystemExit(0 if 'torch' not in sys.modules else 1)\n"
+        "train.load_prompts = stop\nmain(['train', 'demo', '--max-steps', '1'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("model      demo\n")
+
+
+def test_a_count_is_redrawn_on_a_terminal_and_leaves_nothing(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    outside, inside = pty.openpty()
+    now = iter(range(100))
+    with os.fdopen(inside, "w") as stream:
+        counter = Counter(stream, clock=lambda: float(next(now)))
+        for done in range(4):
+            counter("rows", done, 3)
+    shown = os.read(outside, 4096).decode()
+    os.close(outside)
+    assert "rows: 1 of 3, 0:02 left" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_a_count_into_a_file_is_a_line_for_each_tenth_that_took_a_while():
+    stream, now = io.StringIO(), iter(range(0, 1000, 3))
+    counter = Counter(stream, clock=lambda: float(next(now)))
+    for done in range(101):
+        counter("rows", done, 100)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0] == "rows: 10 of 100, 4:30 left"
+    assert lines[-1] == "rows: 100 of 100"
+
+
+@pytest.mark.parametrize("steps", [0, -2, 1.5, float("nan")])
+def test_a_number_of_steps_that_is_none_is_refused(steps):
+    with pytest.raises(ConfigError, match="max_steps"):
+        refuse_early({"max_steps": steps})

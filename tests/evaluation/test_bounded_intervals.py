@@ -1,0 +1,33 @@
+"""Intervals of shares: within their scale, and right as often as they say."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from covey.intervals import bounded_mean, paired_difference, pass_at_k
+
+
+@pytest.mark.parametrize("right, prompts", [(0, 20), (20, 20), (19, 20), (1, 200)])
+def test_the_interval_of_a_share_stays_within_0_and_1(right, prompts):
+    found = bounded_mean([1.0] * right + [0.0] * (prompts - right))
+    assert 0.0 <= found.low <= found.value <= found.high <= 1.0
+    assert found.high > found.low
+
+
+def test_a_difference_of_shares_stays_within_one():
+    found = paired_difference([0.0] * 19 + [1.0], [1.0] * 20)
+    assert found.high <= 1.0
+
+
+@pytest.mark.parametrize("a, b", [(1, 1), (5, 0.3), (0.3, 5), (0.05, 0.05), (50, 1)])
+def test_the_interval_of_pass_at_k_holds_the_truth_about_as_often_as_it_says(a, b):
+    draws, prompts, rng = 8, 50, numpy.random.default_rng(0)
+    truth = (1 - (1 - rng.beta(a, b, 200_000)) ** 4).mean()
+    hits = 0
+    for _ in range(400):
+        right = rng.binomial(draws, rng.beta(a, b, prompts))
+        values = [pass_at_k(draws, int(count), 4) for count in right]
+        found = bounded_mean(values)
+        hits += found.low <= truth <= found.high
+    assert hits >= 0.92 * 400
