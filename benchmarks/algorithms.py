@@ -27,8 +27,8 @@ from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer, demo
 from covey import algorithms as alg
-from covey.assessment import Assessment, assess
 from covey.data import PromptStream
+from covey.evaluation.assessment import Assessment, assess
 from covey.learner import FrozenCopy, Policy
 from covey.learner.packing import rows_of
 from covey.models import load_model

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.cleaning import Rows, Settings, inspect
+from covey.doctor.data_check import Rows, Settings, inspect
 
 Row = dict[str, Any]
 NAMES = ("Ottilie", "Barnaby", "Xiomara", "Leopold", "Persis", "Quentin")

@@ -27,9 +27,9 @@ from covey.kernels import fused_model as fused_layers
 from covey.kernels import matmul as products
 from covey.kernels import training_heap
 from covey.learner import Learner, NoReference, Policy
-from covey.learner.memory import CPU_ENOUGH, CPU_TOKENS
+from covey.learner.memory_estimate import CPU_ENOUGH, CPU_TOKENS
+from covey.process.world import World
 from covey.types import Completion, Group, Prompt
-from covey.world import World
 
 
 def learner_of(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> Learner:

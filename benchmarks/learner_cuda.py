@@ -31,8 +31,8 @@ from covey import algorithms as alg
 from covey.errors import ConfigError, MemoryLimitError
 from covey.learner import Policy
 from covey.learner.packing import Row, pad_rows, rows_of
-from covey.memory import is_out_of_memory, release, until_it_fits
-from covey.models import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations
+from covey.process.memory import is_out_of_memory, release, until_it_fits
 from covey.types import Completion, Group, Prompt
 from learner import learner_of, operations
 

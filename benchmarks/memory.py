@@ -28,7 +28,7 @@ from covey import algorithms as alg
 from covey.doctor.dry_run import dry_run
 from covey.kernels.sampler_linear import has_bfloat16
 from covey.learner import Policy
-from covey.learner.memory import Memory
+from covey.learner.memory_estimate import Memory
 from covey.types import Completion, Group, Prompt
 from learner import as_in_runs, learner_of
 

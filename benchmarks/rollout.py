@@ -33,12 +33,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from covey import demo
-from covey.checks import processor_has_bfloat16
+from covey.config.checks import processor_has_bfloat16
 from covey.kernels.decode import decode_kernels
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
-from covey.rollout.cache import Decode, KeyValues, Prefill, rounded
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward, plain_cache
+from covey.rollout.kv_cache import Decode, KeyValues, Prefill, rounded
 from covey.types import Group
 
 DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))

@@ -24,7 +24,8 @@ import torch
 from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
-from covey import GRPOConfig, GRPOTrainer, saving
+from covey import GRPOConfig, GRPOTrainer
+from covey.training import saving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from kit import tiny_tokenizer

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 import rollout
 from covey import demo
-from covey.checks import processor_has_bfloat16
+from covey.config.checks import processor_has_bfloat16
 
 WORKER = Path(__file__).with_name("step_worker.py")
 PRECISIONS = ["fp32", "bf16-autocast"] if processor_has_bfloat16() else ["fp32"]

@@ -36,8 +36,8 @@ from transformers import (
 from covey.kernels import compile as compiled
 from covey.kernels import matmul_fp32 as live
 from covey.learner import Learner, NoReference, Policy
+from covey.process.world import World
 from covey.types import Completion, Finish, Group, Message, Prompt
-from covey.world import World
 
 Architecture = Literal["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2"]
 

@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from covey import algorithms, data, errors, rewards, rollout, runs, testing, types
     from covey.algorithms import Algorithm
-    from covey.config import GRPOConfig, batch_arithmetic
+    from covey.config import GRPOConfig
+    from covey.config.grpo_config import batch_arithmetic
     from covey.errors import CoveyError
     from covey.rollout import NativeSampler, SamplingParams
-    from covey.trainer import GRPOTrainer
+    from covey.training.trainer import GRPOTrainer
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Algorithm": "covey.algorithms",
     "CoveyError": "covey.errors",
-    "GRPOConfig": "covey.config",
-    "GRPOTrainer": "covey.trainer",
+    "GRPOConfig": "covey.config.grpo_config",
+    "GRPOTrainer": "covey.training.trainer",
     "NativeSampler": "covey.rollout",
     "SamplingParams": "covey.rollout",
-    "batch_arithmetic": "covey.config",
+    "batch_arithmetic": "covey.config.grpo_config",
 }
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
 

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.bounded import read_json
 from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
-from covey.hub import bounded_hub
-from covey.kernels import Recomputing, training_heap
-from covey.lean import imported
-from covey.memory import is_out_of_memory
-from covey.places import refuse_missing
+from covey.files.bounded import read_json
+from covey.files.hub import bounded_hub
+from covey.files.places import refuse_missing
+from covey.process.memory import is_out_of_memory
 
 
 def load_model(
@@ -77,8 +75,8 @@ def _unloadable(name: Any, error: Exception, options: Sequence[str], *, is_reach
     if not is_reachable and not Path(str(name)).expanduser().exists():
         return f"The model {str(name)!r} is neither a folder here nor in the cache, and the hub cannot be reached."
     if isinstance(error, TypeError) and options:
-        return f"The model {str(name)!r} does not take {options[0]} of model_init_kwargs: {_first_line(error)}"
-    return f"The model {str(name)!r} could not be loaded: {_first_line(error)}"
+        return f"The model {str(name)!r} does not take {options[0]} of model_init_kwargs: {first_line(error)}"
+    return f"The model {str(name)!r} could not be loaded: {first_line(error)}"
 
 
 def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
@@ -98,7 +96,7 @@ def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote
             return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises Exception itself
         hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
-        raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {_first_line(error)}") from error
+        raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {first_line(error)}") from error
 
 
 @contextmanager
@@ -160,7 +158,7 @@ def dtype_of(given: Any) -> Any:
     return dtype
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if "trust_remote_code" in str(error):
         return "it comes with Python code of its own; read that code, and allow it with trust_remote_code=True"
@@ -202,35 +200,7 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     try:
         return get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"peft_config cannot be used with this model: {_first_line(error)}") from error
-
-
-def prepare_for_training(model: Any, args: Any) -> Any:
-    """Gradient checkpointing on or off as asked for; the model in training mode."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
-    if args.checkpoints_activations:
-        checkpoint_activations(model, args.gradient_checkpointing_kwargs)
-        return model.train()
-    if next(inner.parameters()).device.type == "cpu":
-        training_heap(recomputes=False)
-    if getattr(inner, f"is_{word}_checkpointing", False):
-        getattr(inner, f"{word}_checkpointing_disable")()
-    return model.train()
-
-
-def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-    """From now on each block keeps its input only and computes the rest again in the backward pass."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
-    given = {"use_reentrant": False, **(kwargs or {})}
-    if next(inner.parameters()).device.type == "cpu":
-        training_heap(recomputes=True)
-        if not given["use_reentrant"] and not given.get("debug"):  # which torch refuses together
-            given.setdefault("context_fn", Recomputing(inner))
-    getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
-    if inner is not model:
-        inner.enable_input_require_grads()  # frozen embeddings would cut the graph at the first block
+        raise ConfigError(f"peft_config cannot be used with this model: {first_line(error)}") from error
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -241,60 +211,6 @@ def disable_dropout(model: nn.Module) -> None:
         for name in ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-
-
-def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
-    """The optimizer that `args.optim` names, over the trainable parameters of `model` and of `extra` modules (a critic).
-
-    Weight decay leaves out biases and norms, as in transformers.
-    """
-    get_parameter_names = imported("transformers.trainer_pt_utils").get_parameter_names
-
-    norms = [nn.LayerNorm]
-    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError("The model has no trainable parameters; unfreeze some, or pass peft_config=.")
-    with_decay: list[nn.Parameter] = []
-    without: list[nn.Parameter] = []
-    for module in (model, *extra):
-        decayed = set(get_parameter_names(module, norms, patterns))
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                (with_decay if name in decayed else without).append(parameter)
-    groups = [
-        {"params": with_decay, "weight_decay": args.weight_decay},
-        {"params": without, "weight_decay": 0.0},
-    ]
-    make, kwargs = imported("transformers.trainer").Trainer.get_optimizer_cls_and_kwargs(args, model)
-    if "params" in kwargs or "model" in kwargs or "optimizer_dict" in kwargs:
-        raise ConfigError(
-            f"optim={args.optim} builds its own parameter groups, which Covey cannot checkpoint; use adamw_torch."
-        )
-    try:
-        return make([group for group in groups if group["params"]], **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"optim={str(getattr(args.optim, 'value', args.optim))!r} cannot be made with these options: {_first_line(error)}"
-        ) from error
-
-
-def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-    """The learning-rate schedule that `args.lr_scheduler_type` names, over `total_steps` optimizer steps."""
-    from transformers import get_scheduler
-
-    try:
-        return get_scheduler(
-            args.lr_scheduler_type,
-            optimizer=optimizer,
-            num_warmup_steps=args.get_warmup_steps(total_steps),
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-        )
-    except (TypeError, ValueError, ZeroDivisionError, LookupError, AttributeError) as error:
-        given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
-        raise ConfigError(
-            f"{given} cannot be made with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}: {_first_line(error)}"
-        ) from error
 
 
 def context_limit(model: Any) -> int | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.cleaning import Rows, Settings, clean, inspect
 from covey.data import load
+from covey.doctor.data_check import Rows, Settings, clean, inspect
 from covey.errors import ConfigError, DataError, StorageError
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from covey.cleaning.findings import KINDS
+from covey.doctor.data_check.findings import KINDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data-check.md").read_text(encoding="utf-8")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from covey.cleaning.duplicates import Duplicates, Twin, jaccard
-from covey.cleaning.grams import Words, grams, numbers_in, same_text
+from covey.doctor.data_check.duplicates import Duplicates, Twin, jaccard
+from covey.doctor.data_check.ngrams import Words, grams, numbers_in, same_text
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 LONG = "A baker bakes 12 loaves of bread every morning and sells each of them for 3 dollars at the market in her small town"

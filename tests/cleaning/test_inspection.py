@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.cleaning.inspection import inspect
-from covey.cleaning.rows import Rows
-from covey.cleaning.settings import Settings
+from covey.doctor.data_check.inspection import inspect
+from covey.doctor.data_check.rows import Rows
+from covey.doctor.data_check.settings import Settings
 from covey.errors import ConfigError, DataError
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.cleaning.grams import Words, number_list
-from covey.cleaning.overlap import Overlap
+from covey.doctor.data_check.ngrams import Words, number_list
+from covey.doctor.data_check.overlap import Overlap
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 QUESTION = "a farmer has nine black hens and every hen lays two eggs on each day of the week"

@@ -9,10 +9,10 @@ from collections import Counter
 import numpy
 import pytest
 
-from covey.cleaning import Rows, Settings, inspect, spill
-from covey.cleaning.findings import Findings
-from covey.cleaning.spill import Spill, median, percentile
-from covey.cleaning.summary import summary
+from covey.doctor.data_check import Rows, Settings, inspect, spill
+from covey.doctor.data_check.findings import Findings
+from covey.doctor.data_check.spill import Spill, median, percentile
+from covey.doctor.data_check.summary import summary
 from covey.errors import StorageError
 
 WORDS = (

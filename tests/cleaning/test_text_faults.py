@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.cleaning.encoding import repaired, repaired_row
-from covey.cleaning.language import language
-from covey.cleaning.personal import personal
+from covey.data.features.language import language
+from covey.doctor.data_check.encoding import repaired, repaired_row
+from covey.doctor.data_check.pii import personal
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from covey.bounded import json_depth, read_json, yaml_of
 from covey.cli import main
 from covey.data import load
 from covey.errors import ConfigError, DataError, ModelError
-from covey.places import looks_local, refuse_missing
+from covey.files.bounded import json_depth, read_json, yaml_of
+from covey.files.places import looks_local, refuse_missing
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)
@@ -31,7 +31,7 @@ def test_yaml_out_of_bounds_is_one_sentence(content, tmp_path, capsys):
 
 
 def test_yaml_from_an_endless_device_or_a_silent_pipe_ends(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("covey.bounded._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("covey.files.bounded._PATIENCE_SECONDS", 0.2)
     os.mkfifo(tmp_path / "pipe.yaml")
     assert main(["train", "/dev/zero"]) == 2
     assert "longer than 4 MiB" in capsys.readouterr().err

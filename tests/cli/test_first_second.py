@@ -42,7 +42,7 @@ def test_a_wrong_option_is_answered_before_torch_is_imported(words):
 
 
 def test_the_trainer_imports_neither_peft_nor_bitsandbytes():
-    code = "import sys, covey.trainer; assert not {'peft', 'bitsandbytes'} & set(sys.modules)"
+    code = "import sys, covey.training.trainer; assert not {'peft', 'bitsandbytes'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "gemm_4bit" not in done.stderr
@@ -50,7 +50,7 @@ def test_the_trainer_imports_neither_peft_nor_bitsandbytes():
 
 def test_a_model_of_peft_is_known_to_transformers_after_an_import_without_peft():
     code = (
-        "import covey.trainer, torch; from transformers.trainer_utils import _is_peft_model as known; from peft import LoraConfig, get_peft_model;"
+        "import covey.training.trainer, torch; from transformers.trainer_utils import _is_peft_model as known; from peft import LoraConfig, get_peft_model;"
         "net = torch.nn.Sequential(torch.nn.Linear(2, 2));"
         "assert not known(net); assert known(get_peft_model(net, LoraConfig(r=1, target_modules=['0'])))"
     )

@@ -127,7 +127,7 @@ def test_the_word_demo_brings_the_settings_that_the_shipped_model_learns_with(ca
 
 
 def test_every_option_can_be_reached():
-    from covey import options
+    from covey.config import options
 
     reachable = {flag.name for flag in flags()}
     newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}

@@ -124,8 +124,8 @@ def test_the_html_report_stands_alone_and_shows_hostile_text_as_text(tmp_path, c
 
 
 def test_one_evaluation_of_several_seeds_is_a_bar():
-    from covey.comparison.curves import Curve, line_of
-    from covey.comparison.drawing import svg_of
+    from covey.evaluation.compare.curves import Curve, line_of
+    from covey.evaluation.compare.svg import svg_of
 
     line = line_of([[(4.0, 0.1)], [(4.0, 0.5)]])
     picture = svg_of(Curve(name="eval/reward", title="held-out reward", scale=1.0, lines=[line]), ["A"])

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from covey.comparison.effects import Scored, adjusted, effect_of
-from covey.intervals import mean_of_few
-from covey.student import quantile, two_sided
+from covey.evaluation.compare.effects import Scored, adjusted, effect_of
+from covey.evaluation.intervals import mean_of_few
+from covey.evaluation.student_t import quantile, two_sided
 
 
 @pytest.mark.parametrize(

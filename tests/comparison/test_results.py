@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from run_folders import write_run
 
-from covey.comparison.reading import read_runs
-from covey.comparison.results import Score, choose_score, result_of, shared_sets
-from covey.comparison.sides import as_sides
 from covey.errors import ConfigError, RunFolderError
+from covey.evaluation.compare.results import Score, choose_score, result_of, shared_sets
+from covey.evaluation.compare.run_data import read_runs
+from covey.evaluation.compare.sides import as_sides
 
 FLIPS = np.random.default_rng(3).integers(0, 2, 40)
 

@@ -3,9 +3,9 @@
 import pytest
 from run_folders import write_run
 
-from covey.comparison.reading import read_runs
-from covey.comparison.sides import differences, grouped, repeats
 from covey.errors import ConfigError, RunFolderError
+from covey.evaluation.compare.run_data import read_runs
+from covey.evaluation.compare.sides import differences, grouped, repeats
 
 
 def read(*paths):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from covey.config import GRPOConfig, batch_arithmetic
+from covey.config import GRPOConfig
+from covey.config.grpo_config import batch_arithmetic
 from covey.errors import ConfigError
 
 

@@ -8,8 +8,7 @@ import pickle
 import pytest
 from transformers import TrainingArguments
 
-from covey import checks
-from covey.config import GRPOConfig
+from covey.config import GRPOConfig, checks
 from covey.errors import ConfigError
 
 

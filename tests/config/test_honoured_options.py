@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from covey import options
+from covey.config import options
 
 SRC = Path(options.__file__).parent
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import HfArgumentParser
 
-from covey import options
-from covey.config import GRPOConfig
+from covey.config import GRPOConfig, options
 from covey.errors import ConfigError
 
 FIELDS = {item.name for item in dataclasses.fields(GRPOConfig)}

@@ -5,16 +5,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey import GRPOConfig
-from covey.build import Given, build_algorithm, build_learner
 from covey.cli.plan import model_config
 from covey.doctor import dry_run as module
 from covey.doctor.dry_run import dry_run
 from covey.kernels.footprint import footprint
 from covey.learner.live_memory import LiveBytes
-from covey.learner.memory import bytes_a_token, in_gib, starting_tokens
+from covey.learner.memory_estimate import bytes_a_token, in_gib, starting_tokens
 from covey.learner.policy import Policy
-from covey.models import prepare_for_training, with_adapter
-from covey.world import World
+from covey.learner.preparation import prepare_for_training
+from covey.models import with_adapter
+from covey.process.world import World
+from covey.training.build import Given, build_algorithm, build_learner
 from kit import tiny_model
 
 PROMPT = 40
@@ -132,7 +133,7 @@ def test_kernels_save_what_they_say(name, dtype, monkeypatch):
 def test_tokens_at_the_start_are_what_half_of_the_free_memory_holds(monkeypatch):
     policy = Policy(tiny_model(layers=2, hidden=64), pad_id=0)
     state = torch.get_rng_state()
-    monkeypatch.setattr("covey.learner.memory.free_memory", lambda: int(2000 * bytes_a_token(policy)))
+    monkeypatch.setattr("covey.learner.memory_estimate.free_memory", lambda: int(2000 * bytes_a_token(policy)))
     assert starting_tokens("auto", policy, on_cpu=True) == pytest.approx(1000, abs=10)
     assert starting_tokens("auto", policy, on_cpu=False) is None
     assert starting_tokens(500, policy, on_cpu=True) == 500

@@ -60,7 +60,7 @@ def test_the_learning_rate_is_judged_by_what_is_trained(is_adapter, rate, said):
 
 
 def test_the_time_of_a_step_is_the_trials_by_the_number_of_completions():
-    from covey.arithmetic import arithmetic
+    from covey.config.batches import arithmetic
     from covey.doctor.trial import Trial
     from covey.types import StepReport
     from kit import group

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from covey import GRPOConfig
-from covey.loading import load_for_training
+from covey.training.loading import load_for_training
 from kit import tiny_model, tiny_tokenizer
 
 

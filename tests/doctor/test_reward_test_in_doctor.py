@@ -4,7 +4,7 @@ import pytest
 
 from covey.doctor import reward_test
 from covey.rewards import JudgeReward
-from covey.rewards.builtin import resolve
+from covey.rewards.builtin.registry import resolve
 from covey.rewards.contract import RewardSpec
 
 ROWS = [{"prompt": f"{i} + {i + 1} =", "answer": str(2 * i + 1)} for i in range(3, 20)]

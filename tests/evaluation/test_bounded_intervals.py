@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from covey.intervals import bounded_mean, paired_difference, pass_at_k
+from covey.evaluation.intervals import bounded_mean, paired_difference, pass_at_k
 
 
 @pytest.mark.parametrize("right, prompts", [(0, 20), (20, 20), (19, 20), (1, 200)])

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from covey import intervals
-from covey.intervals import mean, paired_difference, pass_at_k, proportion
+from covey.evaluation import intervals
+from covey.evaluation.intervals import mean, paired_difference, pass_at_k, proportion
 
 
 def test_the_examples_in_the_docstrings_hold():

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 from small_runs import trainer  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from covey.runs import checkpoint, seal  # noqa: E402
+from covey.runs import checkpoint, checksums  # noqa: E402
 
 FOLDER, STEPS = Path(sys.argv[2]), int(sys.argv[3])
 
@@ -31,5 +31,5 @@ class Look(TrainerCallback):
 
 look = Look()
 trainer(FOLDER, max_steps=STEPS, save_steps=3, callbacks=[look]).train()
-good = [path.name for path in checkpoint.checkpoints(FOLDER) if not seal.problems(path)]
+good = [path.name for path in checkpoint.checkpoints(FOLDER) if not checksums.problems(path)]
 sys.stdout.write(json.dumps({"seen": look.seen, "good": good}) + "\n")

@@ -21,7 +21,7 @@ from small_runs import stopped, trainer
 from transformers import TrainerCallback
 
 from covey.errors import StorageError
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 from kit import tiny_model
 
 HERE = Path(__file__).parent
@@ -90,7 +90,7 @@ def test_a_run_killed_at_random_moments_of_its_writes_always_resumes_and_ends_bi
             warnings.simplefilter("error")  # a kill must not even leave a damaged checkpoint behind
             newest = checkpoint.latest(killed)
         if newest is not None:
-            assert seal.problems(newest) == []
+            assert checksums.problems(newest) == []
             assert checkpoint.load_state(newest)["state"]["step"] == checkpoint.step_of(newest)
             assert checkpoint.step_of(newest) >= last  # what was saved once is never lost
             last = checkpoint.step_of(newest)
@@ -138,14 +138,14 @@ def test_a_full_disk_is_told_at_the_next_step_and_training_goes_on(
     run = small_disk / "run"
     ballast = Ballast(small_disk, fill_at=3, free_at=6)
     one = trainer(run, model=tiny_model("qwen2", hidden=8), max_steps=6, save_total_limit=1, callbacks=[ballast])
-    with caplog.at_level(logging.ERROR, logger="covey.saving"), warnings.catch_warnings():
+    with caplog.at_level(logging.ERROR, logger="covey.training.saving"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the logs tell of the full disk too
         one.train()
-    told = [record.message for record in caplog.records if record.name == "covey.saving"]
+    told = [record.message for record in caplog.records if record.name == "covey.training.saving"]
     assert {"checkpoint-3", "checkpoint-4"} <= {said.split()[0] for said in told}  # 2 and 5 meet the disk as it changes
     assert all("no space is left on the disk" in said and "the next save tries again" in said for said in told)
     assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-6"]
-    assert seal.problems(run / "checkpoint-6") == []
+    assert checksums.problems(run / "checkpoint-6") == []
 
 
 def test_the_third_save_that_fails_in_a_row_is_an_alert_and_the_limit_ends_the_run_with_74(small_disk: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_third_save_that_fails_in_a_row_is_an_alert_and_the_limit_ends_the_r
         ("saves_failing", "error", 5)
     ]
     assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
-    assert all(seal.problems(path) == [] for path in checkpoint.checkpoints(run))
+    assert all(checksums.problems(path) == [] for path in checkpoint.checkpoints(run))
 
 
 class Look(TrainerCallback):
@@ -179,7 +179,7 @@ class Look(TrainerCallback):
         self.found: list[list[str]] = []
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.found.append(seal.problems(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
+        self.found.append(checksums.problems(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
 
 
 def test_a_callback_that_is_told_of_a_save_finds_it_whole(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_stop_signal_waits_for_the_write(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
     assert one.exit_code == 75
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1"]  # step 2 was given up
-    assert seal.problems(tmp_path / "checkpoint-1") == []
+    assert checksums.problems(tmp_path / "checkpoint-1") == []
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "stopped"
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
 
@@ -213,10 +213,10 @@ def test_a_stop_signal_waits_for_the_write(tmp_path: Path) -> None:
 def test_where_memory_is_too_short_for_a_copy_the_save_waits_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("covey.saving.free_memory", lambda: 1000)
-    with caplog.at_level(logging.WARNING, logger="covey.saving"):
+    monkeypatch.setattr("covey.training.saving.free_memory", lambda: 1000)
+    with caplog.at_level(logging.WARNING, logger="covey.training.saving"):
         trainer(tmp_path, max_steps=2).train()
-    told = [record.message for record in caplog.records if record.name == "covey.saving"]
+    told = [record.message for record in caplog.records if record.name == "covey.training.saving"]
     assert len(told) == 1
     assert "so this save waits for the disk" in told[0]
     assert len(checkpoint.checkpoints(tmp_path)) == 2

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 from covey import algorithms as alg
 from covey.errors import NumericsError
-from covey.ladder import Ladder, Rungs
-from covey.recovery import bad_batch
+from covey.learner.update_guard import Ladder, Rungs
+from covey.training.recovery import bad_batch
 from covey.types import Last, Sum
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from saving import CALLS, Saver
 
 from covey.errors import StorageError
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 
 
 def expect_complete(path: Path | None, steps: set[int]) -> None:
@@ -25,7 +25,7 @@ def expect_complete(path: Path | None, steps: set[int]) -> None:
     assert path is not None
     step = checkpoint.step_of(path)
     assert step in steps
-    assert seal.problems(path) == []
+    assert checksums.problems(path) == []
     state = checkpoint.load_state(path)
     assert state["step"] == step
     assert torch.equal(state["x"], torch.full((64,), step))

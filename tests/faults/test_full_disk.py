@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from conftest import can_mount
 from covey.cli import main
 from covey.errors import CoveyError, StorageError
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 from covey.runs.kept import kept, told_of_the_disk, write_whole
 
 
@@ -93,7 +93,7 @@ def test_a_model_that_the_disk_does_not_take_is_a_storage_error_that_says_what_w
     assert caught.value.exit_code == 74
     assert f"checkpoint-2 is whole, in {run}" in str(caught.value)
     assert not list(run.glob("final/*")), "no half of a model"
-    assert [path.name for path in checkpoint.checkpoints(run) if not seal.problems(path)] == ["checkpoint-2"]
+    assert [path.name for path in checkpoint.checkpoints(run) if not checksums.problems(path)] == ["checkpoint-2"]
     with pytest.raises(StorageError):
         one.save_state()
 
@@ -103,7 +103,7 @@ def test_a_model_that_the_disk_does_not_take_is_a_storage_error_that_says_what_w
 def test_the_command_line_ends_with_74_where_the_disk_takes_no_model(
     trouble: str, mounted: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from covey.trainer import GRPOTrainer
+    from covey.training.trainer import GRPOTrainer
 
     make, options, reason = TROUBLES[trouble]
     disk = mounted(options.replace("12m", "120m"))

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from saving import CALLS, Saver
 
-from covey.faults.bench import resumed_from
-from covey.runs import checkpoint, seal
+from covey.doctor.faults.bench import resumed_from
+from covey.runs import checkpoint, checksums
 from runs.resume_cases import Case, differences
 
 HERE = Path(__file__).parent
@@ -77,7 +77,7 @@ def test_a_run_killed_at_a_system_call_of_a_save_ends_bit_for_bit_once_it_is_sta
             warnings.simplefilter("error")  # a kill must not even leave a damaged checkpoint behind
             newest = checkpoint.latest(killed)
         assert newest is not None
-        assert seal.problems(newest) == []
+        assert checksums.problems(newest) == []
         assert runs.finish_run(killed) == 0
         began_from[resumed_from(killed)] += 1
         assert resumed_from(killed) == checkpoint.step_of(newest)

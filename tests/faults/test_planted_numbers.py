@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from covey import algorithms as alg
 from covey.errors import NumericsError
 from covey.learner.soundness import are_sound, fault_of, state_fault
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 
 EARLY = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
 """Events at which `global_step` still counts the steps before."""
@@ -86,7 +86,7 @@ def check(one: Any, run: Path, *, ends: bool | None = None) -> str | None:
     assert said is not None or all(bool(p.isfinite().all()) for p in one.model.parameters())
     assert said is not None or one.state.global_step == one.args.max_steps
     for saved in checkpoint.checkpoints(run):
-        assert seal.problems(saved) == []
+        assert checksums.problems(saved) == []
         assert_finite(saved)
     return said
 

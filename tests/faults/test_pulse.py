@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from covey.errors import RankError
-from covey.pulse import Beat, Pulse
+from covey.process.heartbeat import Beat, Pulse
 
 WAIT = 60.0
 SILENCE = 8.0
@@ -84,7 +84,7 @@ def test_a_process_that_lives_but_does_not_come_is_given_up_after_the_patience(b
 
 def test_processes_that_wait_in_different_places_are_told(both: list[Pulse], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(both[0], "patience", WAIT)
-    monkeypatch.setattr("covey.pulse.PARTED_SECONDS", 1.0)
+    monkeypatch.setattr("covey.process.heartbeat.PARTED_SECONDS", 1.0)
 
     def elsewhere() -> None:
         with pytest.raises(RankError):

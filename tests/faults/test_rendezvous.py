@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from covey import world
 from covey.errors import RankError
-from covey.rendezvous import agree
+from covey.process import world
+from covey.process.rendezvous import agree
 
 WAIT = 60.0
 

@@ -56,7 +56,7 @@ def workers():
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             is_mine = f"COVEY_TEST={os.getpid()}".encode() in (entry / "environ").read_bytes()
-            if is_mine and b"covey.rewards.worker" in (entry / "cmdline").read_bytes():
+            if is_mine and b"covey.rewards.calling.worker" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
         except OSError:
             continue

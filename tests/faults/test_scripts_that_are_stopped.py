@@ -13,7 +13,7 @@ import pytest
 from saving import wait_until
 from small_runs import lines
 
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def test_a_script_that_is_stopped_saves_says_how_to_go_on_and_ends_there(number,
         _, said = process.communicate(timeout=120)
     assert process.returncode == code, said
     (saved,) = checkpoint.checkpoints(run)
-    assert seal.problems(saved) == []
+    assert checksums.problems(saved) == []
     told = f"Stopped by {number.name} after step {checkpoint.step_of(saved)}. {saved.name} is whole, in {run}."
     assert f"{told} Go on with trainer.train(resume_from_checkpoint=True)." in said
     assert not (run / "went-on").exists()
@@ -73,12 +73,12 @@ def test_sigterm_and_ctrl_c_a_second_later_still_end_with_the_save(tmp_path: Pat
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         process.communicate(timeout=120)
-    assert [seal.problems(saved) for saved in checkpoint.checkpoints(run)] == [[]]
+    assert [checksums.problems(saved) for saved in checkpoint.checkpoints(run)] == [[]]
 
 
 def is_whole(run: Path, steps: int) -> None:
     assert trained_steps(run) == steps
-    assert [seal.problems(saved) for saved in checkpoint.checkpoints(run)] == [[]]
+    assert [checksums.problems(saved) for saved in checkpoint.checkpoints(run)] == [[]]
     assert (run / "went-on").exists()
     assert (run / "final" / "model.safetensors").is_file()
     assert '"state": "finished"' in (run / "run.json").read_text()

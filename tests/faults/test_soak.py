@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from covey.cli import main
-from covey.faults import FAULTS, Bench, Outcome, soak
-from covey.faults.bench import end_of
-from covey.faults.victim import Plan
+from covey.doctor.faults import FAULTS, Bench, Outcome, soak
+from covey.doctor.faults.bench import end_of
+from covey.doctor.faults.victim import Plan
 
 
 @pytest.fixture(scope="module")

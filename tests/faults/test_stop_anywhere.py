@@ -16,8 +16,8 @@ from datasets import Dataset
 from covey.learner.learner import Learner
 from covey.learner.reference import FrozenCopy
 from covey.rollout.engine import NativeSampler
-from covey.runs import checkpoint, seal
-from covey.saving import Saver
+from covey.runs import checkpoint, checksums
+from covey.training.saving import Saver
 from faults.small_runs import reward_len, stopped, trainer, weights
 
 OPTIONS: dict[str, Any] = {
@@ -109,7 +109,7 @@ def test_a_signal_in_any_phase_leaves_a_checkpoint_from_which_the_run_ends_bit_f
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
     assert checkpoint.step_of(newest) == one.state.global_step
-    assert seal.problems(newest) == []
+    assert checksums.problems(newest) == []
     assert not [path for path in (tmp_path / "run").iterdir() if ".tmp-" in path.name]
     again = run_of(tmp_path / "run")
     again.train(resume_from_checkpoint="auto")

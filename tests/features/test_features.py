@@ -12,9 +12,9 @@ import torch
 
 from covey.cli import main
 from covey.data import PromptStream, load
+from covey.data.features import add_features, readability
+from covey.data.features.embedding import Embedder, relevance
 from covey.errors import DataError
-from covey.features import add_features, readability
-from covey.features.embedding import Embedder, relevance
 from kit import tiny_model, tiny_tokenizer
 
 CHILD = "The cat sat on the mat. It was warm."

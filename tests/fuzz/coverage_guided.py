@@ -35,9 +35,10 @@ with atheris.instrument_imports(include=["covey"]):
     from covey.data import PromptStream, load
     from covey.data.checks import check_dataset
     from covey.data.prompts import to_prompt
-    from covey.rewards import answers, endpoint, judging, overlap, shape, text
+    from covey.rewards.builtin import answers, chat_endpoint, judge_rewards, overlap, text
+    from covey.rewards.builtin import format as shape
     from covey.rewards.contract import to_scores
-    from covey.runs import checkpoint, manifest, seal, serial
+    from covey.runs import checkpoint, checksums, manifest, serialization
 from safetensors.torch import save_file
 
 from kit import tiny_tokenizer
@@ -79,8 +80,8 @@ MANIFEST = (
     "algorithm", "step", "parent", "versions", "dataset", "rewards", "model", "hardware", "git", "sources", "seed", "working_folder",
 )  # fmt: skip
 STATE = (
-    "schema", "objects", "tree", "t0", *serial._DATACLASSES,
-    *(f"${kind}" for kind in (*serial._SCALARS, "tuple", "dict", "object", "tensor", "array", "number")),
+    "schema", "objects", "tree", "t0", *serialization._DATACLASSES,
+    *(f"${kind}" for kind in (*serialization._SCALARS, "tuple", "dict", "object", "tensor", "array", "number")),
 )  # fmt: skip
 TOKENIZER = tiny_tokenizer()
 FLAGS = train.flags()
@@ -138,13 +139,13 @@ def answer(data: bytes) -> None:
 def judge(data: bytes) -> None:
     """What a server sent: its body, and the headers that say when to come back."""
     try:
-        said = endpoint._reply_of(data).text
-    except endpoint._PassingError:
+        said = chat_endpoint._reply_of(data).text
+    except chat_endpoint._PassingError:
         said = data.decode("utf-8", "replace")
-    for read in (judging._winner, JUDGE._mark):
-        with suppress(endpoint.ReplyError):
+    for read in (judge_rewards._winner, JUDGE._mark):
+        with suppress(chat_endpoint.ReplyError):
             read(said)
-    endpoint._retry_after({"Retry-After": data.decode("latin-1")})
+    chat_endpoint._retry_after({"Retry-After": data.decode("latin-1")})
 
 
 def run(data: bytes) -> None:
@@ -165,23 +166,23 @@ def metrics_lines(data: bytes) -> None:
 def sealed(data: bytes) -> None:
     """A manifest whose own checksum is right: what follows it is reached too."""
     folder = RUN / "checkpoint-3"
-    found = seal._DIGEST.search(data.decode("latin-1"))
+    found = checksums._DIGEST.search(data.decode("latin-1"))
     if found:
-        blank = data.replace(found[1].encode(), seal._UNSET.encode())
-        data = blank.replace(seal._UNSET.encode(), seal._digest(blank).encode())
-    (folder / seal.NAME).write_bytes(data)
+        blank = data.replace(found[1].encode(), checksums._UNSET.encode())
+        data = blank.replace(checksums._UNSET.encode(), checksums._digest(blank).encode())
+    (folder / checksums.NAME).write_bytes(data)
     with only_covey_errors():
-        seal.problems(folder)
+        checksums.problems(folder)
     with only_covey_errors():
         checkpoint.latest(RUN)
 
 
 def state(data: bytes) -> None:
     half = len(data) // 2
-    made = {"schema": serial.SCHEMA, "objects": [_made(data[:half], STATE)], "tree": _made(data[half:], STATE)}
+    made = {"schema": serialization.SCHEMA, "objects": [_made(data[:half], STATE)], "tree": _made(data[half:], STATE)}
     (PLACE / "state.json").write_bytes(data[1:] if data[:1] == b"1" else json.dumps(made).encode())
     with only_covey_errors():
-        serial.read(PLACE / "state")
+        serialization.read(PLACE / "state")
 
 
 def _made(data: bytes, words: Sequence[str]) -> Any:
@@ -217,7 +218,7 @@ def _made(data: bytes, words: Sequence[str]) -> Any:
 
 
 RUN = small_run(PLACE / "run")
-JUDGE = judging.JudgeReward("http://127.0.0.1:9/v1", "m", rubric="Good?", low=0, high=10)
+JUDGE = judge_rewards.JudgeReward("http://127.0.0.1:9/v1", "m", rubric="Good?", low=0, high=10)
 save_file({"t0": torch.zeros(2)}, PLACE / "state.safetensors")
 TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
     "configuration": (configuration, [b"max_steps: 3\nlearning_rate: 1e-5\nreward: [demo]\ncolumns: [a=b]\n"]),
@@ -236,7 +237,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
     ),
     "run": (run, [b"1" + (RUN / "run.json").read_bytes(), bytes(range(0, 250, 2))]),
     "metrics": (metrics_lines, [b"1" + (RUN / "metrics.jsonl").read_bytes(), bytes(range(0, 250, 2))]),
-    "seal": (sealed, [(RUN / "checkpoint-3" / seal.NAME).read_bytes()]),
+    "seal": (sealed, [(RUN / "checkpoint-3" / checksums.NAME).read_bytes()]),
     "state": (state, [b"1" + file.read_bytes() for file in sorted((RUN / "checkpoint-3").glob("covey*.json"))]),
 }
 

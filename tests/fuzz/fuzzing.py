@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from covey.comparison.reading import read_runs
 from covey.errors import CoveyError
+from covey.evaluation.compare.run_data import read_runs
+from covey.monitor.view.reading import RunView
 from covey.runs import RunFolder, checkpoint, evaluations, manifest, metrics, rollouts, status
-from covey.view.reading import RunView
 from kit import group
 
 EXAMPLES = int(os.environ.get("COVEY_FUZZ", "60"))

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from covey.runs import RunFolder, checkpoint, manifest, seal, serial
+from covey.runs import RunFolder, checkpoint, checksums, manifest, serialization
 
 Damage = Callable[[bytes], bytes]
 
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_never_resumed_from(which: int, how: Damage, run
     with only_covey_errors():
         found = checkpoint.resolve("auto", folder)
         assert found is not None
-        assert seal.problems(found) == []
+        assert checksums.problems(found) == []
         assert found.name == ("checkpoint-3" if is_whole else "checkpoint-2")
 
 
@@ -107,7 +107,7 @@ codes = st.recursive(
     json_values,
     lambda inner: st.builds(
         lambda kind, value: {f"${kind}": value},
-        st.sampled_from([*serial._SCALARS, "tuple", "dict", "object", "tensor", "array", "number", "unknown"]),
+        st.sampled_from([*serialization._SCALARS, "tuple", "dict", "object", "tensor", "array", "number", "unknown"]),
         inner | st.lists(inner, max_size=3) | st.integers(-3, 3) | st.just("t0"),
     ),
     max_leaves=6,
@@ -115,10 +115,13 @@ codes = st.recursive(
 
 
 @fuzz
-@given(tree=codes, objects=st.lists(st.tuples(st.sampled_from(sorted(serial._DATACLASSES)), codes) | codes, max_size=2))
+@given(
+    tree=codes,
+    objects=st.lists(st.tuples(st.sampled_from(sorted(serialization._DATACLASSES)), codes) | codes, max_size=2),
+)
 def test_a_state_of_any_shape_is_loaded_or_refused(tree: Any, objects: list[Any], tmp_path: Path) -> None:
-    document = {"schema": serial.SCHEMA, "objects": objects, "tree": tree}
+    document = {"schema": serialization.SCHEMA, "objects": objects, "tree": tree}
     save_file({"t0": torch.zeros(2)}, tmp_path / "state.safetensors")
     (tmp_path / "state.json").write_text(json.dumps(document), encoding="ascii")
     with only_covey_errors():
-        serial.read(tmp_path / "state")
+        serialization.read(tmp_path / "state")

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from covey import GRPOTrainer, demo, options
+from covey import GRPOTrainer, demo
+from covey.config import options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

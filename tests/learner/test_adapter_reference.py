@@ -5,8 +5,9 @@ import torch
 from datasets import Dataset
 from test_whole_logits import groups
 
-from covey import GRPOConfig, GRPOTrainer, checks
+from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
+from covey.config import checks
 from covey.learner import AdapterCopy, Policy
 from covey.learner.packing import rows_of
 from kit import learner_of, tiny_model, tiny_tokenizer

@@ -12,7 +12,7 @@ from covey import algorithms as alg
 from covey.errors import ConfigError
 from covey.learner import Policy, ValueHead, ValueModel
 from covey.learner.packing import rows_of
-from covey.models import make_optimizer, prepare_for_training
+from covey.learner.preparation import make_optimizer, prepare_for_training
 from covey.types import Completion, Group, Prompt
 from kit import learner_of, tiny_model, tiny_tokenizer
 

@@ -15,7 +15,7 @@ from covey.kernels import fused_model as fused_layers
 from covey.kernels import fused_ops as layers
 from covey.kernels.fused_model import FusedLayers, fused, learning, would_fuse
 from covey.learner import Policy
-from covey.models import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations
 from kit import forgotten, tiny_model
 
 REASON = compiled.unavailable_reason()

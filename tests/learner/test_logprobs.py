@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from covey.learner.fused_head import Workspace
+from covey.learner.lm_head import Workspace
 from covey.learner.logprobs import Head, score_logits, score_tokens
 
 

@@ -6,7 +6,7 @@ import torch
 from covey import algorithms as alg
 from covey.errors import MemoryLimitError
 from covey.learner import FrozenCopy, Policy
-from covey.learner.longest import try_longest
+from covey.learner.worst_case import try_longest
 from kit import learner_of, tiny_model
 
 

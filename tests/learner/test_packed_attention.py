@@ -12,9 +12,9 @@ from covey.kernels import packed_attention, shared_attention
 from covey.kernels.layout import Layout
 from covey.kernels.packed_attention import SOURCE, PackedAttention, packed_attention_for
 from covey.kernels.shared_attention import SharedAttention
-from covey.learner import shared
+from covey.learner import shared_prompt
 from covey.learner.policy import Policy
-from covey.memory import is_out_of_memory
+from covey.process.memory import is_out_of_memory
 from kit import AVX2_ALONE, forgotten, threads, tiny_model
 
 REASON = compiled.unavailable_reason()
@@ -139,7 +139,7 @@ def test_kernels_want_neither_masks_nor_places_of_tokens(one_thread, monkeypatch
     policy = Policy(tiny_model(layers=2, hidden=64).train(), pad_id=0)
     assert policy.shares_prompts()
     for name in ("index", "valid", "mask"):
-        monkeypatch.setattr(shared.Segment, name, property(lambda segment: pytest.fail("made for nobody")))
+        monkeypatch.setattr(shared_prompt.Segment, name, property(lambda segment: pytest.fail("made for nobody")))
     assert policy.measure(ROWS).logp.requires_grad
 
 
@@ -226,8 +226,8 @@ def test_kernels_may_be_met_first_inside_a_forward_that_is_computed_again(one_th
     model = checkpointing(tiny_model("qwen3", hidden=64, layers=2).eval())
     policy = Policy(model, pad_id=0)
     policy._is_shared = True
-    shared.install()
-    model.config._attn_implementation = shared.ATTENTION
+    shared_prompt.install()
+    model.config._attn_implementation = shared_prompt.ATTENTION
     _, found = gradients(policy, [ROWS])
     assert packed_attention._verified.cache_info().currsize == 1
     assert all(gradient.isfinite().all() for gradient in found.values())

@@ -14,7 +14,7 @@ from covey.kernels import matmul_bf16 as pairs
 from covey.kernels.matmul import FasterLinears, faster_linear
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.policy import Policy
-from covey.models import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations
 from kit import forgotten, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(pairs.bf16_matmul() is None, reason="no kernel for this processor or compiler")

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from covey.kernels import matmul as products
 from covey.kernels.matmul import FasterLinears
 from covey.learner.policy import Policy
-from covey.learner.shared import share_rows
-from covey.models import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations
+from covey.learner.shared_prompt import share_rows
 from kit import tiny_model, tiny_tokenizer
 
 has_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -132,7 +132,7 @@ def test_the_gradient_of_a_weight_is_the_same_whichever_factor_is_copied(shape):
 @has_onednn
 def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monkeypatch):
     """In chunks of tokens, and of the vocabulary where the weight's gradient is added up."""
-    from covey.learner import fused_head
+    from covey.learner import lm_head
 
     monkeypatch.setattr(products, "WEIGHT_ROWS", 30)
     monkeypatch.setattr(products, "MIN_GRADIENT_TOKENS", 10)
@@ -142,8 +142,8 @@ def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monke
     def run(is_faster):
         monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        shape = fused_head.Shape(1.0, None, 0.7, 16)
-        logp, entropy = fused_head.LinearLogProbability.apply(*leaves, targets, shape, True)
+        shape = lm_head.Shape(1.0, None, 0.7, 16)
+        logp, entropy = lm_head.LinearLogProbability.apply(*leaves, targets, shape, True)
         return [logp, entropy, *torch.autograd.grad((logp + 0.3 * entropy).sum(), leaves)]
 
     calls = []

@@ -7,7 +7,7 @@ from covey.kernels.layout import Layout
 from covey.kernels.shared_attention import SharedAttention
 from covey.learner.packing import Row, tokens_in
 from covey.learner.policy import Policy
-from covey.learner.shared import SharedRows, share_rows
+from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.types import Completion, Prompt
 from kit import tiny_model
 

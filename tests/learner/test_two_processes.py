@@ -17,8 +17,8 @@ from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.learner import Policy, ValueHead, ValueModel
 from covey.learner.packing import rows_of
+from covey.process.world import World
 from covey.types import Completion, Group, Prompt
-from covey.world import World
 from kit import learner_of, tiny_model, tiny_tokenizer
 
 COMPOSED = {

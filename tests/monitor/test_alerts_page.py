@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.options import ALERT_ACTIONS, ALERT_RULES, GROUPS
+from covey.config.options import ALERT_ACTIONS, ALERT_RULES, GROUPS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
 

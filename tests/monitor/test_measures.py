@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from covey.monitor.drift import PromptDrift, divergence
 from covey.monitor.measures import text_metrics
+from covey.monitor.prompt_drift import PromptDrift, divergence
 from covey.monitor.updates import UpdateMeter
 from covey.types import Group
 from kit import completion, group, prompt, tiny_model

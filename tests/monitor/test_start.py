@@ -12,14 +12,14 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
 from small_runs import lines, trainer
 
-from covey.monitor import anchor
+from covey.monitor import policy_drift
 from kit import tiny_model
 
 RUN = {"max_steps": 4, "lr_scheduler_type": "constant", "save_steps": 2}
 
 
 @torch.no_grad()
-def log_likelihoods(model: torch.nn.Module, one: anchor.Anchor) -> torch.Tensor:
+def log_likelihoods(model: torch.nn.Module, one: policy_drift.Anchor) -> torch.Tensor:
     """[all tokens], by a plain forward of each completion."""
     found = []
     for group in one.groups:
@@ -32,7 +32,7 @@ def log_likelihoods(model: torch.nn.Module, one: anchor.Anchor) -> torch.Tensor:
 
 
 def test_kl_start_is_k3_between_the_start_policy_and_the_one_of_now_on_the_first_rollout(tmp_path, monkeypatch):
-    monkeypatch.setattr(anchor, "EVERY", 2)
+    monkeypatch.setattr(policy_drift, "EVERY", 2)
     model = tiny_model("qwen2")
     start = copy.deepcopy(model)
     one = trainer(tmp_path / "run", model=model, **RUN)
@@ -50,7 +50,7 @@ def test_kl_start_is_k3_between_the_start_policy_and_the_one_of_now_on_the_first
 @pytest.mark.slow
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_a_resumed_run_measures_from_the_same_start_to_the_bit(tmp_path, monkeypatch, has_adapter):
-    monkeypatch.setattr(anchor, "EVERY", 1)
+    monkeypatch.setattr(policy_drift, "EVERY", 1)
     peft = None
     if has_adapter:
         peft = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -65,7 +65,7 @@ def test_a_resumed_run_measures_from_the_same_start_to_the_bit(tmp_path, monkeyp
 
 
 def test_a_checkpoint_from_before_this_metric_does_not_make_a_later_policy_the_start():
-    one = anchor.Anchor(lambda groups, algorithm: pytest.fail("nothing may be measured"))
+    one = policy_drift.Anchor(lambda groups, algorithm: pytest.fail("nothing may be measured"))
     one.load_state_dict({})
     one.begin([])
     assert one(1) == one(20) == {}

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
 from small_runs import lines, reward_len, trainer
 
 from covey.errors import CoveyError
-from covey.monitor.lane import Lane
+from covey.monitor.call_queue import Lane
 from covey.monitor.trackers import reads_checkpoints
 
 RUN = {"logging_steps": 1, "save_strategy": "no", "max_completion_length": 3}

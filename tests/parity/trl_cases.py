@@ -14,9 +14,9 @@ from covey import algorithms as alg
 from covey.algorithms.advantages import is_tied
 from covey.algorithms.importance import Correction, OffPolicyMask
 from covey.algorithms.reference import mixed
-from covey.metrics import Metric
 from covey.rewards import reward_metrics
 from covey.types import Completion, Group, Mean, Prompt, Scores, StepReport, TokenBatch, Totals
+from covey.types.metrics import Metric
 
 OPTIONS = tuple(inspect.signature(alg.from_options).parameters)
 

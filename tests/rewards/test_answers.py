@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.rewards.answers import final_answer, gold_answer, is_same, marked_answer, number
+from covey.rewards.builtin.answers import final_answer, gold_answer, is_same, marked_answer, number
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
 

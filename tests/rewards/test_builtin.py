@@ -20,9 +20,9 @@ from covey.rewards import (
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     resolve,
-    verify,
 )
-from covey.rewards.text import text_of
+from covey.rewards.builtin import verify
+from covey.rewards.builtin.text import text_of
 from kit import group, tiny_reward_model, tiny_tokenizer
 
 HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
@@ -87,7 +87,7 @@ def test_an_answer_that_never_ends_is_killed_and_abstains():
 def test_a_verifier_whose_parent_was_killed_while_it_hung_does_not_stay():
     code = (
         "import os, threading, time\n"
-        "from covey.rewards.verify import Verifier\n"
+        "from covey.rewards.builtin.verify import Verifier\n"
         "verifier = Verifier(timeout_seconds=0.5)\n"
         "verifier.is_equal('1', '1')\n"
         "print(verifier._process.pid, flush=True)\n"

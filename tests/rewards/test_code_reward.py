@@ -11,7 +11,7 @@ import torch
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards import Scorer
-from covey.rewards.code import Code, program_of, row_tests
+from covey.rewards.builtin.code import Code, program_of, row_tests
 from covey.types import Completion, Group, Prompt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from covey.algorithms import from_name
-from covey.credit import with_advantages
 from covey.errors import ConfigError
 from covey.rewards import Combiner, Scorer, advantage_shares
 from covey.rewards.combining import Running, Schedule, weight_of
+from covey.training.credit import with_advantages
 from kit import group
 
 NAN = math.nan

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from covey.doctor.reward_audit.examination import examine
+from covey.doctor.reward_audit.probes import garbage, gold_probes, mark_file, rows_of
+from covey.doctor.reward_audit.verdicts import judge
 from covey.errors import RewardError
 from covey.rewards import RewardSpec, resolve, reward
-from covey.rewards.examination import examine
-from covey.rewards.probes import garbage, gold_probes, mark_file, rows_of
-from covey.rewards.verdicts import judge
 
 DATA = [
     {"prompt": f"What is {a} + {a}?", "answer": f"Twice {a} is {2 * a}, you see.\n#### {2 * a}"}

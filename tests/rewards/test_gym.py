@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from covey import gym
-from covey.data import load
+from covey.data import gym, load
 from covey.errors import DataError
 from covey.rewards import Scorer
-from covey.rewards.gymnast import answer_of
+from covey.rewards.builtin.gym import answer_of
 from kit import group
 
 pytest.importorskip("reasoning_gym")

@@ -12,8 +12,8 @@ import pytest
 
 from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards import JudgeReward, PairwiseJudgeReward, RewardSpec, Scorer, check, resolve
-from covey.rewards.endpoint import ReplyCache, ReplyError
-from covey.rewards.judging import read_object
+from covey.rewards.builtin.chat_endpoint import ReplyCache, ReplyError
+from covey.rewards.builtin.judge_rewards import read_object
 from kit import group
 
 

@@ -16,7 +16,7 @@ import torch
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards import Scorer, per_completion, reward
-from covey.rewards.builtin import resolve
+from covey.rewards.builtin.registry import resolve
 from covey.runs import rollouts
 from kit import group
 

@@ -9,7 +9,7 @@ import pytest
 
 from covey.errors import ConfigError
 from covey.rewards import Scorer, resolve
-from covey.rewards.choice import common_length
+from covey.rewards.builtin.choice import common_length
 from kit import group
 
 

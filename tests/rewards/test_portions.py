@@ -8,7 +8,7 @@ from torch import Tensor
 
 from covey.errors import MemoryLimitError
 from covey.rewards import ModelReward, RewardSpec, Scorer
-from covey.rewards.portions import Portions
+from covey.rewards.adaptive_batches import Portions
 from kit import tiny_reward_model, tiny_tokenizer
 
 LENGTHS = [9, 2, 30, 4, 4, 11, 7, 1, 0, 30]

@@ -9,7 +9,7 @@ import torch
 
 from covey.errors import ConfigError, DataError, ModelError
 from covey.rewards import RewardSpec, Scorer, check, resolve
-from covey.rewards.reading import ClassifierReward, FluencyReward, SimilarityReward
+from covey.rewards.builtin.text_models import ClassifierReward, FluencyReward, SimilarityReward
 from kit import group, tiny_model, tiny_reward_model, tiny_tokenizer
 
 NAMES = {0: "contradiction", 1: "neutral", 2: "entailment"}

@@ -16,8 +16,8 @@ import torch
 
 from covey.errors import RewardError
 from covey.rewards import RewardSpec, Scorer, resolve
-from covey.rewards.manner import Manner
-from covey.rewards.workers import WorkerPool
+from covey.rewards.calling.workers import WorkerPool
+from covey.rewards.decorators import Manner
 from covey.types import Mean, Sum
 from kit import group
 

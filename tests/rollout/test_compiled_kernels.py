@@ -11,7 +11,7 @@ from covey.errors import ConfigError
 from covey.kernels import compile as compiled
 from covey.kernels.decode import SOURCE, DecodeKernels, decode_kernels, defines
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.cache import KeyValues, LayerShape
+from covey.rollout.kv_cache import KeyValues, LayerShape
 from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")

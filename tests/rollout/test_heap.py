@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from covey.kernels import zeros
-from covey.memory import collecting_new_garbage_only, is_out_of_memory
+from covey.process.memory import collecting_new_garbage_only, is_out_of_memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

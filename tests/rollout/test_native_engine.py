@@ -10,8 +10,8 @@ from test_samplers import TEXTS, collect, favour, ids_of, plain_logprobs
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.attention import HIDDEN, Part, Places, by_flash, by_one_softmax, wide
-from covey.rollout.cache import KeyValues
-from covey.rollout.flight import Flight
+from covey.rollout.kv_cache import KeyValues
+from covey.rollout.scheduler import Flight
 from kit import tiny_model, tiny_tokenizer
 
 SHAPE = {

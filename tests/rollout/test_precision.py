@@ -6,7 +6,7 @@ from test_samplers import TEXTS, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
 from covey.kernels.sampler_linear import InPlaceLinear, OneDnnLinear, effective, has_bfloat16
-from covey.models import checkpoint_activations
+from covey.learner.preparation import checkpoint_activations
 from covey.rollout import NativeSampler, SamplingParams, Unsupported
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.engine import best_forward

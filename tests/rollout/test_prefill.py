@@ -7,7 +7,7 @@ from covey.kernels import compile as compiled
 from covey.kernels import packed_attention
 from covey.kernels.decode import decode_kernels
 from covey.rollout.attention import causal
-from covey.rollout.cache import KeyValues, LayerShape, Prefill
+from covey.rollout.kv_cache import KeyValues, LayerShape, Prefill
 
 CPU = torch.device("cpu")
 REASON = compiled.unavailable_reason()

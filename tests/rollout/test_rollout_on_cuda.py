@@ -9,7 +9,7 @@ from test_samplers import TEXTS, collect, ids_of
 from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
 
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.graphs import Captured, CudaCapture
+from covey.rollout.cuda_graphs import Captured, CudaCapture
 from kit import tiny_tokenizer
 
 pytestmark = [

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.attention import HIDDEN
-from covey.rollout.cache import LayerShape
-from covey.rollout.graphs import Captured
-from covey.rollout.static_cache import NEVER, StaticKeyValues, bucket, columns_for, rows_for
-from covey.rollout.static_flight import StaticFlight
+from covey.rollout.cuda_graphs import Captured
+from covey.rollout.graph_scheduler import StaticFlight
+from covey.rollout.kv_cache import LayerShape
+from covey.rollout.static_kv_cache import NEVER, StaticKeyValues, bucket, columns_for, rows_for
 from kit import tiny_model, tiny_tokenizer
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7, 70, 2, 33, 12, 5)]
@@ -179,7 +179,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_written_and_is_not_tried_a
     assert ids_of(groups) == ids_of(expected)
     assert not sampler.cuda_graphs
     assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(expected)
-    (said,) = [record.message for record in caplog.records if record.name == "covey.rollout.graphs"]
+    (said,) = [record.message for record in caplog.records if record.name == "covey.rollout.cuda_graphs"]
     assert said == (
         "Decoding goes on without CUDA graphs: the step cannot be captured "
         "(operation not permitted while capturing: _local_scalar_dense)."

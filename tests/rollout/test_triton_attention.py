@@ -177,7 +177,7 @@ def test_the_engine_writes_the_same_completions_with_the_kernels(kernels, arch):
 
 def test_kernels_that_compute_something_else_are_not_used(kernels, monkeypatch, caplog):
     """Every model is checked with the kernels that will decode; auto takes PyTorch's and says why."""
-    from covey.rollout.kernels import verified_attention
+    from covey.rollout.kernel_choice import verified_attention
 
     decode = kernels.decode
     monkeypatch.setattr(kernels, "decode", lambda *args, **options: decode(*args, **options).roll(1, 0))

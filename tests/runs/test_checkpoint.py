@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from covey.errors import CheckpointError, StorageError
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 
 
 def write_model(folder: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_save_is_found_and_read_back(tmp_path: Path) -> None:
     assert state["step"] == 10
     assert torch.equal(state["x"], torch.full((3,), 10.0))
     assert names(run) == ["checkpoint-10"]
-    assert sorted(seal.read(path)["files"]) == sorted([*FILES[1:], "empty.txt"])
+    assert sorted(checksums.read(path)["files"]) == sorted([*FILES[1:], "empty.txt"])
 
 
 def test_the_newest_step_is_the_latest_whatever_the_clock_says(tmp_path: Path) -> None:
@@ -128,14 +128,14 @@ def test_every_byte_of_the_manifest_counts(tmp_path: Path) -> None:
         bad[place] ^= 1 << (place % 8)
         path.write_bytes(bad)
         with pytest.raises(CheckpointError):
-            seal.read(path.parent)
+            checksums.read(path.parent)
     path.write_bytes(good)
-    assert seal.problems(path.parent) == []
+    assert checksums.problems(path.parent) == []
 
 
 def test_a_checkpoint_under_another_number_is_detected(tmp_path: Path) -> None:
     saved(tmp_path, 1).rename(tmp_path / "checkpoint-7")
-    assert seal.problems(tmp_path / "checkpoint-7") == ["manifest.json is of step 1, not 7"]
+    assert checksums.problems(tmp_path / "checkpoint-7") == ["manifest.json is of step 1, not 7"]
 
 
 def test_when_all_are_damaged_training_never_starts_again_from_zero(tmp_path: Path) -> None:
@@ -285,19 +285,21 @@ def test_a_run_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a\0b"])
 def test_a_manifest_never_makes_us_read_outside_the_checkpoint(name: str, tmp_path: Path) -> None:
     path = saved(tmp_path, 1)
-    manifest = seal.read(path)
+    manifest = checksums.read(path)
     manifest["files"][name] = {"size": 1, "xxh3_128": "0"}
-    manifest["xxh3_128_of_this_file"] = seal._UNSET
-    content = seal.json.dumps(manifest).encode()
-    (path / "manifest.json").write_bytes(content.replace(seal._UNSET.encode(), seal._digest(content).encode()))
-    assert "outside the checkpoint" in seal.problems(path)[0]
+    manifest["xxh3_128_of_this_file"] = checksums._UNSET
+    content = checksums.json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(
+        content.replace(checksums._UNSET.encode(), checksums._digest(content).encode())
+    )
+    assert "outside the checkpoint" in checksums.problems(path)[0]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "[" * 100_000, '{"format": "covey-checkpoint"}', "\xff"])
 def test_a_manifest_of_another_kind_is_a_problem_not_a_crash(content: str, tmp_path: Path) -> None:
     path = saved(tmp_path, 1)
     (path / "manifest.json").write_bytes(content.encode("latin-1"))
-    assert len(seal.problems(path)) == 1
+    assert len(checksums.problems(path)) == 1
 
 
 def test_pickles_in_a_checkpoint_are_never_opened(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import InvariantError
-from covey.invariants import draws_while_training, expect_adapter_reloads, fingerprints
 from covey.learner import FIRST_UPDATE
 from covey.runs import checkpoint
+from covey.training.invariants import draws_while_training, expect_adapter_reloads, fingerprints
 from kit import tiny_model, tiny_tokenizer
 
 LORA = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -9,7 +9,7 @@ from typing import Any
 from resume_cases import Case, trainer
 from transformers import TrainerCallback
 
-from covey.learner.fitting import Room
+from covey.learner.micro_batches import Room
 
 
 def runs_out(room: Room, times: int) -> None:

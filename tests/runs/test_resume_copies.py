@@ -11,7 +11,7 @@ import torch
 from resume_cases import Case, differences, trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 
 CASE = Case("copied", {"max_steps": 5})
 IDS = torch.arange(3, 20)[None]
@@ -43,7 +43,7 @@ def test_every_copy_made_while_a_run_trained_resumes_and_ends_bit_for_bit(tmp_pa
     resumed = 0
     for step in (2, 4):
         copy = tmp_path / "copies" / str(step)
-        damaged = [path.name for path in checkpoint.checkpoints(copy) if seal.problems(path)]
+        damaged = [path.name for path in checkpoint.checkpoints(copy) if checksums.problems(path)]
         newest = next(path for path in reversed(checkpoint.checkpoints(copy)) if path.name not in damaged)
         assert checkpoint.step_of(newest) >= step - 2
         again = trainer(CASE, tmp_path / f"resumed-{step}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from resume_cases import CASES, compare
 
-from covey.checks import processor_has_bfloat16
+from covey.config.checks import processor_has_bfloat16
 
 QUICK = (
     "adapter: LoRA with dropout",

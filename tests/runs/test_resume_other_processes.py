@@ -26,7 +26,7 @@ def test_another_number_of_processes_takes_the_same_step_up_to_rounding(
     first: Case, then: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(first, tmp_path / "whole")
-    with caplog.at_level(logging.WARNING, logger="covey.recording"):
+    with caplog.at_level(logging.WARNING, logger="covey.training.recording"):
         train(then, tmp_path / "resumed", tmp_path / "whole" / "checkpoint-3")
     (expected, weights), (found, others) = step_4(tmp_path / "whole"), step_4(tmp_path / "resumed")
     for name in ("step", "reward", "completions/mean_length", "num_tokens"):

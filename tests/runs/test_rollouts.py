@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from covey.process.terminal import safe
 from covey.runs import rollouts
-from covey.runs.text import safe
 from covey.types import Completion, Group, Prompt
 
 

@@ -22,13 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from covey.errors import CheckpointError
-from covey.runs import rng, serial
+from covey.runs import rng, serialization
 from covey.types import Completion, Event, Group, Max, Mean, Prompt, StepReport
 
 
 def through_disk(tree: Any, folder: Path) -> Any:
-    serial.write(tree, folder / "state")
-    return serial.read(folder / "state")
+    serialization.write(tree, folder / "state")
+    return serialization.read(folder / "state")
 
 
 def bits(value: Any) -> Any:
@@ -123,7 +123,7 @@ def test_dates_keep_their_zone_and_fold(tmp_path: Path) -> None:
     assert back[0].fold == 1
 
 
-@pytest.mark.parametrize("dtype", sorted(serial._STORED_DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(serialization._STORED_DTYPES, key=str), ids=str)
 def test_tensors_of_every_type_come_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 8), dtype=torch.uint8)
     tensor = raw.view(dtype)
@@ -235,7 +235,7 @@ def test_what_a_group_only_carries_along_never_stops_a_checkpoint(tmp_path: Path
 
 def test_a_repeated_tensor_is_stored_once(tmp_path: Path) -> None:
     tensor = torch.zeros(25_000)
-    serial.write([tensor] * 10, tmp_path / "state")
+    serialization.write([tensor] * 10, tmp_path / "state")
     assert (tmp_path / "state.safetensors").stat().st_size < 101_000
 
 
@@ -263,8 +263,8 @@ Point = collections.namedtuple("Point", "x y")
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_held_exactly_is_refused_by_its_place(value: Any) -> None:
-    with pytest.raises(serial.StateError, match=r"state\.data\.rows\[1\]"):
-        serial.encode({"data": {"rows": [0, value]}})
+    with pytest.raises(serialization.StateError, match=r"state\.data\.rows\[1\]"):
+        serialization.encode({"data": {"rows": [0, value]}})
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_what_cannot_be_held_exactly_is_refused_by_its_place(value: Any) -> None
     ids=["sparse", "meta", "complex128"],
 )
 def test_tensors_that_cannot_be_held_are_refused_by_their_place(tensor: torch.Tensor) -> None:
-    with pytest.raises(serial.StateError, match=r"state\.weight"):
-        serial.encode({"weight": tensor})
+    with pytest.raises(serialization.StateError, match=r"state\.weight"):
+        serialization.encode({"weight": tensor})
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -287,7 +287,7 @@ def test_tensors_that_cannot_be_held_are_refused_by_their_place(tensor: torch.Te
 def test_damaged_files_raise_a_checkpoint_error_or_read(
     where: float, bit: int, cut: bool, name: str, tmp_path: Path
 ) -> None:
-    serial.write({"group": a_group(), "x": [1.5, math.nan, b"z", Decimal("1.2")]}, tmp_path / "state")
+    serialization.write({"group": a_group(), "x": [1.5, math.nan, b"z", Decimal("1.2")]}, tmp_path / "state")
     file = tmp_path / f"state.{name}"
     data = bytearray(file.read_bytes())
     place = int(where * len(data))
@@ -297,7 +297,7 @@ def test_damaged_files_raise_a_checkpoint_error_or_read(
         data[place] ^= 1 << bit
     file.write_bytes(data)
     with contextlib.suppress(CheckpointError):  # finding every flipped bit is the manifest's work; here the kind counts
-        serial.read(tmp_path / "state")
+        serialization.read(tmp_path / "state")
 
 
 @pytest.mark.parametrize(
@@ -316,17 +316,17 @@ def test_damaged_files_raise_a_checkpoint_error_or_read(
     ids=repr,
 )
 def test_a_document_of_another_kind_raises_a_checkpoint_error(document: Any, tmp_path: Path) -> None:
-    serial.write(0, tmp_path / "state")
+    serialization.write(0, tmp_path / "state")
     (tmp_path / "state.json").write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match="resume from another checkpoint"):
-        serial.read(tmp_path / "state")
+        serialization.read(tmp_path / "state")
 
 
 def test_nesting_without_end_raises_a_checkpoint_error(tmp_path: Path) -> None:
-    serial.write(0, tmp_path / "state")
+    serialization.write(0, tmp_path / "state")
     (tmp_path / "state.json").write_text("[" * 200_000)
     with pytest.raises(CheckpointError):
-        serial.read(tmp_path / "state")
+        serialization.read(tmp_path / "state")
 
 
 def draws() -> list[float]:

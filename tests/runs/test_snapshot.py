@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from covey.memory import free_memory
-from covey.runs import serial
+from covey.process.memory import free_memory
+from covey.runs import serialization
 from covey.runs.background import Background
 from covey.runs.snapshot import bytes_to_copy, weights_now
 from kit import tiny_model
@@ -20,12 +20,12 @@ from kit import tiny_model
 def test_a_snapshot_of_a_tree_keeps_every_value_of_its_moment(tmp_path: Path) -> None:
     live = {"x": torch.arange(4.0), "steps": [1, 2], "more": {"mean": torch.zeros(())}}
     live["tied"] = live["x"]
-    held = serial.snapshot(live)
+    held = serialization.snapshot(live)
     live["x"].zero_()
     live["more"]["mean"].add_(1)
     live["steps"].append(3)
-    serial.write(held, tmp_path / "state")
-    back = serial.read(tmp_path / "state")
+    serialization.write(held, tmp_path / "state")
+    back = serialization.read(tmp_path / "state")
     assert back["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert back["tied"] is back["x"]
     assert back["more"]["mean"].item() == 0.0

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from covey.comparison.reading import read_runs
+from covey.evaluation.compare.run_data import read_runs
+from covey.monitor.view.reading import RunView
 from covey.runs import RunFolder, manifest, status
-from covey.view.reading import RunView
 
 SCRIPT = """
 import sys, time

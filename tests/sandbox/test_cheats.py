@@ -10,7 +10,7 @@ import torch
 
 from covey.errors import RewardError
 from covey.rewards import Scorer
-from covey.rewards.code import Code
+from covey.rewards.builtin.code import Code
 from covey.rewards.sandbox import Sandbox
 from covey.types import Completion, Group, Prompt
 from sandbox import cheats, cheats_of_the_run

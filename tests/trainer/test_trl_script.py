@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.checks import processor_has_bfloat16
+from covey.config.checks import processor_has_bfloat16
 from covey.errors import ConfigError, CoveyError, DataError, ModelError, RewardError
 from kit import tiny_model, tiny_reward_model, tiny_tokenizer
 

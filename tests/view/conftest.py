@@ -19,7 +19,7 @@ import uvicorn
 from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.view import Library, make_app
+from covey.monitor.view import Library, make_app
 from kit import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"Tom has {i} apples.", "answer": str(i)} for i in range(4)]

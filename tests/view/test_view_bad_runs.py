@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from bad_runs import BAD, OUTSIDE
 
+from covey.monitor.view import Library
+from covey.monitor.view.discovery import find_runs
 from covey.runs import RunFolder
 from covey.runs.metrics import JsonLines
-from covey.view import Library
-from covey.view.found import find_runs
 
 ROUTES = ("series?metric=reward&seeds=1&x=tokens", "series?metric=eval_reward&x=time", "values?metric=reward", "alerts?", "rollouts?",
           "rollouts?search=x", "rollout?step=1&group=0", "rollout?step=2&group=0", "rollout?step=3&group=0", "spread?", "phases?",

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from covey.monitor.view import Library
 from covey.runs import RunFolder
 from covey.runs.metrics import JsonLines
-from covey.view import Library
 
 pytestmark = pytest.mark.slow  # a browser and a training run
 SAID = "the reward fell <b>and</b> stayed there"

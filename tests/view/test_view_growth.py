@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from covey.monitor.view import Library
+from covey.monitor.view.downsampling import thin
+from covey.monitor.view.files import FilesOnDisk
+from covey.monitor.view.groups import GroupIndex
+from covey.monitor.view.phases import phases_of
+from covey.monitor.view.series import NOT_FINITE, SeriesIndex
 from covey.runs import rollouts
 from covey.runs.metrics import JsonLines
 from covey.types import Completion, Group, Prompt
-from covey.view import Library
-from covey.view.files import FilesOnDisk
-from covey.view.groups import GroupIndex
-from covey.view.phases import phases_of
-from covey.view.series import NOT_FINITE, SeriesIndex
-from covey.view.thinning import thin
 
 
 def group(uid: str, rewards: list[float], text: str = "four") -> Group:

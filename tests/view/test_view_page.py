@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from covey.view import Library
+from covey.monitor.view import Library
 
 ATTACKS = [
     "<script>window.hit = 1</script>",

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from covey.monitor.view import Library
 from covey.runs import metrics, rollouts
 from covey.runs.metrics import JsonLines
-from covey.view import Library
 
 
 def test_every_run_below_the_folder_is_listed_with_its_state(client: Any) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from bad_runs import BAD
 
+from covey.monitor.view import Library
 from covey.runs import RunFolder, evaluations, manifest
 from covey.types import Alert, Completion, Group, Prompt
-from covey.view import Library
 
 pytestmark = pytest.mark.slow  # a browser
 NONSENSE = re.compile(r"\[object|undefined|NaN")

@@ -10,8 +10,8 @@ from types import TracebackType
 from covey import __version__, expect_docstrings
 from covey.cli import output
 from covey.cli.help import verbs_help
-from covey.counting import heard_by
 from covey.errors import ConfigError, CoveyError, StorageError, did_you_mean
+from covey.process.counting import heard_by
 from covey.runs.console import open_closed
 
 VERBS = {

@@ -12,7 +12,7 @@ from covey.cli import output
 from covey.cli.flags import Flag, typed
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, CoveyError, did_you_mean
-from covey.runs.text import safe
+from covey.process.terminal import safe
 
 _HELP = """/reset            forget the conversation
 /system TEXT      set the system message (and forget the conversation); without TEXT: leave it out
@@ -135,8 +135,8 @@ def start(given: Given) -> Chat:
 
     from covey import data
     from covey.cli.checkpoints import model_folder
-    from covey.lean import set_seed
     from covey.models import load_model, load_tokenizer
+    from covey.process.lean import set_seed
 
     folder = model_folder(given["model"])
     init = {"dtype": given["dtype"]} if given.get("dtype") else {}

@@ -12,7 +12,7 @@ from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from covey.comparison.report import Comparison
+    from covey.evaluation.compare.report import Comparison
 
 _FLAGS = (
     Flag(name="runs", help="Run folders, or folders of runs. A,B groups runs into one side by hand.", type="list[str]", group="what"),
@@ -30,8 +30,8 @@ _FLAGS = (
 
 def run(given: Given) -> None:
     """Compare, print a table or JSON, write reports."""
-    from covey.comparison.report import compare
-    from covey.comparison.written import as_text
+    from covey.evaluation.compare.report import compare
+    from covey.evaluation.compare.text_report import as_text
 
     options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
     groups, is_grouped = _groups(options["runs"] or [])
@@ -49,7 +49,7 @@ def run(given: Given) -> None:
     if options["markdown"]:
         _write_markdown(found, Path(options["markdown"]))
     if options["html"]:
-        from covey.comparison.page import as_html
+        from covey.evaluation.compare.html_report import as_html
 
         _write(Path(options["html"]), as_html(found))
     if options["json"]:
@@ -60,7 +60,7 @@ def run(given: Given) -> None:
 
 def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
     """Runs by argument, and whether a comma made sides of the arguments."""
-    from covey.comparison.reading import read_runs
+    from covey.evaluation.compare.run_data import read_runs
 
     if not words:
         raise ConfigError("covey compare needs runs: covey compare runs/a runs/b.")
@@ -70,8 +70,8 @@ def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
 
 
 def _write_markdown(found: Comparison, path: Path) -> None:
-    from covey.comparison.drawing import svg_of
-    from covey.comparison.written import as_markdown
+    from covey.evaluation.compare.svg import svg_of
+    from covey.evaluation.compare.text_report import as_markdown
 
     titles = [side.title for side in found.sides]
     pictures = []

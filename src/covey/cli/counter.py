@@ -15,7 +15,7 @@ _LINE_SECONDS = 2.0
 
 
 class Counter:
-    """Shows what `covey.counting` tells. What is written to the terminal meanwhile must call `clear` first."""
+    """Shows what `covey.process.counting` tells. What is written to the terminal meanwhile must call `clear` first."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock

@@ -12,8 +12,8 @@ from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from covey.cleaning.inspection import Inspection
-    from covey.cleaning.summary import Entry, Summary
+    from covey.doctor.data_check.inspection import Inspection
+    from covey.doctor.data_check.summary import Entry, Summary
 
 _FLAGS = (
     Flag(name="prompt_column", help="Column that holds the prompt.", default="prompt", group="data"),
@@ -44,12 +44,12 @@ def run_check(given: Given) -> int:
     """Look, print a table or JSON. Exit code 0 when nothing must be mended, else 1."""
     options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES, _HTML)} | dict(given)
     page = None if options["html"] is None else _page(options["html"])
-    from covey.cleaning.summary import summary
+    from covey.doctor.data_check.summary import summary
 
     shown = max(options["examples"], 0)
     found = summary(_inspected(options, "check"), shown if page is None else max(shown, _ON_PAGE))
     if page is not None:
-        from covey.cleaning.page import as_html
+        from covey.doctor.data_check.html_report import as_html
 
         page.write_text(as_html(found), encoding="utf-8")
     if options["json"]:
@@ -64,8 +64,8 @@ def run_clean(given: Given) -> int:
     options = {flag.name: flag.default for flag in (*_FLAGS, _OUTPUT)} | dict(given)
     if not options["output"]:
         raise ConfigError("covey data clean needs --output: the file for the clean rows, such as --output clean.jsonl.")
-    from covey.cleaning.findings import KINDS
-    from covey.cleaning.writing import check_output, clean
+    from covey.doctor.data_check.clean_copy import check_output, clean
+    from covey.doctor.data_check.findings import KINDS
 
     target = Path(options["output"]).expanduser()
     check_output(target)
@@ -93,7 +93,7 @@ def _inspected(options: dict[str, Any], what: str) -> Inspection:
         raise ConfigError(f"covey data {what} needs a data set: covey data {what} train.jsonl.")
     if options["max_rows"] is not None and options["max_rows"] < 1:
         raise ConfigError(f"--max-rows {options['max_rows']} leaves no row; give 1 or more.")
-    from covey.cleaning import Rows, Settings, inspect
+    from covey.doctor.data_check import Rows, Settings, inspect
 
     settings = Settings(
         prompt_column=options["prompt_column"],

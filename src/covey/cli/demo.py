@@ -12,8 +12,8 @@ from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
-    from covey.assessment import Assessment
-    from covey.trainer import GRPOTrainer
+    from covey.evaluation.assessment import Assessment
+    from covey.training.trainer import GRPOTrainer
 
 _FLAGS = (
     Flag(name="output_dir", help="Folder of the run; runs/demo-1, runs/demo-2, ... when left out.", group="run"),
@@ -95,8 +95,8 @@ def _assess(trainer: GRPOTrainer, options: dict[str, Any], *, from_start: bool =
     from datasets import Dataset
 
     from covey import demo
-    from covey.assessment import assess
     from covey.data import PromptStream
+    from covey.evaluation.assessment import assess
     from covey.models import load_model
     from covey.rewards import Scorer
     from covey.rollout import choose_sampler
@@ -116,7 +116,7 @@ def _percent(found: Assessment) -> str:
 def _conclude(
     folder: Path, before: Assessment, after: Assessment, steps: int, seconds: float, options: dict[str, Any]
 ) -> None:
-    from covey.assessment import compare
+    from covey.evaluation.assessment import compare
 
     gain = compare(before, after)["accuracy"]
     verdict = "learnt" if gain.is_real and gain.value > 0 else "no gain can be told"

@@ -73,7 +73,7 @@ def case_of(given: Given) -> Case:
 def predicted_peak(given: Given, config: Any, dataset: Any) -> int:
     """Bytes of the estimate that `covey train --dry-run` shows."""
     from covey.cli.plan import longest_prompt_tokens, memory_of
-    from covey.config import batch_arithmetic
+    from covey.config.grpo_config import batch_arithmetic
 
     counts = batch_arithmetic(config, num_prompts=len(dataset) if hasattr(dataset, "__len__") else None)
     return memory_of(config, given, counts.prompts_per_generation, longest_prompt_tokens(dataset)).peak

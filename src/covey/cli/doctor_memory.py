@@ -15,7 +15,7 @@ from covey.errors import ConfigError
 if TYPE_CHECKING:
     from covey.config import GRPOConfig
     from covey.doctor import Finding
-    from covey.learner.memory import Memory
+    from covey.learner.memory_estimate import Memory
 
 _PROMPT_TOKENS = Flag(
     name="prompt_tokens", help="Tokens of the longest prompt; left out: from --dataset, or 512 where none is named.", type=int, group="run"
@@ -78,7 +78,7 @@ def _prompt_tokens(given: Given) -> int:
 
 def _memory(config: GRPOConfig, given: Given, tokens: int) -> Memory:
     from covey.cli.plan import memory_of
-    from covey.config import batch_arithmetic
+    from covey.config.grpo_config import batch_arithmetic
 
     return memory_of(config, given, batch_arithmetic(config, num_prompts=1).prompts_per_generation, tokens)
 
@@ -105,7 +105,7 @@ def _lower(wanted: Mapping[str, Any], given: Given, tokens: int, peak: int) -> I
 
 
 def _show(memory: Memory, lower: Mapping[str, int], tokens: int, config: GRPOConfig, finding: Finding) -> None:
-    from covey.learner.memory import in_gib
+    from covey.learner.memory_estimate import in_gib
 
     output.result(
         f"{config.per_device_train_batch_size} completions of {config.max_completion_length} tokens behind prompts of up to "

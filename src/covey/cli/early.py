@@ -8,8 +8,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from covey import bounds, checks, options
 from covey.cli.fields import all_fields, enum_values
+from covey.config import bounds, checks, options
 from covey.errors import ConfigError, did_you_mean
 
 _NAMES: Mapping[str, Any] = {
@@ -46,7 +46,7 @@ def refuse_early(wanted: Mapping[str, Any]) -> None:
 
 def refuse_missing_places(given: Mapping[str, Any]) -> None:
     """Raise CoveyError for a model or a data set that is written like a path and is not there."""
-    from covey.places import refuse_missing
+    from covey.files.places import refuse_missing
 
     for name, what in (("model", "model folder"), ("dataset", "data set"), ("eval_dataset", "data set")):
         if isinstance(given.get(name), str):

@@ -12,7 +12,7 @@ from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
-    from covey.assessment import Assessment
+    from covey.evaluation.assessment import Assessment
 
 _FLAGS = (
     Flag(name="dataset", help="Prompts: a file, a folder or a hub id, with :split if need be; demo for the demo's.", group="data"),
@@ -45,7 +45,7 @@ def run(given: Given) -> None:
     found: dict[str, Any] = {"model": options["model"], "dataset": options["dataset"], **first.summary(_ks(options))}
     second = None
     if options["compare_to"]:
-        from covey.assessment import compare, summary_of
+        from covey.evaluation.assessment import compare, summary_of
 
         second = _assess(options["compare_to"], options)
         found["compared_to"] = {"model": options["compare_to"], **second.summary(_ks(options))}
@@ -84,10 +84,10 @@ def _ks(options: dict[str, Any]) -> list[int]:
 
 
 def _assess(model_name: str, options: dict[str, Any]) -> Assessment:
-    from covey.assessment import assess
     from covey.cli.checkpoints import model_folder
     from covey.cli.columns import column_map
     from covey.data import PromptStream, eos_ids, load, prepare_tokenizer
+    from covey.evaluation.assessment import assess
     from covey.models import context_limit, load_model, load_tokenizer
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler

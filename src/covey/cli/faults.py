@@ -12,7 +12,7 @@ from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from covey.faults import Outcome, Tally
+    from covey.doctor.faults import Outcome, Tally
 
 _FLAGS = (
     Flag(name="minutes", help="Start no fault after so long.", type=float, default=60.0, group="what"),
@@ -26,7 +26,7 @@ _FLAGS = (
 
 
 def run(given: Given) -> int:
-    from covey.faults import FAULTS, Bench, soak
+    from covey.doctor.faults import FAULTS, Bench, soak
 
     if given.get("list") and given.get("json"):
         output.result_json({"faults": {name: _about(inject) for name, inject in FAULTS.items()}})

@@ -42,8 +42,8 @@ def run(given: Given) -> None:
     _check(options)
     from covey.cli.columns import column_map
     from covey.data import load
-    from covey.features import add_features
-    from covey.features.embedding import Embedder
+    from covey.data.features import add_features
+    from covey.data.features.embedding import Embedder
 
     dataset = load(
         options["data"],
@@ -121,7 +121,7 @@ def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
         return None, None
     from covey.cli.checkpoints import model_folder
     from covey.data import eos_ids, prepare_tokenizer
-    from covey.features.difficulty import PassRates
+    from covey.evaluation.difficulty import PassRates
     from covey.models import context_limit, load_model, load_tokenizer
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler

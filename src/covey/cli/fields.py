@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import covey
-from covey import options
 from covey.cli.flags import Flag
+from covey.config import options
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _text(node: ast.stmt | None) -> str:
 
 
 def _own_source() -> Path:
-    return Path(str(covey.__file__)).parent / "config.py"
+    return Path(str(covey.__file__)).parent / "config" / "grpo_config.py"
 
 
 def _inherited_source(module: str) -> Path:

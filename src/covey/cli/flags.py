@@ -12,8 +12,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from covey.bounded import MOST_DEPTH, json_depth, read_text, yaml_of
 from covey.errors import ConfigError, did_you_mean
+from covey.files.bounded import MOST_DEPTH, json_depth, read_text, yaml_of
 
 _NUMBER = re.compile(r"-\.?\d")
 _YES_NO = frozenset({"true", "false", "yes", "no", "on", "off", "null", "none"})

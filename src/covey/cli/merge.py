@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from covey.bounded import read_json
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, CoveyError, ModelError
+from covey.files.bounded import read_json
 
 MOST_APART = 1e-3
 """Logits in float32 may differ so much, relative to their largest, before and after adding."""
@@ -110,8 +110,8 @@ def _stored_dtype(base: str, trusts: bool) -> Any:
 def _write(out: Path, merged: Any, folder: Path, given: Given) -> None:
     """Model and tokenizer, whole or not at all."""
     from covey.models import load_tokenizer
-    from covey.recording import write_model
     from covey.runs.storage import temporary_beside
+    from covey.training.recording import write_model
 
     tokenizer = load_tokenizer(merged, folder, trust_remote_code=given.get("trust_remote_code", False))
     unfinished = temporary_beside(out)

@@ -13,8 +13,8 @@ from typing import Any
 
 from covey.cli.counter import Counter
 from covey.errors import StorageError
+from covey.process.terminal import safe
 from covey.runs.console import Lasting, to_nowhere
-from covey.runs.text import safe
 
 _WIDTH = 110
 """Most columns of a row; a narrower terminal gets its own."""

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from covey import options
-from covey.bounded import read_json
 from covey.cli import output
 from covey.cli.adapter import adapter
 from covey.cli.verb import Given
-from covey.config import GRPOConfig, batch_arithmetic
+from covey.config import GRPOConfig, options
+from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import dry_run
 from covey.errors import ModelError
-from covey.learner.memory import Memory
-from covey.places import refuse_missing
+from covey.files.bounded import read_json
+from covey.files.places import refuse_missing
+from covey.learner.memory_estimate import Memory
 
 _CHARACTERS_A_TOKEN = 3  # on the safe side for English text; the tokenizer is not loaded for an estimate
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from covey import options
 from covey.cli import output, trust
 from covey.cli.flags import Flag, read_yaml, typed
 from covey.cli.verb import Given
+from covey.config import options
 from covey.errors import RunFolderError
 
 RECIPE = "train.yaml"
@@ -83,8 +83,8 @@ def refuse_other_run(chosen: Given, config: Any, dataset: Any) -> None:
 
     `chosen` is what was given beside `from_run`: an algorithm, or options of one, may differ on purpose.
     """
-    from covey.build import build_algorithm
     from covey.runs import manifest, provenance
+    from covey.training.build import build_algorithm
 
     folder = Path(chosen["from_run"]).expanduser()
     found = manifest.read(folder / manifest.NAME) or {}

@@ -13,8 +13,8 @@ from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError, DataError, RewardError
 
 if TYPE_CHECKING:
-    from covey.rewards.examination import Examination, Tried
-    from covey.rewards.verdicts import Verdict
+    from covey.doctor.reward_audit.examination import Examination, Tried
+    from covey.doctor.reward_audit.verdicts import Verdict
 
 _FLAGS = (
     Flag(name="reward", help="Built-in name, import path or reward model; may be repeated.", type="list[str]", group="reward"),
@@ -35,7 +35,7 @@ def run(given: Given) -> int:
     """Try every reward and say what is wrong. Exit code 0 without a FAIL, 3 with one."""
     options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
     _check(options)
-    from covey.rewards.builtin import resolve
+    from covey.rewards.builtin.registry import resolve
     from covey.rewards.contract import check_signature
 
     specs = [resolve(reward) for reward in options["reward"]]
@@ -44,7 +44,7 @@ def run(given: Given) -> int:
     gold = _gold_column(options["gold_column"], columns)
     for spec in specs:
         check_signature(spec, columns)
-    logging.getLogger("covey.rewards.scoring").setLevel(logging.ERROR)  # completions without a score are counted below
+    logging.getLogger("covey.rewards.scorer").setLevel(logging.ERROR)  # completions without a score are counted below
     examined = [_examined(spec, data, gold, options) for spec in specs]
     if options["json"]:
         output.result_json({"ok": all(_is_ok(v, options) for _, v in examined), "gold_column": gold,
@@ -87,15 +87,15 @@ def _sums(count: int) -> list[dict[str, Any]]:
 def _gold_column(wanted: str | None, columns: list[str]) -> str | None:
     if wanted is not None and wanted not in columns:
         raise DataError(f"--gold-column {wanted}: the data set has {', '.join(columns)}.")
-    from covey.rewards.probes import GOLD_COLUMNS
+    from covey.doctor.reward_audit.probes import GOLD_COLUMNS
 
     return wanted or next((name for name in GOLD_COLUMNS if name in columns), None)
 
 
 def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: dict[str, Any]) -> Any:
-    from covey.rewards.examination import examine
-    from covey.rewards.probes import rows_of
-    from covey.rewards.verdicts import Verdict, judge
+    from covey.doctor.reward_audit.examination import examine
+    from covey.doctor.reward_audit.probes import rows_of
+    from covey.doctor.reward_audit.verdicts import Verdict, judge
 
     output.say(f"{spec.name}: {len(data)} rows ...")
     given = options["completion_column"]

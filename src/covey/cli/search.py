@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from covey.bounded import yaml_of
 from covey.cli.flags import Flag
 from covey.errors import ConfigError, did_you_mean
+from covey.files.bounded import yaml_of
 
 _FIXED = frozenset(
     {"output_dir", "resume", "json", "from_run", "trust_source", "seeds", "dry_run", "print_config", "config", "seed"}

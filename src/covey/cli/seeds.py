@@ -15,7 +15,7 @@ from covey.cli.verb import Given
 from covey.errors import ConfigError
 
 if TYPE_CHECKING:
-    from covey.intervals import Estimate
+    from covey.evaluation.intervals import Estimate
 
 RESULTS = "seeds.json"
 """In the folder of all seeds: what each of them ended with."""
@@ -100,7 +100,7 @@ def _write(folder: Path, results: Results) -> None:
 
 def summary(results: Results) -> dict[str, Estimate]:
     """Mean and Student's 95% interval over seeds of what each ended with: held-out rewards, or the last training reward."""
-    from covey.intervals import mean_of_few
+    from covey.evaluation.intervals import mean_of_few
 
     names = shown_metrics([result["metrics"] for result in results.values()])
     values = {name: [_number(result["metrics"].get(name)) for result in results.values()] for name in names}

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.bounded import read_text, yaml_of
 from covey.cli.rerun import RECIPE
+from covey.config.options import RETIRED
 from covey.errors import RunFolderError
-from covey.options import RETIRED
+from covey.files.bounded import read_text, yaml_of
 
 
 def claim(folder: Path, options: Mapping[str, Any], what: str) -> None:

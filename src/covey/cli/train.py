@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey import options
 from covey.cli import early, header, output, rerun, seeds
 from covey.cli.adapter import adapter, refuse_bad_adapter
 from covey.cli.checkpoints import FINAL
@@ -17,6 +16,7 @@ from covey.cli.columns import column_map
 from covey.cli.fields import config_flags, other_flags
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, JSON, Given, Verb
+from covey.config import options
 from covey.errors import ConfigError
 
 _COMMON = frozenset(
@@ -176,7 +176,7 @@ def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
 
 
 def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any) -> int:
-    from covey.trainer import GRPOTrainer
+    from covey.training.trainer import GRPOTrainer
 
     trainer = GRPOTrainer(
         model=given["model"],

@@ -18,8 +18,8 @@ from covey.cli.flags import Flag
 from covey.cli.rerun import NEVER
 from covey.cli.search import Dimension, dimensions
 from covey.cli.verb import Given, Verb
-from covey.counting import tell
 from covey.errors import ConfigError
+from covey.process.counting import tell
 
 _FLAGS = (
     Flag(name="search", help="What to try: name=low:high, name=low:high:log, or name=a,b,c; several may be given.", type=list[str], group="search"),

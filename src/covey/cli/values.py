@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import covey
-from covey import bounds
 from covey.cli.early import option_types
 from covey.cli.fields import enum_values
 from covey.cli.flags import Flag
+from covey.config import bounds
 
 _SOURCE = Path(str(covey.__file__)).parent
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

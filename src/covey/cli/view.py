@@ -32,8 +32,8 @@ def run(given: Given) -> None:
     try:
         import uvicorn
 
-        from covey.view import Library, make_app
-        from covey.view.guard import is_loopback
+        from covey.monitor.view import Library, make_app
+        from covey.monitor.view.access import is_loopback
     except ModuleNotFoundError as error:
         raise ConfigError(f"covey view needs {error.name}; install it with pip install 'covey[view]'.") from error
     token = options["token"] or (None if is_loopback(options["host"]) else secrets.token_urlsafe(24))

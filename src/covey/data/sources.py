@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import datasets
 
-from covey import gym
+from covey.data import gym
 from covey.errors import CoveyError, DataError, did_you_mean
-from covey.hub import bounded_hub
-from covey.places import looks_local
+from covey.files.hub import bounded_hub
+from covey.files.places import looks_local
 
 FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.build import Given, as_dict, build_algorithm, build_learner
 from covey.config import GRPOConfig
 from covey.kernels import SamplerLinear, footprint
 from covey.learner.learner import Learner
 from covey.learner.live_memory import FakeBytes, nbytes
-from covey.learner.longest import groups_of
-from covey.learner.memory import Memory, allocator_bytes, cache_bytes, enough_tokens, starting_tokens
+from covey.learner.memory_estimate import Memory, allocator_bytes, cache_bytes, enough_tokens, starting_tokens
 from covey.learner.packing import Row, tokens_in
-from covey.models import disable_dropout, dtype_of, prepare_for_training, with_adapter
+from covey.learner.preparation import prepare_for_training
+from covey.learner.worst_case import groups_of
+from covey.models import disable_dropout, dtype_of, with_adapter
+from covey.process.world import World
 from covey.rollout.engine import BFLOAT16_FROM
+from covey.training.build import Given, as_dict, build_algorithm, build_learner
 from covey.types import Completion, Prompt
-from covey.world import World
 
 CPU = torch.device("cpu")
 _WIDENED = 5

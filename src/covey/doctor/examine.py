@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from covey.algorithms.advice import SMALL_MODEL
-from covey.build import Given, advice_for, build_algorithm, build_scorer, checked_dataset
-from covey.config import GRPOConfig, batch_arithmetic
-from covey.counting import counted
+from covey.config import GRPOConfig
+from covey.config.grpo_config import batch_arithmetic
 from covey.doctor import data, model, plan, reward_test, rewards, signal, trial
 from covey.doctor.environment import environment
 from covey.doctor.finding import Finding, attempt, failed, passed
-from covey.lean import set_seed
-from covey.learner.longest import try_longest
-from covey.loading import load_for_training
-from covey.memory import is_out_of_memory
+from covey.learner.worst_case import try_longest
 from covey.models import context_limit
-from covey.world import World
+from covey.process.counting import counted
+from covey.process.lean import set_seed
+from covey.process.memory import is_out_of_memory
+from covey.process.world import World
+from covey.training.build import Given, advice_for, build_algorithm, build_scorer, checked_dataset
+from covey.training.loading import load_for_training
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
 

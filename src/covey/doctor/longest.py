@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.build import Given, build_algorithm, build_learner
 from covey.config import GRPOConfig
 from covey.doctor import plan
 from covey.doctor.finding import Finding, attempt, failed
-from covey.learner.longest import Longest, try_longest
-from covey.loading import load_for_training
+from covey.learner.worst_case import Longest, try_longest
 from covey.models import context_limit
-from covey.world import World
+from covey.process.world import World
+from covey.training.build import Given, build_algorithm, build_learner
+from covey.training.loading import load_for_training
 
 
 def try_without_data(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Finding:

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import torch
 
-from covey.arithmetic import Arithmetic
+from covey.config.batches import Arithmetic
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.doctor.trial import Trial
-from covey.learner.longest import Longest
+from covey.learner.worst_case import Longest
 
 
 def batches(counts: Arithmetic, num_prompts: int | None) -> Iterator[Finding]:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from covey.doctor.finding import Finding, failed, passed, warned
+from covey.doctor.reward_audit.examination import examine
+from covey.doctor.reward_audit.probes import GOLD_COLUMNS, rows_of
+from covey.doctor.reward_audit.verdicts import judge
 from covey.errors import RewardError
 from covey.rewards import JudgeReward, PairwiseJudgeReward
 from covey.rewards.contract import RewardSpec
-from covey.rewards.examination import examine
-from covey.rewards.probes import GOLD_COLUMNS, rows_of
-from covey.rewards.verdicts import judge
 
 AREA = "rewards"
 _ROWS = 8
@@ -60,7 +60,7 @@ def _verdicts(spec: RewardSpec, rows: list[dict[str, Any]], gold: str | None, fi
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Completions without a score are the test's to tell."""
-    logger = logging.getLogger("covey.rewards.scoring")
+    logger = logging.getLogger("covey.rewards.scorer")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.doctor.trial import Trial
-from covey.intervals import proportion
+from covey.evaluation.intervals import proportion
 from covey.types import Group
 
 AREA = "signal"

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from covey.build import Given, build_learner, build_prompts, sampler_options, sampling_params
-from covey.credit import with_advantages, with_greedy_rewards
 from covey.learner import Learner
 from covey.rollout import Backend, Sampler, choose_sampler
+from covey.training.build import Given, build_learner, build_prompts, sampler_options, sampling_params
+from covey.training.credit import with_advantages, with_greedy_rewards
 from covey.types import Group, Prompt, StepReport
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from covey.kernels.layout import Layout
-from covey.memory import is_out_of_memory
+from covey.process.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import Algorithm
-from covey.ladder import Ladder
 from covey.learner.critic import Critic, no_critic
-from covey.learner.fitting import Room
-from covey.learner.gaps import difference, effective_size
 from covey.learner.gradients import clip, grad_norm
+from covey.learner.micro_batches import Room
 from covey.learner.noting import TokenNotes
 from covey.learner.optimizer_memory import check_room
 from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.learner.soundness import expect_rates, expect_sound_training
+from covey.learner.token_metrics import difference, effective_size
+from covey.learner.update_guard import Ladder
+from covey.process.world import World
 from covey.types import (
     Completion,
     Event,
@@ -35,7 +36,6 @@ from covey.types import (
     Totals,
     merge_metrics,
 )
-from covey.world import World
 
 FIRST_UPDATE = "first_update/log_ratio"
 """Mean distance, a token, of the log-probabilities of a rollout's first update from those measured at the rollout."""

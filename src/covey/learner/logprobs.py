@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from covey.kernels import Recomputing, WeightMatmul
-from covey.learner.fused_head import LinearLogProbability, Shape, chunk_for
+from covey.learner.lm_head import LinearLogProbability, Shape, chunk_for
 
 R = TypeVar("R")
 

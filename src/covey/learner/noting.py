@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from covey.learner.packing import Row
+from covey.process.world import World
 from covey.types import Group, TokenNumbers
-from covey.world import World
 
 
 class TokenNotes:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import MemoryLimitError
-from covey.memory import is_out_of_memory, release
+from covey.process.memory import is_out_of_memory, release
 
 _STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}
 """Tensors of a parameter's size that each optimizer keeps for it; others are not known, and not asked about."""

@@ -16,12 +16,12 @@ from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
 from covey.kernels import AttentionHeads, SharedPromptAttention, learning
-from covey.learner import shared
+from covey.learner import shared_prompt
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
-from covey.learner.shared import SharedRows, share_rows
+from covey.learner.shared_prompt import SharedRows, share_rows
+from covey.process.world import autocast
 from covey.types import Completion, Prompt
-from covey.world import autocast
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +154,8 @@ class Policy:
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
         if isinstance(rows, SharedRows):
-            shared.switch(_inner(self.model))
-            return _decoder(self.model)(use_cache=False, **shared.forward_kwargs(rows)).last_hidden_state, None
+            shared_prompt.switch(_inner(self.model))
+            return _decoder(self.model)(use_cache=False, **shared_prompt.forward_kwargs(rows)).last_hidden_state, None
         extra: dict[str, Any] = {"use_cache": False}
         if self.auxiliary_coefficient:
             # padding would be routed too and would change the balance that the loss measures
@@ -170,7 +170,7 @@ class Policy:
 
     def release(self) -> None:
         """Give the model back the attention that it had; shared prompts switch it again."""
-        shared.release(_inner(self.model))
+        shared_prompt.release(_inner(self.model))
 
     def shares_prompts(self) -> bool:
         """Whether the completions of a group share the computation of their prompt."""
@@ -182,7 +182,7 @@ class Policy:
             reason = None if self._splits() else "its head cannot be called apart"
             if self.auxiliary_coefficient:
                 reason = "its balancing loss is measured on padded rows"
-            reason = reason or shared.reason_against(self.model) or self._try_sharing()
+            reason = reason or shared_prompt.reason_against(self.model) or self._try_sharing()
             self._is_shared = reason is None
             if reason is not None and self.shared_attention != "auto":
                 raise ConfigError(
@@ -200,7 +200,7 @@ class Policy:
         """Switch the model to the shared attention, which is SDPA wherever no prompt is shared. A reason if it differs."""
         rows = [_short_row(self.model, count) for count in (3, 2)]
         was_training = self.model.training
-        shared.install()
+        shared_prompt.install()
         self.model.eval()
         try:
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
@@ -228,7 +228,7 @@ class Policy:
             return "sdpa" if self.shared_attention == "sdpa" else "own"
         dropped = (
             "its attention drops weights at random (disable_dropout=True ends that)"
-            if shared.drops(self.model)
+            if shared_prompt.drops(self.model)
             else None
         )
         unseen = None if heads else "its layers cannot be looked at from here"

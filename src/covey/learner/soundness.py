@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import NumericsError, SpoiledError
-from covey.world import World
+from covey.process.world import World
 
 _LARGEST = 1e18
 """Values from here on cannot be squared in float32 (3.4e38): the next norm or product of two of them is infinite."""

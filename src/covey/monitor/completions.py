@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from covey.runs.text import safe
+from covey.process.terminal import safe
 from covey.types import Group
 
 

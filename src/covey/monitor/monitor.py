@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from covey.monitor.anchor import Anchor
-from covey.monitor.drift import PromptDrift
 from covey.monitor.measures import text_metrics
+from covey.monitor.policy_drift import Anchor
+from covey.monitor.prompt_drift import PromptDrift
 from covey.monitor.resources import memory_metrics, token_metrics
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter

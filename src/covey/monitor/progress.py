@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from covey.runs.text import safe
+from covey.process.terminal import safe
 from covey.types import StepReport
 
 _MEMORY = 0.9

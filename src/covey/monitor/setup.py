@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from covey.monitor.anchor import Anchor
 from covey.monitor.detectors import standard
 from covey.monitor.detectors.own import own_detectors
 from covey.monitor.monitor import Monitor
+from covey.monitor.policy_drift import Anchor
 from covey.monitor.progress import Progress
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.bounds import refuse_absent_trackers
-from covey.lean import TrainerCallback
-from covey.monitor.lane import Lane, nothing
+from covey.config.bounds import refuse_absent_trackers
+from covey.monitor.call_queue import Lane, nothing
 from covey.monitor.watch import lines_of
+from covey.process.lean import TrainerCallback
 from covey.types import Alert
 
 logger = logging.getLogger(__name__)

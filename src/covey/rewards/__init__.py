@@ -6,41 +6,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from covey.rewards.builtin import BUILTIN, resolve
+    from covey.rewards.builtin.judge_rewards import JudgeReward, PairwiseJudgeReward
+    from covey.rewards.builtin.length_scaled import get_cosine_scaled_reward, reasoning_accuracy_reward
+    from covey.rewards.builtin.math import accuracy_reward
+    from covey.rewards.builtin.registry import BUILTIN, resolve
+    from covey.rewards.builtin.reward_model import ModelReward
+    from covey.rewards.builtin.text import (
+        get_repetition_penalty_reward,
+        get_soft_overlong_punishment,
+        think_format_reward,
+    )
     from covey.rewards.combining import Combiner, advantage_shares
     from covey.rewards.contract import RewardSpec, check
-    from covey.rewards.judging import JudgeReward, PairwiseJudgeReward
-    from covey.rewards.manner import per_completion, reward
-    from covey.rewards.math import accuracy_reward
+    from covey.rewards.decorators import per_completion, reward
     from covey.rewards.metrics import has_signal, mean_score, reward_metrics
-    from covey.rewards.model import ModelReward
-    from covey.rewards.scaled import get_cosine_scaled_reward, reasoning_accuracy_reward
-    from covey.rewards.scoring import Scorer, Scoring
-    from covey.rewards.text import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
+    from covey.rewards.scorer import Scorer, Scoring
 
 _WHERE = {
-    "BUILTIN": "builtin:BUILTIN",
+    "BUILTIN": "builtin.registry:BUILTIN",
     "Combiner": "combining:Combiner",
-    "JudgeReward": "judging:JudgeReward",
-    "ModelReward": "model:ModelReward",
-    "PairwiseJudgeReward": "judging:PairwiseJudgeReward",
+    "JudgeReward": "builtin.judge_rewards:JudgeReward",
+    "ModelReward": "builtin.reward_model:ModelReward",
+    "PairwiseJudgeReward": "builtin.judge_rewards:PairwiseJudgeReward",
     "RewardSpec": "contract:RewardSpec",
-    "Scorer": "scoring:Scorer",
-    "Scoring": "scoring:Scoring",
+    "Scorer": "scorer:Scorer",
+    "Scoring": "scorer:Scoring",
     "advantage_shares": "combining:advantage_shares",
-    "accuracy_reward": "math:accuracy_reward",
+    "accuracy_reward": "builtin.math:accuracy_reward",
     "check": "contract:check",
-    "get_cosine_scaled_reward": "scaled:get_cosine_scaled_reward",
-    "get_repetition_penalty_reward": "text:get_repetition_penalty_reward",
-    "get_soft_overlong_punishment": "text:get_soft_overlong_punishment",
+    "get_cosine_scaled_reward": "builtin.length_scaled:get_cosine_scaled_reward",
+    "get_repetition_penalty_reward": "builtin.text:get_repetition_penalty_reward",
+    "get_soft_overlong_punishment": "builtin.text:get_soft_overlong_punishment",
     "has_signal": "metrics:has_signal",
     "mean_score": "metrics:mean_score",
-    "per_completion": "manner:per_completion",
-    "reasoning_accuracy_reward": "scaled:reasoning_accuracy_reward",
-    "resolve": "builtin:resolve",
-    "reward": "manner:reward",
+    "per_completion": "decorators:per_completion",
+    "reasoning_accuracy_reward": "builtin.length_scaled:reasoning_accuracy_reward",
+    "resolve": "builtin.registry:resolve",
+    "reward": "decorators:reward",
     "reward_metrics": "metrics:reward_metrics",
-    "think_format_reward": "text:think_format_reward",
+    "think_format_reward": "builtin.text:think_format_reward",
 }
 """Public names, TRL's among them, and where they live; imported when first used."""
 

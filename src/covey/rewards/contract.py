@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from covey.errors import DataError, RewardError, did_you_mean
+from covey.rewards.decorators import Manner, manner_of
 from covey.rewards.inputs import own_inputs
-from covey.rewards.manner import Manner, manner_of
 from covey.rewards.raised import describe, is_ctrl_c
 from covey.types import Group, Reward
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, SamplerLinear
-from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.forward import ModulesForward
+from covey.rollout.kv_cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.mode import unwrapped
 
 Attend = Callable[[int, Tensor], "Tensor | None"]

@@ -12,19 +12,19 @@ import torch
 
 from covey.errors import ConfigError, MemoryLimitError, Unsupported
 from covey.kernels import DecodeKernels, SamplerLinear
-from covey.memory import is_out_of_memory, release
+from covey.process.memory import is_out_of_memory, release
+from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
-from covey.rollout.flight import Flight, Job
 from covey.rollout.forward import Forward, ModulesForward
-from covey.rollout.graphs import Capture, Captured, CudaCapture, Eager
-from covey.rollout.kernels import AttentionChoice, captures, verified_attention, verified_kernels
+from covey.rollout.graph_scheduler import StaticFlight
+from covey.rollout.kernel_choice import AttentionChoice, captures, verified_attention, verified_kernels
 from covey.rollout.mode import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
-from covey.rollout.static_cache import Attention
-from covey.rollout.static_flight import StaticFlight
+from covey.rollout.scheduler import Flight, Job
+from covey.rollout.static_kv_cache import Attention
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group
 

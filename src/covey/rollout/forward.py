@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels
 from covey.rollout.attention import NAME, Batch, causal, register
-from covey.rollout.cache import Decode, KeyValues, LayerShape, Prefill
+from covey.rollout.kv_cache import Decode, KeyValues, LayerShape, Prefill
 from covey.rollout.mode import accepts, evaluating, unwrapped
 from covey.rollout.stopping import context_of
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covey.errors import CheckpointError, StorageError
-from covey.runs import serial
-from covey.runs.seal import is_ours, problems, seal
+from covey.runs import serialization
+from covey.runs.checksums import is_ours, problems, seal
 from covey.runs.storage import refusal, remove_tree, sync_folder
 
 STATE = "covey_state"
@@ -52,7 +52,7 @@ def save(
         raise (refusal(error, f"checkpoint-{step}", run_dir) or error) from error
     try:
         write(staging)
-        serial.write(state, staging / STATE)
+        serialization.write(state, staging / STATE)
         path = commit(staging)
     except BaseException as error:
         remove_tree(staging)
@@ -97,7 +97,7 @@ def commit(staging: Path) -> Path:
 
 def load_state(checkpoint: Path) -> Any:
     """The state tree of a checkpoint, tensors on the CPU. Raises CheckpointError when it is missing or damaged."""
-    return serial.read(checkpoint / STATE)
+    return serialization.read(checkpoint / STATE)
 
 
 def resolve(resume: Resume, run_dir: Path) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from covey.errors import RunFolderError
-from covey.runs import checkpoint, evaluations, manifest, rollouts, seal, serial, status, trespass
+from covey.runs import checkpoint, checksums, evaluations, manifest, rollouts, serialization, status, trespass
 from covey.runs.lock import FolderLock
 from covey.runs.metrics import JsonLines, read
 from covey.runs.storage import refusal, refuse_link
@@ -48,7 +48,7 @@ class RunFolder:
         self.alerts = JsonLines(path / "alerts.jsonl")
         self.evaluations = JsonLines(path / evaluations.LOG)
         self._lock = lock
-        self._step = 0 if resumed_from is None else int(seal.read(resumed_from)["step"])
+        self._step = 0 if resumed_from is None else int(checksums.read(resumed_from)["step"])
         self._refused: set[str] = set()
 
     @staticmethod
@@ -221,7 +221,7 @@ def _write_tree(folder: Path, tree: Mapping[str, Any]) -> None:
     refuse_link(folder.parent)
     refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    serial.write(tree, folder / "batch")
+    serialization.write(tree, folder / "batch")
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:

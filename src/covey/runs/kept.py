@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from covey.errors import CoveyError, StorageError
-from covey.runs import checkpoint, seal
+from covey.runs import checkpoint, checksums
 from covey.runs.storage import remove_tree, sync_folder, why_refused
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.E
 def kept(run_dir: Path) -> str:
     """A sentence: the newest checkpoint of the run of which every byte is right, or that there is none."""
     for path in reversed(checkpoint.checkpoints(run_dir)):
-        if not seal.problems(path):
+        if not checksums.problems(path):
             return f"{path.name} is whole, in {run_dir}."
     return f"No checkpoint of this run is in {run_dir}."
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey import options
+from covey.config import options
 from covey.errors import ConfigError
 from covey.runs import manifest, provenance
 from covey.runs.masking import mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from covey.config.options import ALERT_RULES
 from covey.monitor.detectors.pace import DataDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
@@ -11,7 +12,6 @@ from covey.monitor.detectors.swings import Conflict, Swings
 from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
 from covey.monitor.detectors.updates import LargeUpdates, Mismatch, NonFinite, Spike, TinyUpdates
 from covey.monitor.history import History
-from covey.options import ALERT_RULES
 from covey.types import Alert
 
 Detector = Callable[[History], Alert | None]

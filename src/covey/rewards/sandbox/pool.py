@@ -14,34 +14,20 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from covey.errors import RewardError
+from covey.rewards.calling.workers import spawner
 from covey.rewards.sandbox import verdicts, wire
 from covey.rewards.sandbox.confine import LAYERS, Limits
 from covey.rewards.sandbox.jail import MODULES, START
-from covey.rewards.sandbox.results import Isolation, Result
-from covey.rewards.workers import spawner
+from covey.rewards.sandbox.results import Isolation, ProcessOutput, Result
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
 """How long a worker may take to kill a program and answer, before it is killed itself."""
-
-
-@dataclass
-class Watched:
-    """What came out of a program while it ran."""
-
-    stdout: bytearray = field(default_factory=bytearray)
-    stderr: bytearray = field(default_factory=bytearray)
-    verdict: bytearray = field(default_factory=bytearray)
-    late: bool = False
-    loud: bool = False
-    ended: dict[str, int] = field(default_factory=dict)
-    is_open: bool = False
-    """One of its processes could not lock itself in, and has therefore run nothing."""
 
 
 class Sandbox:
@@ -218,9 +204,9 @@ class _Jail:
         stdin: bytes = b"",
         tests: bytes | None = None,
         strict: bool = False,
-    ) -> Watched:
+    ) -> ProcessOutput:
         """Run one program to its verdict or its end, or until the time `until`; what came of it."""
-        watched = Watched()
+        watched = ProcessOutput()
         pipes = {name: os.pipe() for name in ("stdout", "stderr", *(["verdict"] if tests is not None else []))}
         files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}
         try:
@@ -251,7 +237,7 @@ class _Jail:
         self._trace.close()
 
 
-def _drain(ends: dict[str, int], watched: Watched, until: float, max_output: int) -> None:
+def _drain(ends: dict[str, int], watched: ProcessOutput, until: float, max_output: int) -> None:
     """Read until the verdict is complete (or, without one, until the program has closed its output) or `until` has come."""
     with selectors.DefaultSelector() as selector:
         for name, end in ends.items():

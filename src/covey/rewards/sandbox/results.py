@@ -51,3 +51,17 @@ class Isolation:
         if self.safe:
             return f"{', '.join(self.layers)}, limits{missing}"
         return f"not safe: nothing keeps a program from the {', '.join(self.uncovered)}{missing}"
+
+
+@dataclass
+class ProcessOutput:
+    """What came out of a program while it ran."""
+
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+    verdict: bytearray = field(default_factory=bytearray)
+    late: bool = False
+    loud: bool = False
+    ended: dict[str, int] = field(default_factory=dict)
+    is_open: bool = False
+    """One of its processes could not lock itself in, and has therefore run nothing."""

@@ -14,7 +14,7 @@ from covey.errors import RewardError
 from covey.rewards.sandbox.results import Reason, Result
 
 if TYPE_CHECKING:
-    from covey.rewards.sandbox.pool import Watched
+    from covey.rewards.sandbox.results import ProcessOutput
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def lost(error: Exception, plan: Plan) -> Result:
     return Result(False, "crashed", detail=f"the sandbox's worker was lost: {error}"[:500], tests=(False,) * plan.count)
 
 
-def of_tests(seen: Watched, plan: Plan) -> Result:
+def of_tests(seen: ProcessOutput, plan: Plan) -> Result:
     """The verdict of the judge's lines: a test without one has not passed."""
     lines = _lines(seen.verdict)
     outcomes = {line["test"]: line for line in lines if "test" in line}
@@ -79,7 +79,7 @@ def of_tests(seen: Watched, plan: Plan) -> Result:
 
 
 def _why(
-    seen: Watched, lines: list[dict[str, Any]], outcomes: dict[int, dict[str, Any]], tests: tuple[bool, ...]
+    seen: ProcessOutput, lines: list[dict[str, Any]], outcomes: dict[int, dict[str, Any]], tests: tuple[bool, ...]
 ) -> tuple[Reason, str]:
     first = next((number for number, passed in enumerate(tests) if not passed), None)
     if first is None and any("done" in line for line in lines):
@@ -104,7 +104,7 @@ def _why(
     return _kind(outcome["kind"]), f"{where} raised {outcome['said']}"
 
 
-def of_pairs(seen: list[Watched], plan: Plan) -> Result:
+def of_pairs(seen: list[ProcessOutput], plan: Plan) -> Result:
     """The verdict of programs that read and print: each must come to its end, and print what is expected."""
     tests, why = [], None
     for (_, expected), watched in zip(plan.pairs or (), seen, strict=False):
@@ -117,7 +117,7 @@ def of_pairs(seen: list[Watched], plan: Plan) -> Result:
     return _result(last, reason, detail, tuple(tests) if plan.count else ())
 
 
-def _of_pair(seen: Watched, expected: str | None) -> tuple[Reason, str] | None:
+def _of_pair(seen: ProcessOutput, expected: str | None) -> tuple[Reason, str] | None:
     met = _limit_met(seen)
     if met is not None:
         return met
@@ -138,7 +138,7 @@ def _printed(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _limit_met(seen: Watched) -> tuple[Reason, str] | None:
+def _limit_met(seen: ProcessOutput) -> tuple[Reason, str] | None:
     if seen.is_open:
         raise RewardError(f"the sandbox could not lock a program in: {seen.stderr.decode(errors='replace').strip()}")
     if seen.loud:
@@ -148,7 +148,7 @@ def _limit_met(seen: Watched) -> tuple[Reason, str] | None:
     return None
 
 
-def _left(seen: Watched, when: str) -> tuple[Reason, str]:
+def _left(seen: ProcessOutput, when: str) -> tuple[Reason, str]:
     code = seen.ended.get("candidate", 0)
     if code < 0:
         known = -code in {item.value for item in signal.Signals}
@@ -172,7 +172,7 @@ def _lines(verdict: bytearray) -> list[dict[str, Any]]:
     return found
 
 
-def _result(seen: Watched, reason: Reason, detail: str, tests: tuple[bool, ...]) -> Result:
+def _result(seen: ProcessOutput, reason: Reason, detail: str, tests: tuple[bool, ...]) -> Result:
     stdout, stderr = (bytes(text).decode(errors="replace") for text in (seen.stdout, seen.stderr))
     return Result(reason == "passed", reason, stdout, stderr, detail=detail[:2000], tests=tests)
 

@@ -1,0 +1,277 @@
+"""What makes a combination of options wrong, told in one sentence before any work is spent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from covey.config.batches import arithmetic, micro_batches, whole_steps
+from covey.config.bounds import WORDS
+from covey.config.options import ALERT_ACTIONS, ALERT_RULES, ALGORITHM_OPTIONS, INERT, REFUSED, SILENT
+from covey.errors import ConfigError, did_you_mean
+from covey.names import rule_of
+
+logger = logging.getLogger(__name__)
+
+_UNUSABLE_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo")  # they update inside the backward pass or need targets
+_UNSAVED_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
+
+
+def refuse_unsupported(given: Mapping[str, Any]) -> None:
+    """Raise for the first option that differs from its default and cannot be honoured."""
+    for name, value in given.items():
+        if name in REFUSED:
+            raise ConfigError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}.")
+    for variable, what in (("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")):
+        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+            raise ConfigError(f"{variable} is set by the launcher, but {REFUSED[what]}.")
+
+
+def warn_inert(given: Mapping[str, Any]) -> None:
+    """Name each option that was set and has nothing to act on, once."""
+    for name, value in given.items():
+        if name in INERT and name not in SILENT:
+            logger.warning("%s=%r changes nothing here: %s.", name, value, INERT[name])
+
+
+def normalize(config: Any) -> None:
+    """Spellings that mean the same become one, in place."""
+    if isinstance(config.scale_rewards, bool):
+        config.scale_rewards = "group" if config.scale_rewards else "none"
+    if config.max_grad_norm is None:
+        config.max_grad_norm = 0.0
+    # the former name is TRL's default (True) and would warn; the new one wins when it was set
+    if getattr(config, "activation_checkpointing", False) is None:
+        config.activation_checkpointing = config.checkpoints_activations
+    if getattr(config, "activation_checkpointing_kwargs", False) is None:
+        config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
+
+
+def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception) -> str:
+    """The sentence for an error that some value caused: the options whose values are not of their types, or the error's own."""
+    found = [
+        f"{name}={str(values[name])[:60]}" for name in types if name in values and not _fits(values[name], types[name])
+    ]
+    if not found or isinstance(error, ValueError):
+        return str(error) or type(error).__name__
+    return f"{', '.join(found[:3])} cannot be read: {'these are' if len(found) > 1 else 'this is'} of another type ({error})."
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value may have this annotation, as far as its outermost type says."""
+    kinds = [get_origin(one) or one for one in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [kind]
+    kinds = [get_origin(one) or one for one in kinds]
+    plain = tuple(one for one in kinds if isinstance(one, type) and one is not Any)
+    return len(plain) < len(kinds) or isinstance(value, plain) or (float in plain and isinstance(value, int))
+
+
+def refuse_bad_words(config: Any) -> None:
+    """Raise for an option whose word is none of those it knows, with the nearest one."""
+    for name, words in WORDS.items():
+        value = getattr(config, name)
+        value = getattr(value, "value", value)
+        if value in words or (name == "scale_rewards" and isinstance(value, bool)):
+            continue
+        hint = did_you_mean(str(value), words) or f" It is one of {', '.join(words)}."
+        raise ConfigError(f"{name}={value!r} is not known.{hint}")
+
+
+def refuse_bad_factories(config: Any) -> None:
+    """Raise for an optimizer or a schedule that transformers does not know, or that cannot be honoured."""
+    from covey.process.lean import OptimizerNames, SchedulerType
+
+    for name, enum in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
+        value = getattr(config, name)
+        value, known = str(getattr(value, "value", value)), [item.value for item in enum]
+        if value not in known:
+            hint = did_you_mean(value, known) or f" It is one of {', '.join(known)}."
+            raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
+    scheduler = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+    if scheduler in ("reduce_lr_on_plateau", "greedy"):
+        raise ConfigError(
+            f"lr_scheduler_type={scheduler!r} cannot be honoured: it follows an evaluation loss, which says little in GRPO; "
+            "use linear, cosine or constant."
+        )
+    if str(getattr(config.optim, "value", config.optim)).startswith(_UNUSABLE_OPTIMIZERS):
+        raise ConfigError(f"optim={config.optim!r} cannot be honoured: {REFUSED['optim_target_modules']}.")
+    if str(getattr(config.optim, "value", config.optim)) in _UNSAVED_OPTIMIZERS:
+        raise ConfigError(
+            f"optim={config.optim!r} cannot be honoured: torchao's state cannot be copied into a checkpoint; adamw_bnb_8bit can."
+        )
+
+
+def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
+    """Raise for options that are each fine but not together."""
+    both = [name for name in ALGORITHM_OPTIONS if name in given]
+    if config.algorithm is not None and both:
+        raise ConfigError(
+            f"algorithm={config.algorithm!r} and {both[0]}={given[both[0]]!r} both say what the loss is: leave one out, "
+            "or change the algorithm with .replace(...)."
+        )
+    if config.rollout_backend == "transformers" and config.rollout_dtype != "auto":
+        raise ConfigError(
+            f"rollout_dtype={config.rollout_dtype!r} is the native engine's; rollout_backend='transformers' draws in the model's own."
+        )
+    if config.num_generations < 2 and config.algorithm is None:
+        raise ConfigError(
+            "num_generations=1 leaves nothing to compare with: GRPO needs at least 2 completions a prompt."
+        )
+    if config.sync_ref_model and config.beta == 0:
+        raise ConfigError("sync_ref_model=True has no reference model to move: beta is 0. Set beta, such as 0.04.")
+    if config.use_adaptive_entropy and config.entropy_coef_min > config.entropy_coef_max:
+        raise ConfigError("entropy_coef_min must not be above entropy_coef_max.")
+    clip = config.reward_clip
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise ConfigError(f"reward_clip={clip!r} is no range; give the lowest and the highest value, such as [-5, 5].")
+    _refuse_bad_correction(config)
+    _refuse_bad_evaluation(config)
+
+
+def warn_of_levels(config: Any) -> None:
+    """Name a policy loss that is unusual with this level of importance sampling."""
+    loss, level = config.loss_type, config.importance_sampling_level
+    if loss == "luspo" and level != "sequence":
+        logger.warning("loss_type='luspo' is meant for importance_sampling_level='sequence' (LUSPO, 2026).")
+    if loss == "vespo" and level != "token":
+        logger.warning(
+            "loss_type='vespo' weighs whole sequences by itself; leave importance_sampling_level at 'token'."
+        )
+    if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        logger.warning(
+            "importance_sampling_level='sequence' with loss_type=%r weighs a sequence by its length; "
+            "GSPO (2025) is loss_type='grpo'.",
+            loss,
+        )
+
+
+def _refuse_bad_correction(config: Any) -> None:
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"vllm_importance_sampling_clip_min={low!r} must be below vllm_importance_sampling_clip_max={high!r}."
+        )
+    if not config.vllm_importance_sampling_correction or low is not None or high is not None:
+        return
+    if config.vllm_importance_sampling_mode.endswith("truncate"):
+        raise ConfigError(
+            f"vllm_importance_sampling_mode={config.vllm_importance_sampling_mode!r} truncates to bounds: set "
+            "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min."
+        )
+
+
+def _refuse_bad_evaluation(config: Any) -> None:
+    evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) != "no"
+    for name in ("early_stopping_patience", "load_best_model_at_end"):
+        if getattr(config, name) and not evaluates:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
+            )
+    needs_metric = config.early_stopping_patience or config.load_best_model_at_end or config.save_strategy == "best"
+    if needs_metric and config.metric_for_best_model is None:
+        config.metric_for_best_model = "reward"
+
+
+def refuse_bad_alerts(config: Any) -> None:
+    """Raise for an alert that nothing can report, an action that is none, and an address that cannot be posted to."""
+    known = (*ALERT_RULES, *map(rule_of, config.alert_detectors or ()), "info", "warning", "error", "all")
+    actions = config.alert_actions or {}
+    if not isinstance(actions, Mapping):
+        raise ConfigError(f'alert_actions={actions!r} is not a mapping; write it as {{"all": "stop"}}.')
+    for rule, action in actions.items():
+        if rule not in known:
+            hint = did_you_mean(rule, known) or f" Alerts are {', '.join(ALERT_RULES)}."
+            raise ConfigError(f"alert_actions names {rule!r}, which is no alert.{hint}")
+        if action not in ALERT_ACTIONS:
+            hint = did_you_mean(str(action), ALERT_ACTIONS) or f" It is one of {', '.join(ALERT_ACTIONS)}."
+            raise ConfigError(f"alert_actions gives {rule} the action {action!r}, which is not known.{hint}")
+        saves = getattr(config.save_strategy, "value", config.save_strategy) != "no" and not config.save_only_model
+        if action == "roll_back" and not saves:
+            raise ConfigError(
+                f"alert_actions lets {rule} roll back, but no checkpoint to go back to is saved: set save_strategy='steps' and "
+                "leave save_only_model out."
+            )
+    if config.alert_webhook is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", config.alert_webhook):
+        raise ConfigError("alert_webhook is not an address of the form https://host/path; give one that takes a POST.")
+
+
+def settle_precision(config: Any) -> None:
+    """Decide `bf16` where it was not said, and refuse a precision that this machine cannot compute in."""
+    import torch
+    from transformers.utils.import_utils import is_torch_bf16_gpu_available
+
+    on_accelerator = torch.accelerator.is_available() and not config.use_cpu
+    has_bfloat16 = is_torch_bf16_gpu_available() if on_accelerator else processor_has_bfloat16()
+    if config.activation_offloading and not on_accelerator:
+        raise ConfigError(
+            "activation_offloading=True keeps activations in the host's memory, where this run computes already; leave it out."
+        )
+    if config.bf16 is None:
+        config.bf16 = on_accelerator and has_bfloat16 and not config.fp16
+    if config.fp16 and config.bf16:
+        raise ConfigError("fp16=True and bf16=True contradict each other: leave fp16 out where bfloat16 works.")
+    if config.fp16 and not on_accelerator:
+        raise ConfigError("fp16=True needs an accelerator; leave it out to compute in float32 on this processor.")
+    if config.bf16 and not has_bfloat16:
+        where = "this accelerator (it needs an Ampere GPU or newer)" if on_accelerator else "this processor"
+        instead = "set fp16=True" if on_accelerator else "leave bf16 out to compute in float32"
+        raise ConfigError(f"bf16=True, but {where} does not compute in bfloat16: {instead}.")
+    if config.bf16 and not on_accelerator:
+        config.use_cpu = True  # transformers takes bfloat16 on a CPU only when it is told that a CPU is meant
+
+
+def processor_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 natively; emulation would be slower than float32."""
+    import torch
+
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe)() for probe in probes if hasattr(torch.cpu, probe)) or _arm_has_bfloat16()
+
+
+def _arm_has_bfloat16() -> bool:
+    import platform
+
+    if platform.machine().lower() not in ("arm64", "aarch64") or not os.path.exists("/proc/cpuinfo"):
+        return False
+    with open("/proc/cpuinfo") as file:
+        return " bf16" in file.read()
+
+
+def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
+    """`use_vllm` is TRL's word for `rollout_backend="vllm"`; what only vLLM heeds is told without it."""
+    if config.use_vllm and config.rollout_backend not in ("auto", "vllm"):
+        raise ConfigError(f"use_vllm=True and rollout_backend={config.rollout_backend!r} contradict each other.")
+    if config.use_vllm:
+        config.rollout_backend = "vllm"
+    if config.vllm_mode == "server":
+        raise ConfigError("vllm_mode='server' cannot be honoured: there is no server; use colocate, in this process.")
+    for name in ("vllm_gpu_memory_utilization", "vllm_max_model_length"):
+        if name in given and config.rollout_backend != "vllm":
+            logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, given[name])
+
+
+def settle_batches(config: Any) -> None:
+    """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse what does not divide."""
+    share = config.per_device_train_batch_size * config.world_size
+    config.steps_per_generation = micro_batches(
+        share, config.gradient_accumulation_steps, config.steps_per_generation, config.generation_batch_size
+    )
+    config.steps_per_generation = whole_steps(
+        config.steps_per_generation, config.gradient_accumulation_steps, config.num_iterations
+    )
+    config.generation_batch_size = share * config.steps_per_generation
+    arithmetic(
+        per_device_batch=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+        world_size=config.world_size,
+        steps_per_generation=config.steps_per_generation,
+        generation_batch_size=None,
+        num_generations=config.num_generations,
+        num_iterations=config.num_iterations,
+        max_steps=1,
+        num_epochs=1.0,
+        num_prompts=None,
+    )

@@ -1,0 +1,8 @@
+"""Columns that say what a row is like: for filters, curricula, rewards and metrics by slice."""
+
+from __future__ import annotations
+
+from covey.data.features.columns import KNOWN, add_features
+from covey.data.features.text import readability
+
+__all__ = ["KNOWN", "add_features", "readability"]

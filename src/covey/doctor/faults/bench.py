@@ -1,0 +1,141 @@
+"""Where victims are started, watched and looked at afterwards."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from covey.doctor.faults.victim import END, Plan, warm_up, work
+from covey.runs import checkpoint, checksums
+from covey.runs.metrics import read
+
+WAIT_SECONDS = 600.0
+"""A victim that takes longer hangs."""
+
+
+class Bench:
+    """A folder for the runs, the numbers that nothing disturbed, and processes forked from one that has imported everything."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.folder = folder
+        self.random = random.Random(seed)
+        self._runs = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["covey.doctor.faults.victim"])
+        self.undisturbed = cache(self._undisturbed)
+        self.started: list[ForkServerProcess] = []
+
+    def fresh(self) -> Path:
+        """The folder of a new run."""
+        self._runs += 1
+        return self.folder / f"run-{self._runs:04d}"
+
+    def clear_last(self, *, keep: bool) -> None:
+        """Remove the newest run, unless someone will want to look at it."""
+        if not keep:
+            clear(self.folder / f"run-{self._runs:04d}")
+
+    def start(self, plan: Plan) -> ForkServerProcess:
+        return self._start(work, plan)
+
+    def _start(self, target: Callable[..., None], *given: Any) -> ForkServerProcess:
+        process = self._context.Process(target=target, args=given)
+        process.start()
+        self.started.append(process)
+        return process
+
+    def finish(self, process: ForkServerProcess, seconds: float = WAIT_SECONDS) -> int | None:
+        """The exit code, negative when a signal ended it; None: it hung, and was killed."""
+        process.join(seconds)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join()
+        self.started.remove(process)
+        return code
+
+    def run(self, plan: Plan) -> int | None:
+        return self.finish(self.start(plan))
+
+    def start_pair(self, plan: Plan) -> list[ForkServerProcess]:
+        """Two processes of one run."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        facts = {**plan.__dict__, "size": 2, "port": port}
+        return [self.start(Plan(**{**facts, "rank": rank})) for rank in range(2)]
+
+    def close(self) -> None:
+        """Nothing that was started here runs on."""
+        for process in self.started:
+            process.kill()
+            process.join()
+        self.started.clear()
+
+    def _undisturbed(self, size: int = 1) -> tuple[str, float]:
+        """The weights' hash of a run that nothing happened to, and its seconds from the start to the end."""
+        self.finish(self._start(warm_up))  # the process that all others are forked from imports everything first
+        folder = self.fresh()
+        started = time.monotonic()
+        plan = Plan(str(folder))
+        codes = [self.run(plan)] if size == 1 else [self.finish(one) for one in self.start_pair(plan)]
+        if any(codes):
+            log = Path(f"{folder}-rank0.log")
+            raise RuntimeError(f"a run that nothing happened to ended with {codes}: {log.read_text()[-2000:]}")
+        return end_of(folder), time.monotonic() - started
+
+
+def end_of(folder: Path) -> str:
+    """The hash that a finished run left; empty for one that did not finish."""
+    path = folder / END
+    return path.read_text() if path.is_file() else ""
+
+
+def last_step(folder: Path) -> int:
+    """The newest step in the records."""
+    path = folder / "metrics.jsonl"
+    steps = [row["step"] for row in read(path)] if path.is_file() else []
+    return max(steps, default=0)
+
+
+def resumed_from(folder: Path) -> int:
+    """The step that the newest attempt went on from."""
+    found = json.loads((folder / "run.json").read_text())
+    return int(found["attempts"][-1]["from_step"])
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The run's events of one kind."""
+    path = folder / "events.jsonl"
+    return [row for row in read(path) if row.get("kind") == kind] if path.is_file() else []
+
+
+def damaged(folder: Path) -> list[str]:
+    """Checkpoints under their final name that do not verify."""
+    return [path.name for path in checkpoint.checkpoints(folder) if checksums.problems(path)] if folder.is_dir() else []
+
+
+def clear(folder: Path) -> None:
+    """Remove a run and its logs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for log in folder.parent.glob(f"{folder.name}-rank*.log"):
+        log.unlink()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True

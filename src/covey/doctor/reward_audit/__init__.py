@@ -1,0 +1,1 @@
+"""Audit of a reward: probes with known answers, and a report."""

@@ -1,0 +1,1 @@
+"""Evaluation of models, intervals, and comparison of runs."""

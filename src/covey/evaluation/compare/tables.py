@@ -1,0 +1,74 @@
+"""A comparison as tables, for the terminal, Markdown and HTML alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from covey.evaluation.compare.report import Comparison
+from covey.evaluation.compare.results import Result
+from covey.evaluation.intervals import Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells as text, a header above."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def tables_of(found: Comparison) -> list[Table]:
+    """Sides, what differs (where anything does), and one table a held-out set."""
+    tables = [_sides(found)]
+    if found.differences:
+        tables.append(_differences(found))
+    return [*tables, *(_result(found, result) for result in found.results)]
+
+
+def _sides(found: Comparison) -> Table:
+    rows = []
+    for side in found.sides:
+        seeds = ", ".join("-" if run.seed is None else str(run.seed) for run in side.runs)
+        folders = ", ".join(str(run.path) for run in side.runs)
+        rows.append([side.title, str(len(side.runs)), seeds, folders])
+    return Table(title="sides", header=["side", "runs", "seeds", "folders"], rows=rows)
+
+
+def _differences(found: Comparison) -> Table:
+    rows = [[f"{one.area}: {one.name}", *one.values] for one in found.differences]
+    return Table(title="what differs", header=["", *(side.letter for side in found.sides)], rows=rows)
+
+
+def _result(found: Comparison, result: Result) -> Table:
+    rows = []
+    for i, side in enumerate(found.sides):
+        effect = result.effects[i - 1] if i else None
+        runs = "  ".join(_number(result, run.mean) for run in result.runs[i])
+        apart, p_value, verdict = "", "", ""
+        if effect is not None:
+            apart = _interval(result, effect.value, effect.low, effect.high, sign="+")
+            p_value = f"{effect.p_value:.2g}"
+            verdict = ("better" if effect.value > 0 else "worse") if effect.is_real else "cannot be told"
+        rows.append([side.title, _estimate(result, result.means[i]), runs, apart, p_value, verdict])
+    against = f"against {found.sides[0].letter}"
+    return Table(
+        title=f"held-out {result.title}", header=["side", "mean (95%)", "by run", against, "p", "verdict"], rows=rows
+    )
+
+
+def _estimate(result: Result, mean: Estimate) -> str:
+    return _interval(result, mean.value, mean.low, mean.high)
+
+
+def _interval(result: Result, value: float, low: float, high: float, sign: str = "") -> str:
+    shown = _number(result, value, sign)
+    if math.isinf(low):
+        return f"{shown} (not known)"
+    return f"{shown} ({_number(result, low)} to {_number(result, high)})"
+
+
+def _number(result: Result, value: float, sign: str = "") -> str:
+    return format(result.scale * value + 0.0, f"{sign}.1f" if result.is_share else f"{sign}.3f")

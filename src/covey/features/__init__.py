@@ -1,8 +1,0 @@
-"""Columns that say what a row is like: for filters, curricula, rewards and metrics by slice."""
-
-from __future__ import annotations
-
-from covey.features.columns import KNOWN, add_features
-from covey.features.text import readability
-
-__all__ = ["KNOWN", "add_features", "readability"]

@@ -1,0 +1,127 @@
+"""How much goes into one forward pass: bounded by options, halved when memory runs out, and remembered for the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from covey.errors import MemoryLimitError
+from covey.learner.left_out import LeftOut, sentence
+from covey.learner.packing import Row, microbatches, tokens_in
+from covey.process.memory import until_it_fits
+from covey.types import Event
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Room:
+    """The size of a micro-batch: memory and speed only, never a gradient."""
+
+    max_rows: int
+    max_tokens: int | None = None
+    """Tokens of one forward pass, a shared prompt counted once, padding included."""
+    shares_prompts: Callable[[], bool] = lambda: False
+    """Whether the rows of a group share their prompt."""
+    enough_tokens: int | None = None
+    """Tokens up to which groups are joined; None: up to `max_tokens`."""
+    last_resort: Callable[[], bool] = lambda: False
+    """Makes a single completion need less; False when there is nothing left to do."""
+    is_last_resort: bool = False
+    """Whether it came to that."""
+    largest: tuple[int, int] = (0, 0)
+    """Rows and tokens of the largest micro-batch of the attempt that runs, for work that does not go through `each`."""
+    events: list[Event] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Within a step: completions that did not fit even alone."""
+    _current: Sequence[Row] = ()
+    """The micro-batch that is being worked on."""
+
+    def each(self, rows: Sequence[Row], factor: int = 1) -> Iterator[list[Row]]:
+        """`batches`, one after another; the one that memory runs out on is known."""
+        for batch in self.batches(rows, factor):
+            self._current = batch
+            yield batch
+        self._current = ()
+
+    def batches(self, rows: Sequence[Row], factor: int = 1) -> list[list[Row]]:
+        """Rows in micro-batches; `factor` times the rows where nothing is kept for a backward."""
+        is_shared = self.shares_prompts()
+        kept = self.left_out.without(rows)
+        found = microbatches(
+            kept,
+            max_rows=factor * self.max_rows,
+            max_tokens=self.max_tokens,
+            enough_tokens=self.enough_tokens,
+            shares_prompts=is_shared,
+        )
+        for batch in found:
+            self.largest = max(self.largest, (len(batch), tokens_in(batch, is_shared)))
+        return found
+
+    def attempt(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """`work()`; where memory runs out, `undo()` and again with half the micro-batch, which is then kept.
+
+        Within a step, a completion that does not fit alone is left out (`left_out`). Raises MemoryLimitError when more do not
+        fit than may be left out.
+        """
+
+        def shrink(said: str) -> None:
+            undo()
+            self._halve(said)
+            self.largest, self._current = (0, 0), ()
+
+        self.largest, self._current = (0, 0), ()
+        return until_it_fits(work, shrink)
+
+    def _halve(self, said: str) -> None:
+        current = self._current
+        rows, tokens = (len(current), tokens_in(current, self.shares_prompts())) if current else self.largest
+        if rows <= 1 and self.last_resort():
+            self.is_last_resort = True
+            self._tell(
+                f"Memory ran out on one completion ({tokens} tokens); activations are computed again from now on.", said
+            )
+            return
+        if rows <= 1 and current and self.left_out.take(current[0]):
+            self._tell(sentence(current[0]), said, kind="completion_left_out")
+            return
+        if rows <= 1:
+            raise MemoryLimitError(
+                f"One completion of {tokens} tokens with its prompt does not fit in memory ({said}); lower max_completion_length, "
+                "set gradient_checkpointing=True, train an adapter (peft_config), or choose a smaller model."
+            )
+        self.max_rows, self.max_tokens = max(1, rows // 2), max(1, tokens // 2)
+        told = (
+            f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens); from now on at most {self.max_rows} and "
+            f"{self.max_tokens} tokens, with the same gradient."
+        )
+        self._tell(told, said)
+
+    def _tell(self, told: str, error: str, kind: str = "out_of_memory") -> None:
+        logger.warning("%s", told)
+        self.events.append(Event(kind=kind, said=told, details={"error": error}))
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What happened since the last call."""
+        taken, self.events = tuple(self.events), []
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What memory has taught this process, so that a resumed run need not run out of it again."""
+        return {
+            "max_rows": self.max_rows,
+            "max_tokens": self.max_tokens,
+            "is_last_resort": self.is_last_resort,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sizes that were found to fit; those of the options win where they are smaller."""
+        if state.get("is_last_resort") and not self.is_last_resort:
+            self.is_last_resort = self.last_resort()
+        self.max_rows = min(self.max_rows, state["max_rows"])
+        known = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
+        self.max_tokens = min(known, default=None)

@@ -1,0 +1,6 @@
+"""A local web page that shows runs while they train: curves, alerts, what the model wrote, and what differs between runs."""
+
+from covey.monitor.view.app import make_app
+from covey.monitor.view.reading import Library
+
+__all__ = ["Library", "make_app"]

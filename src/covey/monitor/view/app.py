@@ -1,0 +1,219 @@
+"""The server: a page, its scripts, and JSON for them. Reads run folders; writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mimetypes
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from covey.errors import CoveyError
+from covey.monitor.view import browsing
+from covey.monitor.view.access import Guard
+from covey.monitor.view.curves import AXES, as_csv, curve_of, mean_of
+from covey.monitor.view.groups import SORTS
+from covey.monitor.view.phases import phases_of
+from covey.monitor.view.query import flag, number, one_of, text, whole
+from covey.monitor.view.reading import Library, RunView, differences
+
+_PAGE = Path(__file__).parent / "page"
+_MOST_POINTS = 5000
+_MOST_CURVES = 64
+_MOST_ROWS = 200
+
+
+def make_app(library: Library, token: str | None = None, *, watch: bool = True) -> ASGIApp:
+    """The ASGI application. With `watch` it indexes in the background while it runs."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        if watch:
+            library.start()
+        yield
+        library.stop()
+
+    ask = {name: _json(call, library) for name, call in _CALLS.items()}
+    routes: list[Any] = [Route(f"/api/{name}", endpoint) for name, endpoint in ask.items()]
+    routes.append(Mount("/", _Page(_PAGE)))
+    return Guard(_Polite(Starlette(routes=routes, lifespan=lifespan), library), token)
+
+
+def runs(library: Library, request: Request) -> Any:
+    """The table of runs."""
+    return {"runs": [run.overview() for run in library.find()], "sorts": list(SORTS)}
+
+
+def series(library: Library, request: Request) -> Any:
+    """Curves of `run` (repeated) times `metric` (repeated), between `from` and `to`, in about `points` points each."""
+    names = request.query_params.getlist("run")
+    wanted = request.query_params.getlist("metric")
+    points = whole(request, "points", 600, low=10, high=_MOST_POINTS)
+    window = whole(request, "smooth", 1, low=1, high=10**9)
+    low, high = number(request, "from"), number(request, "to")
+    axis = one_of(request, "x", AXES, AXES[0])
+    asked = [(library.get(name), metric) for metric in wanted for name in names]
+    sets = _seeds([library.get(name) for name in names]) if flag(request, "seeds") else []
+    joined = {run.name for runs in sets for run in runs}
+    curves = [
+        *(mean_of(runs, metric, points, window, low, high, axis) for metric in wanted for runs in sets),
+        *(
+            curve_of(run, metric, points, window, low, high, axis)
+            for run, metric in asked[:_MOST_CURVES]
+            if run.name not in joined
+        ),
+    ]
+    return {"curves": curves[:_MOST_CURVES]}
+
+
+def _seeds(runs: list[RunView]) -> list[list[RunView]]:
+    """Those of the runs that differ in their seed alone, two or more together."""
+    families: dict[str, list[RunView]] = {}
+    for run in runs:
+        if run.family is not None:
+            families.setdefault(run.family, []).append(run)
+    return [family for family in families.values() if len(family) > 1]
+
+
+def values(library: Library, request: Request) -> Any:
+    """Every value of `metric` (repeated) of each `run` (repeated), as CSV."""
+    names, wanted = request.query_params.getlist("run"), request.query_params.getlist("metric")
+    pairs = [(library.get(name), metric) for metric in wanted for name in names][:_MOST_CURVES]
+    text = as_csv({f"{run.name}: {metric}": run.column(metric) for run, metric in pairs})
+    return Response(text, media_type="text/csv", headers={"content-disposition": 'attachment; filename="covey.csv"'})
+
+
+def alerts(library: Library, request: Request) -> Any:
+    """What the monitor saw in each `run`."""
+    return {"alerts": [{"run": name, **row} for name in request.query_params.getlist("run")
+                       for row in library.get(name).alerts.rows()]}  # fmt: skip
+
+
+def rollouts(library: Library, request: Request) -> Any:
+    """A part of the list of groups: filtered, sorted, searched."""
+    filters = {
+        "from_step": number(request, "from"),
+        "to_step": number(request, "to"),
+        "min_reward": number(request, "min_reward"),
+        "max_reward": number(request, "max_reward"),
+        "truncated": flag(request, "truncated"),
+        "signal": flag(request, "signal"),
+        "uid": whole(request, "uid", None, low=0, high=2**64 - 1),
+    }
+    return browsing.rows(
+        library.get(text(request, "run")).groups,
+        filters,
+        sort=one_of(request, "sort", list(SORTS), "newest"),
+        wanted=text(request, "search", ""),
+        start=whole(request, "start", 0, low=0, high=2**53),
+        most=whole(request, "most", 50, low=1, high=_MOST_ROWS),
+    )
+
+
+def rollout(library: Library, request: Request) -> Any:
+    """One group with all its completions and what is known of each token."""
+    run = library.get(text(request, "run"))
+    step = whole(request, "step", None, low=0, high=2**53)
+    group = whole(request, "group", 0, low=0, high=2**31 - 1)
+    return browsing.group_of(run.path, run.groups, step or 0, group)
+
+
+def spread(library: Library, request: Request) -> Any:
+    """How rewards lie over the steps."""
+    return browsing.spread_of(library.get(text(request, "run")).groups, whole(request, "points", 200, low=2, high=2000))
+
+
+def phases(library: Library, request: Request) -> Any:
+    """Where the time and the memory of the steps between `from` and `to` went."""
+    run = library.get(text(request, "run"))
+    points = whole(request, "points", 200, low=2, high=2000)
+    return phases_of(run.series, points, number(request, "from"), number(request, "to"))
+
+
+def facts(library: Library, request: Request) -> Any:
+    """`run.json`, the last events."""
+    run = library.get(text(request, "run"))
+    return {"manifest": run.manifest(), "events": run.events.rows()[-200:], "troubles": run.troubles()}
+
+
+def diff(library: Library, request: Request) -> Any:
+    """What differs between the runs named."""
+    names = request.query_params.getlist("run")
+    return {"runs": names, "rows": differences([library.get(name) for name in names])}
+
+
+_CALLS: dict[str, Callable[[Library, Request], Any]] = {
+    call.__name__: call for call in (runs, series, values, alerts, rollouts, rollout, spread, phases, facts, diff)
+}
+
+
+class _Page:
+    """The files of a folder, kept in memory; nothing else can be asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        self._files = {f"/{path.relative_to(folder).as_posix()}": (path.read_bytes(), path.name) for path in paths}
+        self._files["/"] = self._files["/index.html"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._files.get(scope["path"])
+        if found is None:
+            await PlainTextResponse("Not found.", 404)(scope, receive, send)
+            return
+        kind = mimetypes.guess_type(found[1])[0] or "text/plain"
+        await Response(found[0], media_type="text/javascript" if found[1].endswith(".js") else kind)(
+            scope, receive, send
+        )
+
+
+class _Polite:
+    """Tells the library of every question, so that its indexing steps aside."""
+
+    def __init__(self, app: ASGIApp, library: Library) -> None:
+        self.app, self.library = app, library
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.library.asked()
+        await self.app(scope, receive, send)
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable[[Request], Response]:
+    """An endpoint; not a coroutine, so Starlette runs it on a thread."""
+
+    def endpoint(request: Request) -> Response:
+        try:
+            told = call(library, request)
+            return told if isinstance(told, Response) else _Json(told)
+        except CoveyError as error:
+            return _Json({"error": str(error)}, 404)
+        except HTTPException:
+            raise
+        except Exception as error:  # noqa: BLE001 -- whatever a folder holds, the others are still shown
+            return _Json({"error": f"This cannot be shown: {type(error).__name__}: {str(error)[:300]}."}, 422)
+
+    return endpoint

@@ -1,0 +1,174 @@
+"""Lists of groups, one group whole, and how rewards lie over the steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from covey.errors import RunFolderError
+from covey.monitor.view.groups import GroupIndex, read_columns, select
+from covey.monitor.view.records import shown
+from covey.monitor.view.search import prompts_of, search
+from covey.monitor.view.token_text import pieces, tokenizer_file
+
+_PLAIN = (
+    "step",
+    "group",
+    "size",
+    "reward",
+    "lowest",
+    "highest",
+    "spread",
+    "advantage",
+    "length",
+    "truncated",
+    "change",
+)
+_SECONDS = (0.06, 0.25)
+"""How long a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
+_MOST_COMPLETIONS = 1024
+_LONGEST_TEXT = 400_000
+_HEAD = ("completion", "finish", "num_tokens", "reward", "advantage", "version", "source", "completion_index")
+
+
+def rows(
+    index: GroupIndex, filters: Mapping[str, Any], *, sort: str, wanted: str, start: int, most: int
+) -> dict[str, Any]:
+    """At most `most` groups from place `start` of the order on, and `next`, where to go on (null: that was all).
+
+    With a text to look for, a request does a bounded piece of work: few or no rows and a `next` mean that there is more to look at.
+    """
+    table = index.table()
+    order = select(table, filters, sort)
+    if wanted:
+        found = search(index, table, order, wanted, start=start, most=most, seconds=_SECONDS[start > 0])
+        places, after = found.places, found.at
+    else:
+        places = order[start : start + most].tolist()
+        after = start + len(places)
+    texts = prompts_of(index, table, places)
+    return {
+        "rows": [_row(table[place]) | said for place, said in zip(places, texts, strict=True)],
+        "next": after if after < len(order) else None,
+        "matching": len(order),
+        "groups": len(table),
+        "completions": int(table["size"].sum()),
+        "files_left": index.pending,
+    }
+
+
+def _row(group: Any) -> dict[str, Any]:
+    return {name: group[name].item() for name in _PLAIN} | {"uid": str(group["uid"])}
+
+
+def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, Any]:
+    """The prompt and every completion of a group, with what is known of each token. RunFolderError when it is not there."""
+    path = index.path_of(step)
+    try:
+        table = read_columns(path)
+        table = table.filter(pc.equal(table["group"], group)).slice(0, _MOST_COMPLETIONS)
+        found = [_sound(row) for row in table.to_pylist()]
+        columns = json.loads(found[0].get("columns") or "{}") if found else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
+        raise RunFolderError(f"The rollouts of step {step} cannot be read ({error}).") from error
+    if not found:
+        raise RunFolderError(f"Step {step} has no group {group}.")
+    tokenizer = tokenizer_file(run)
+    first = found[0]
+    return {
+        "step": step,
+        "group": group,
+        "prompt": first.get("prompt"),
+        "prompt_uid": first.get("prompt_uid"),
+        "columns": {name: shown(value) for name, value in columns.items()} if isinstance(columns, dict) else {},
+        "completions": [_completion(row, tokenizer) for row in found],
+        "has_tokenizer": tokenizer is not None,
+        "elsewhere": _elsewhere(index, step, group),
+    }
+
+
+def _sound(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with texts of bounded length; a list by token holds numbers, or is left out."""
+    found = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in row.items()}
+    plain = {name: value if isinstance(value, list) else shown(value) for name, value in found.items()}
+    plain |= {name: value for name, value in found.items() if isinstance(value, str)}
+    return {name: value for name, value in plain.items() if not isinstance(value, list) or all(map(_is_number, value))}
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _completion(row: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any]:
+    ids = row.get("token_ids") or []
+    lists = {name: value for name, value in row.items() if isinstance(value, list) and name != "token_ids"}
+    return {
+        **{name: row.get(name) for name in _HEAD},
+        "rewards": {name.removeprefix("reward/"): row[name] for name in row if name.startswith("reward/")},
+        "extras": {name.removeprefix("extra/"): row[name] for name in row if name.startswith("extra/")},
+        "pieces": _pieces(tokenizer, ids),
+        "token_ids": ids,
+        "per_token": _per_token(lists),
+    }
+
+
+def _pieces(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
+    if tokenizer is None:
+        return None
+    try:
+        return pieces(tokenizer, ids)
+    except RunFolderError:  # the text is shown as a whole
+        return None
+
+
+def _per_token(lists: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What the file holds of each token, and the differences that follow from it."""
+    found = {name.removeprefix("token/"): value for name, value in lists.items()}
+    sampled, learned, reference = (found.get(name) for name in ("logprobs", "old_logp", "ref_logp"))
+    if sampled and learned and len(sampled) == len(learned):
+        gap = np.array(learned, float) - np.array(sampled, float)
+        found["learner - sampler"] = gap.tolist()
+    now = learned or sampled
+    if now and reference and len(now) == len(reference):
+        gaps = np.array(reference, float) - np.array(now, float)
+        found["kl"] = (np.exp(gaps) - gaps - 1).tolist()
+    return found
+
+
+def _elsewhere(index: GroupIndex, step: int, group: int) -> list[dict[str, Any]]:
+    """The same prompt at other steps, at most 100 of them, the newest."""
+    table = index.table()
+    here = np.flatnonzero((table["step"] == step) & (table["group"] == group))
+    if not len(here):
+        return []
+    same = np.flatnonzero(table["uid"] == table["uid"][here[0]])[-100:]
+    return [{name: table[name][place].item() for name in ("step", "group", "reward")} for place in same]
+
+
+def spread_of(index: GroupIndex, points: int) -> dict[str, Any]:
+    """By bucket of steps: the 0, 10, 25, 50, 75, 90 and 100% quantiles of the groups' mean rewards, and the shares of groups
+    whose completions all have one reward, apart by whether it is the highest of the run, and of groups that carry signal."""
+    table = index.table()
+    table = table[np.isfinite(table["reward"])]
+    if not len(table):
+        return {"steps": [], "quantiles": [], "signal": [], "all_best": [], "all_same": []}
+    last = int(table["step"][-1])
+    width = max(1, -(-(last + 1) // points))
+    starts = np.flatnonzero(np.diff(table["step"] // width, prepend=-1))
+    best = table["highest"].max()
+    parts = np.split(table, starts[1:])
+    flat = [part["spread"] <= 1e-9 for part in parts]
+    high = [part["lowest"] >= best for part in parts]
+    return {
+        "steps": [int(part["step"][0]) for part in parts],
+        "quantiles": [np.quantile(part["reward"], (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1)).tolist() for part in parts],
+        "signal": [float((~is_flat).mean()) for is_flat in flat],
+        "all_best": [float((is_flat & is_high).mean()) for is_flat, is_high in zip(flat, high, strict=True)],
+        "all_same": [float((is_flat & ~is_high).mean()) for is_flat, is_high in zip(flat, high, strict=True)],
+    }

@@ -1,0 +1,66 @@
+"""How sure the held-out results of a run are: intervals over questions, from the answers that every evaluation left."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+
+from covey.evaluation import intervals
+from covey.monitor.view.groups import read_columns
+from covey.runs import evaluations
+
+_METRIC = re.compile(r"(?P<set>eval.*?)_(?:reward|rewards/(?P<reward>.+)/mean)")
+_FILE = "step-{:06d}.parquet"
+_MOST_STEPS = 400
+
+
+class HeldOut:
+    """Intervals of a run's held-out means, by metric and step; each file is read once, while it stays the same."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unreadable: dict[str, str] = {}
+        """Files that could not be read, and why."""
+        self._known: dict[tuple[str, int], tuple[tuple[int, int], Mapping[str, intervals.Estimate]]] = {}
+
+    def interval(self, metric: str, step: int) -> tuple[float, float] | None:
+        """Ends of the 95% interval of a mean reward over the questions; None where the answers are not there, or too few."""
+        match = _METRIC.fullmatch(metric)
+        if match is None:
+            return None
+        found = self._of(match["set"], step)
+        estimate = found.get("reward" if match["reward"] is None else f"reward/{match['reward']}")
+        if estimate is None or not math.isfinite(estimate.low) or not math.isfinite(estimate.high):
+            return None
+        return estimate.low, estimate.high
+
+    def _of(self, name: str, step: int) -> Mapping[str, intervals.Estimate]:
+        path = self.folder / name.replace("/", "_") / _FILE.format(step)
+        try:
+            facts = path.lstat()
+        except OSError:
+            return {}
+        mark = (facts.st_size, facts.st_mtime_ns)
+        known = self._known.get((name, step))
+        if known is None or known[0] != mark:
+            known = (mark, self._read(path))
+            if len(self._known) >= _MOST_STEPS:
+                self._known.clear()
+            self._known[name, step] = known
+        return known[1]
+
+    def _read(self, path: Path) -> Mapping[str, intervals.Estimate]:
+        try:
+            table = read_columns(path, depth=3)
+            rows = table.to_pylist()
+            rewards = [column for column in table.column_names if column == "reward" or column.startswith("reward/")]
+            found = {column: intervals.mean(list(evaluations.by_question(rows, column).values())) for column in rewards}
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, pa.ArrowException) as error:
+            self.unreadable[f"{path.parent.name}/{path.name}"] = str(error)[:300]
+            return {}
+        self.unreadable.pop(f"{path.parent.name}/{path.name}", None)
+        return found

@@ -1,0 +1,267 @@
+"""What the page asks for, read from run folders while they grow."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covey.errors import RunFolderError, did_you_mean
+from covey.evaluation.compare import run_data as comparison
+from covey.evaluation.compare import sides
+from covey.monitor.view.discovery import find_runs
+from covey.monitor.view.groups import GroupIndex
+from covey.monitor.view.heldout import HeldOut
+from covey.monitor.view.records import Records, alert_of, event_of, is_step, text_of
+from covey.monitor.view.series import SeriesIndex
+from covey.runs import evaluations, manifest, status
+
+_SHARE = 16 << 20
+"""Bytes of one run's metrics that are indexed before another run has its turn."""
+_FIRST_SHARE = 1 << 20
+"""Little, so that there is soon something to show."""
+_FILES_AT_ONCE = 50
+_POLITE_SECONDS = 0.15
+"""So long after a question the indexing leaves the processor to the answers, half of the time."""
+_LONGEST_NAME = 200
+_SHOWN = (
+    "reward",
+    "eval_reward",
+    "frac_reward_zero_std",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "loss",
+    "step_time",
+)
+
+
+class RunView:
+    """One run: its indexes and its small files. Nothing in its folder, whatever it is, makes a method raise or wait."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.series = SeriesIndex(path / "metrics.jsonl")
+        self.evaluated = SeriesIndex(path / evaluations.LOG)
+        self.held_out = HeldOut(path / evaluations.FOLDER)
+        self.groups = GroupIndex(path / "rollouts")
+        self.alerts = Records(path / "alerts.jsonl", alert_of)
+        self.events = Records(path / "events.jsonl", event_of)
+        self.family: str | None = None
+        """The same for runs that differ in their seed alone; None while that is not known."""
+        self._family_of: Any = None
+        self._failed: str | None = None
+        self._found: tuple[Any, dict[str, Any], str | None] = (None, {}, None)
+        self._reading = threading.Lock()
+
+    def refresh_some(self) -> bool:
+        """Index a share of what is new. Whether nothing is left."""
+        try:
+            done = self.series.refresh(_SHARE if self.series.done else _FIRST_SHARE)
+            done = self.evaluated.refresh(_SHARE) and done
+            done = self.groups.refresh(_FILES_AT_ONCE) and done
+            self._find_family()
+        except Exception as error:  # noqa: BLE001 -- a run that cannot be read must not stop the others
+            self._failed = f"It cannot be read ({type(error).__name__}: {str(error)[:200]})."
+            return True
+        self._failed = None
+        return done
+
+    def manifest(self) -> dict[str, Any]:
+        """`run.json`, with the state that the run really is in; the state alone where it cannot be read."""
+        found = self._loaded()[1]
+        return found | {
+            "state": status.state_of(found, self.path)[:_LONGEST_NAME] if _has_text(found, "state") else "unknown"
+        }
+
+    def _loaded(self) -> tuple[Any, dict[str, Any], str | None]:
+        """Which version of the file, its content, and why it cannot be read."""
+        path = self.path / manifest.NAME
+        with self._reading:
+            try:
+                facts = path.lstat()
+                mark = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+                if mark != self._found[0]:
+                    self._found = (mark, {}, None)
+                    self._found = (mark, manifest.load(path), None)
+            except FileNotFoundError:
+                self._found = (None, {}, None)
+            except (OSError, ValueError) as error:
+                said = error.strerror if isinstance(error, OSError) else str(error)[:200]
+                self._found = (self._found[0], {}, f"run.json cannot be read: {said}.")
+            return self._found
+
+    def _find_family(self) -> None:
+        mark, found, _ = self._loaded()
+        if mark == self._family_of:
+            return
+        self._family_of = mark
+        try:
+            key = sides.key_of(comparison.Run(path=self.path, manifest=found)) if found else None
+        except (TypeError, ValueError, AttributeError, KeyError, RecursionError):  # a foreign shape has no family
+            key = None
+        self.family = None if key is None else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    def troubles(self) -> list[str]:
+        """What of the run cannot be read, a sentence each."""
+        logs = (self._loaded()[2], self.series.trouble, self.evaluated.trouble, self.groups.trouble)
+        files = {**self.groups.unreadable, **self.held_out.unreadable}
+        told = [*logs, self.alerts.trouble, self.events.trouble, self._failed]
+        told += [f"{name} cannot be read: {why.rstrip('.')}." for name, why in list(files.items())[:3]]
+        if len(files) > 3:
+            told.append(f"{len(files) - 3} more files cannot be read.")
+        return [said for said in told if said]
+
+    def overview(self) -> dict[str, Any]:
+        """One row of the table of runs."""
+        try:
+            return self._overview()
+        except Exception as error:  # noqa: BLE001 -- a run that cannot be read must not hide the others
+            said = f"It cannot be shown ({type(error).__name__}: {str(error)[:200]})."
+            empty = dict.fromkeys(("created", "algorithm", "parent", "family"))
+            indexed = {"bytes": 0, "of": 0, "files_left": 0}
+            about = {"name": self.name, "path": str(self.path), "state": "unknown", "step": 0, "alerts": 0, **empty}
+            return {**about, "last": dict.fromkeys(_SHOWN), "metrics": [], "indexed": indexed, "troubles": [said]}
+
+    def _overview(self) -> dict[str, Any]:
+        found = self.manifest()
+        alerts = self.alerts.rows()
+        step = found.get("step")
+        parent = found.get("parent")
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "state": found["state"],
+            "created": found["created"][:40] if _has_text(found, "created") else None,
+            "step": self.series.last_step() or (step if is_step(step) else 0),
+            "algorithm": _name_of(found.get("algorithm")),
+            "parent": text_of(parent.get("run")) or None if isinstance(parent, Mapping) else None,
+            "family": self.family,
+            "alerts": len(alerts),
+            "last": {name: self.last(name) for name in _SHOWN},
+            "metrics": sorted({*self.series.names(), *self.evaluated.names()}),
+            "indexed": {"bytes": self.series.done, "of": self.series.size, "files_left": self.groups.pending},
+            "troubles": self.troubles(),
+        }
+
+    def last(self, name: str) -> float | None:
+        """The newest finite value of a metric."""
+        values = self.column(name)[1]
+        finite = np.flatnonzero(np.isfinite(values))
+        return float(values[finite[-1]]) if len(finite) else None
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps [n] and values [n] of a metric of training, else of an evaluation; of two at one step the later."""
+        steps, values = self.series.column(name)
+        if not len(steps):
+            steps, values = self.evaluated.column(name)
+        is_last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
+        return steps[is_last], values[is_last]
+
+
+def _has_text(found: Mapping[str, Any], name: str) -> bool:
+    return isinstance(found.get(name), str)
+
+
+class Library:
+    """All runs that are shown; a thread of its own indexes what is new, a share of each run at a time."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = list(folders)
+        self._runs: dict[str, RunView] = {}
+        self._stop = threading.Event()
+        self._finding = threading.Lock()
+        self._asked = 0.0
+        self._thread: threading.Thread | None = None
+        self.find()
+
+    def find(self) -> list[RunView]:
+        """The runs there are now, also those that appeared since."""
+        found = find_runs(self.folders)
+        with self._finding:
+            known = {run.path: run for run in self._runs.values()}
+            runs = {}
+            for name, path in found.items():
+                runs[name] = known.get(path) or RunView(name, path)
+                runs[name].name = name
+            self._runs = runs
+        return list(runs.values())
+
+    def get(self, name: str) -> RunView:
+        """The run of this name. RunFolderError when there is none: names never become paths."""
+        if name not in self._runs:
+            raise RunFolderError(f"There is no run {name!r} here.{did_you_mean(name, self._runs)}")
+        return self._runs[name]
+
+    def asked(self) -> None:
+        """A reader waits for an answer."""
+        self._asked = time.monotonic()
+
+    def start(self, seconds: float = 1.0) -> None:
+        """Index in the background until `stop`; look for new lines every `seconds`."""
+        self._thread = threading.Thread(target=self._watch, args=(seconds,), name="covey-view", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, seconds: float) -> None:
+        while not self._stop.is_set():
+            done = []
+            for run in self._runs.values():
+                started = time.monotonic()
+                done.append(run.refresh_some())
+                if not done[-1] and started - self._asked < _POLITE_SECONDS:
+                    self._stop.wait(time.monotonic() - started)
+            if all(done):
+                self._stop.wait(seconds)
+
+    def refresh(self) -> None:
+        """Index everything now."""
+        for run in self.find():
+            while not run.refresh_some():
+                continue
+
+
+def differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
+    """What differs between the manifests of the runs: `[{"name": "config.beta", "values": [0, 0.1]}]`; a source is text."""
+    found = [run.manifest() for run in runs]
+    if not found:
+        return []
+    names = sorted({name for other in found[1:] for name in _changed(found[0], other)})
+    return [{"name": name, "values": [_at(one, name) for one in found]} for name in names]
+
+
+def _changed(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return list(manifest.changes(first, other))
+
+
+def _at(found: Any, name: str) -> Any:
+    """The value under a dotted name; a key may hold dots itself."""
+    if not name:
+        return found
+    if not isinstance(found, Mapping):
+        return None
+    for key in found:
+        if name == key or name.startswith(f"{key}."):
+            value = _at(found[key], name[len(key) + 1 :])
+            if value is not None:
+                return value
+    return None
+
+
+def _name_of(algorithm: Any) -> str | None:
+    if isinstance(algorithm, Mapping):
+        fields = algorithm.get("fields")
+        inner = fields.get("name") if isinstance(fields, Mapping) else None
+        name = algorithm.get("name") or inner or algorithm.get("type")
+        return text_of(name)[:_LONGEST_NAME] or None
+    return text_of(algorithm)[:_LONGEST_NAME] or None

@@ -1,0 +1,101 @@
+"""Groups whose text contains what is looked for: a bounded piece of work a request, and where to go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from covey.monitor.view.groups import GroupIndex, read_columns
+
+_CHUNK = 4096
+_NAMES = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a part of a search found."""
+
+    places: list[int]
+    """Groups that match, as places in the table, in the order that was asked for."""
+    at: int
+    """How many groups of the order have been looked at; the next part starts here."""
+    is_done: bool
+
+
+def search(
+    index: GroupIndex,
+    table: np.ndarray,
+    order: np.ndarray,
+    text: str,
+    *,
+    start: int = 0,
+    most: int = 50,
+    seconds: float = 0.06,
+) -> Found:
+    """Look through `order` [k] (places in `table`) from `start` for `text` in prompts and completions, case ignored.
+
+    Ends once `most` groups are found, or `seconds` have passed and at least one file was looked at. Memory: one file's text.
+    """
+    deadline = time.monotonic() + seconds
+    found: list[int] = []
+    looked = 0
+    matches = index.matches_of(text)
+    for first in range(start, len(order), _CHUNK):
+        part = order[first : first + _CHUNK]
+        whose = zip(part.tolist(), table["step"][part].tolist(), table["group"][part].tolist(), strict=True)
+        for at, (place, step, group) in enumerate(whose, first):
+            if len(found) == most:
+                return Found(found, at, False)
+            if step not in matches:
+                if looked and time.monotonic() > deadline:
+                    return Found(found, at, False)
+                matches[step] = _groups_with(index.path_of(step), text)
+                looked += 1
+            if group in matches[step]:
+                found.append(place)
+    return Found(found, len(order), True)
+
+
+def _groups_with(path: Path, text: str) -> frozenset[int]:
+    """Numbers of the groups of a file that contain the text."""
+    try:
+        rows = read_columns(path, ["group", "prompt", "completion"])
+        hit = pc.or_kleene(
+            pc.match_substring(rows["prompt"], text, ignore_case=True),
+            pc.match_substring(rows["completion"], text, ignore_case=True),
+        )
+        return frozenset(rows["group"].filter(hit).to_pylist())
+    except (OSError, ValueError, KeyError, pa.ArrowException):  # a file without these texts is one without the words
+        return frozenset()
+
+
+def prompts_of(index: GroupIndex, table: np.ndarray, places: Sequence[int], most: int = 240) -> list[dict[str, str]]:
+    """The beginning of the prompt and of the first completion of each group; empty where the file has none."""
+    texts: dict[int, pa.Table | None] = {}
+    said = []
+    for place in places:
+        step, row = int(table["step"][place]), int(table["first_row"][place])
+        if step not in texts:
+            texts[step] = _texts(index.path_of(step))
+        said.append({new: _beginning(texts[step], old, row, most) for old, new in _NAMES.items()})
+    return said
+
+
+def _texts(path: Path) -> pa.Table | None:
+    try:
+        return read_columns(path, list(_NAMES))
+    except (OSError, ValueError, pa.ArrowException):  # dropped by a resume, or damaged since it was indexed
+        return None
+
+
+def _beginning(table: pa.Table | None, name: str, row: int, most: int) -> str:
+    if table is None or name not in table.column_names or row >= table.num_rows:
+        return ""
+    value = table[name][row].as_py()
+    return "" if value is None else str(value)[:most]

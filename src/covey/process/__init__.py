@@ -1,0 +1,1 @@
+"""This process among others: ranks, heartbeats between them, memory, the terminal."""

@@ -1,0 +1,297 @@
+"""Whether the other processes still live: each tells the others twice a second where it is, and a wait for one that is gone ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+from covey.errors import RankError
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
+BEAT_SECONDS = 0.5
+SILENCE_SECONDS = 60.0
+"""A process that has not been heard of for so long is taken for dead (less, where `ddp_timeout` is less)."""
+BROKEN_SECONDS = 5.0
+"""So long after a connection broke, the process that was silent ever since is the one that ended."""
+PARTED_SECONDS = 10.0
+"""So long two processes may wait for each other in different places before they are told."""
+_LOOK_SECONDS = 0.05
+_HOST = socket.gethostname()
+
+
+class Store(Protocol):
+    """Keys and values that every process sees, such as `torch.distributed.TCPStore`."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a process tells of itself."""
+
+    beat: int = 0
+    meetings: int = 0
+    """Collectives begun: the same number on every process that is in step."""
+    meeting: str = ""
+    """Where it waits for the others; empty: it works."""
+    place: str = ""
+    """What its main thread does."""
+    ended: str = ""
+    """Why it will come to no further meeting; empty: it will."""
+    error: str = ""
+    """The exception that ends its run, while the others may still have the same one."""
+    process: str = ""
+
+    @staticmethod
+    def parse(text: bytes) -> Beat:
+        found = json.loads(text)
+        return Beat(**{item.name: found[item.name] for item in fields(Beat) if item.name in found})
+
+
+class Pulse:
+    """Beats for this process and listens to the others, in a thread; `meet` makes a collective that cannot wait for ever.
+
+    A process is given up when it said that it ended, when it was silent for `silence` seconds, or when it did not come to
+    a meeting within `patience` seconds. `meet` then raises RankError, which names it and where it was last.
+    `is_pollable` is False for collectives that must run on the calling thread (NCCL): there the thread that listens says
+    the same and ends the process with RankError's exit code.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, silence: float, patience: float, is_pollable: bool = True
+    ) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.silence, self.patience, self.is_pollable = silence, patience, is_pollable
+        self.others: dict[int, Beat] = {}
+        self.heard: dict[int, float] = dict.fromkeys((r for r in range(size) if r != rank), time.monotonic())
+        self.is_abandoned = False
+        """Whether a collective was left that may never end: the process must not wait for its threads."""
+        self._mine = Beat(process=f"process {os.getpid()} on {_HOST}")
+        self._waits_since: float | None = None
+        self._main = threading.main_thread().ident
+        self._lock = threading.Lock()
+        self._stop, self._wake, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="covey-pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # -- the main thread --------------------------------------------------------------------------------------------
+
+    def meet(self, call: Callable[[], R]) -> R:
+        """What `call`, a collective, returns. Raises RankError when another process does not come."""
+        self._waits_since = time.monotonic()
+        self._now(meetings=self._mine.meetings + 1, meeting=_caller(sys._getframe(1)), error="")
+        try:
+            return self._apart(call) if self.is_pollable else call()
+        except RuntimeError as error:
+            self.is_abandoned = True
+            raise RankError(self._why_broken(error)) from error
+        except KeyboardInterrupt:
+            self.is_abandoned = True
+            raise
+        finally:
+            self._waits_since = None
+            self._now(meeting="")
+
+    def _apart(self, call: Callable[[], R]) -> R:
+        """Call in a thread of its own, so that this one can stop waiting."""
+        done = threading.Event()
+        found: list[R] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                found.append(call())
+            except BaseException as error:  # noqa: BLE001 - raised again where it was called
+                failed.append(error)
+            done.set()
+
+        threading.Thread(target=work, name="covey-collective", daemon=True).start()
+        while not done.wait(_LOOK_SECONDS):
+            why = self.verdict()
+            if why is not None:
+                self.is_abandoned = True
+                raise RankError(why)
+        if failed:
+            raise failed[0]
+        return found[0]
+
+    def fails_together(self, error: BaseException) -> bool:
+        """Tell the others of an exception that ends this run; whether every process has one at this same point.
+
+        If so they may still meet, for a last checkpoint. If not, the others are told that this one will not come again.
+        """
+        said = f"{type(error).__name__}: {error}"
+        self._tell(error=said)
+        deadline = time.monotonic() + BROKEN_SECONDS
+        while time.monotonic() < deadline and not isinstance(error, RankError):
+            states = [self.others.get(r, Beat()) for r in self.heard]
+            if all(one.error and one.meetings == self._mine.meetings for one in states):
+                return True
+            if any(one.ended or (one.meeting and one.meetings > self._mine.meetings) for one in states):
+                break
+            time.sleep(_LOOK_SECONDS)
+        self.end(f"failed with {said}")
+        return False
+
+    def end(self, why: str) -> None:
+        """Tell the others that this process will come to no further meeting."""
+        self._tell(ended=self._mine.ended or why)
+
+    def begin(self) -> None:
+        """Another run in the same process: what ended the last one is over."""
+        self._tell(ended="", error="")
+
+    def stop(self) -> None:
+        """Say goodbye and end the thread."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(2 * BEAT_SECONDS)
+
+    # -- what is known of the others --------------------------------------------------------------------------------
+
+    def verdict(self) -> str | None:
+        """Why the meeting that this process waits in will not happen; None: it still may."""
+        since, mine = self._waits_since, self._mine
+        if since is None:
+            return None
+        now = time.monotonic()
+        waited = now - since
+        for rank, heard in self.heard.items():
+            other = self.others.get(rank, Beat())
+            if other.ended and (other.meetings < mine.meetings or now - heard > PARTED_SECONDS):
+                return f"{self._name(rank)} {other.ended}. {self._we(waited)}"
+            if now - heard > self.silence:
+                return f"{self._name(rank)} has not been heard of for {now - heard:.0f} s; {self._last(other)}. {self._we(waited)}"
+            lives = heard > since + self.patience  # a silent one is waited for until `silence` says that it is gone
+            if waited > self.patience and lives and other.meetings < mine.meetings:
+                return f"{self._name(rank)} lives but did not come within {waited:.0f} s; {self._last(other)}. {self._we(waited)}"
+            if waited > PARTED_SECONDS and other.meetings == mine.meetings and other.meeting not in ("", mine.meeting):
+                return (
+                    f"{self._name(rank)} waits in {other.meeting} while this one waits in {mine.meeting}: "
+                    "they have parted; give every process the same data, options and code."
+                )
+        return None
+
+    def _why_broken(self, error: RuntimeError) -> str:
+        """After a connection broke: which process it was, as soon as that can be known."""
+        if isinstance(error, RankError):
+            return str(error)
+        broke = time.monotonic()
+        since = self._waits_since or broke
+        while time.monotonic() < broke + 2 * BROKEN_SECONDS:
+            why = self.verdict()
+            if why is not None:
+                return why
+            for rank, heard in self.heard.items():
+                if time.monotonic() - max(heard, broke - 2 * BEAT_SECONDS) > BROKEN_SECONDS:
+                    last = self._last(self.others.get(rank, Beat()))
+                    return f"{self._name(rank)} ended without a word (killed?); {last}. {self._we(broke - since)}"
+            time.sleep(_LOOK_SECONDS)
+        return f"the connection to another process broke: {_first_line(error)} {self._we(broke - since)}"
+
+    def _name(self, rank: int) -> str:
+        process = self.others.get(rank, Beat()).process
+        return f"rank {rank}" + (f" ({process})" if process else "")
+
+    def _last(self, other: Beat) -> str:
+        return f"it was last in {other.meeting or other.place or 'its start'}"
+
+    def _we(self, waited: float) -> str:
+        return (
+            f"Rank {self.rank} waited {waited:.0f} s for it in {self._mine.meeting}; the run ends here. "
+            "Start it again with --resume auto to go on from its newest checkpoint."
+        )
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _now(self, **changed: Any) -> None:
+        with self._lock:  # both threads do this
+            self._mine = replace(self._mine, **changed)
+
+    def _tell(self, **changed: Any) -> None:
+        """Beat at once; a store that does not answer is not waited for."""
+        self._now(**changed)
+        self._told.clear()
+        self._wake.set()
+        self._told.wait(2 * BEAT_SECONDS)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stop.is_set():
+            self._wake.wait(BEAT_SECONDS)
+            self._wake.clear()
+            now = time.monotonic()
+            if now - last > self.silence / 2:  # this process itself was stopped for a while
+                self.heard = dict.fromkeys(self.heard, now)
+            last = now
+            try:
+                self._beat()
+                self._listen()
+            except RuntimeError as error:  # the store is gone, and with it the process that keeps it
+                logger.debug("the store of heartbeats does not answer: %s", error)
+            self._guard()
+
+    def _beat(self) -> None:
+        self._now(beat=self._mine.beat + 1, place=_place(sys._current_frames().get(self._main or 0)))
+        self.store.set(f"covey/pulse/{self.rank}", json.dumps(asdict(self._mine)))
+        self._told.set()
+
+    def _listen(self) -> None:
+        for rank in self.heard:
+            key = f"covey/pulse/{rank}"
+            if not self.store.check([key]):
+                continue
+            beat = Beat.parse(self.store.get(key))
+            if beat != self.others.get(rank):
+                self.others[rank] = beat
+                self.heard[rank] = time.monotonic()
+
+    def _guard(self) -> None:
+        """End a process that waits where it cannot be woken."""
+        why = None if self.is_pollable else self.verdict()
+        if why is not None:
+            logger.error("%s", why)
+            leave_now()
+
+
+def leave_now() -> None:
+    """End this process at once with RankError's exit code: a collective that never ends would hold it back."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(RankError.exit_code)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """The place outside of the world's own files that asked for a collective."""
+    while frame is not None and Path(frame.f_code.co_filename).name in ("world.py", "heartbeat.py"):
+        frame = frame.f_back
+    return _place(frame)
+
+
+def _place(frame: FrameType | None) -> str:
+    """`score (loop.py:106)`."""
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

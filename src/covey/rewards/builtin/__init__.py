@@ -1,0 +1,1 @@
+"""Built-in rewards, one file each; `registry` maps their names."""

@@ -1,0 +1,270 @@
+"""Rewards for answers among a few, or near a gold answer: a choice's letter, a number within a tolerance, words in common."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards.builtin.answers import gold_answer, marked_answer, number
+from covey.rewards.builtin.text import text_of
+
+_ARTICLES = frozenset({"a", "an", "the"})
+_CONNECTED = r"(?:answer|choice|option|lösung|réponse|respuesta)"
+_LONGEST_COMPARED = 10_000
+"""Characters of a text that are compared by similarity, whose time grows with the square."""
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?(?:[eE][-+]?\d{1,3})?(?!\d|[eE][-+]?\d)")
+
+
+@dataclass(frozen=True)
+class ChoiceLetter:
+    r"""1.0 where the one letter that the text chooses is the gold letter, 0.0 where not, `None` without a gold letter.
+
+    The choice is what the text marks (`####`, `\boxed{}`, `<answer>`), or stands after its last "answer is", "answer:" or
+    "option", or is the whole text: `B`, `(B)`, `B.`, `b) Paris`. A text that chooses several letters there ("A or B") or none
+    scores 0. The gold letter is in the column `answer` or else `solution`, as a letter, or as an index from 0 of the column's
+    value is a whole number.
+    """
+
+    letters: str = "ABCD"
+    needs_one_of = ("answer", "solution")
+    __name__ = "choice"
+
+    def __post_init__(self) -> None:
+        if not self.letters.isalpha() or len(set(self.letters.upper())) < max(2, len(self.letters)):
+            raise ConfigError(f"choice(letters={self.letters!r}): give two or more different letters, such as 'ABCD'.")
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        answer: Sequence[Any] | None = None,
+        solution: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        golds = [self._gold(value) for value in gold_column("choice", answer, solution)]
+        chosen = [self.chosen(text_of(completion)) for completion in completions]
+        return [None if gold is None else float(c == gold) for c, gold in zip(chosen, golds, strict=True)]
+
+    def chosen(self, text: str) -> str | None:
+        """The letter that a text chooses, as a capital; `None` for none or several."""
+        tag = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        marked = tag[-1] if tag else marked_answer(text)
+        if marked is not None:
+            return self._letter(marked)
+        said = list(re.finditer(rf"\b{_CONNECTED}\b\s*(?:is|:|=|ist|est|es)?\s*:?", text, re.IGNORECASE))
+        return self._letter(text[said[-1].end() :] if said else text)
+
+    def _letter(self, text: str) -> str | None:
+        """The letter at the beginning of `text`, unless another follows it as a choice of its own."""
+        one = rf"[{self.letters}{self.letters.lower()}]"
+        plain = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}", r"\1", text).strip().lstrip("*_`\"'$ ")
+        first = re.match(rf"(?:\(|\[)?({one})(?:[).\]:,*_`\"'$]|\s|$)", plain)
+        if first is None or (first[1].islower() and re.match(r"\s+[a-z]", plain[first.end(1) :])):
+            return None  # "a book" is no choice of A
+        rest = plain[first.end(1) : first.end(1) + 40]
+        others = re.search(rf"^[).\]]?\s*(?:,|/|&|or|and|\+)\s*(?:\(|\[)?{one}(?:[).\]:,]|\s|$)", rest, re.IGNORECASE)
+        return None if others else first[1].upper()
+
+    def _gold(self, value: Any) -> str | None:
+        if value is None or str(value).strip() == "":
+            return None
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.letters):
+            return self.letters[value].upper()
+        letter = self._letter(gold_answer(str(value)))
+        if letter is None:
+            raise ValueError(
+                f"choice: the gold answer {str(value)[:60]!r} is none of the letters {self.letters}; give choice(letters=...)."
+            )
+        return letter
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """1.0 where the final number is within a tolerance of the gold number, 0.0 where not, `None` without a gold number.
+
+    Within means `|x - gold| <= max(absolute, relative * |gold|)`, compared exactly. With `scale` above 0 the score falls as
+    `exp(-excess / scale)` beyond it, where `excess` is the distance past the tolerance; so a guess earns something, and the
+    full mark only what is right.
+    """
+
+    relative: float = 0.01
+    absolute: float = 0.0
+    scale: float = 0.0
+    needs_one_of = ("answer", "solution")
+    __name__ = "numeric"
+
+    def __post_init__(self) -> None:
+        for name in ("relative", "absolute", "scale"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"numeric({name}={value}) must be a finite number, 0 or above.")
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        answer: Sequence[Any] | None = None,
+        solution: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        golds = [None if g is None else number(gold_answer(str(g))) for g in gold_column("numeric", answer, solution)]
+        texts = [text_of(completion) for completion in completions]
+        return [None if gold is None else self._score(text, gold) for text, gold in zip(texts, golds, strict=True)]
+
+    def _score(self, text: str, gold: Fraction) -> float:
+        marked = marked_answer(text)
+        numbers = _NUMBER.findall(text) if marked is None else [marked]
+        value = number_within(numbers[-1].rstrip(",.")) if numbers else None
+        if value is None:
+            return 0.0
+        excess = abs(value - gold) - max(_decimal(self.absolute), _decimal(self.relative) * abs(gold))
+        if excess <= 0:
+            return 1.0
+        return 0.0 if self.scale == 0 else math.exp(-min(float(min(excess, Fraction(10**9))) / self.scale, 700.0))
+
+
+@lru_cache(maxsize=256)
+def _decimal(value: float) -> Fraction:
+    """The number as it was written: 0.29 is 29/100, not the nearest binary fraction."""
+    return Fraction(str(value))
+
+
+def number_within(text: str) -> Fraction | None:
+    """The number that a text is, also as `1.5e-3` and with a unit after it; `None` for others.
+
+    >>> number_within("2.50 m"), number_within("1e3"), number_within("3 or 4")
+    (Fraction(5, 2), Fraction(1000, 1), None)
+    """
+    exact = number(text)
+    if exact is not None:
+        return exact
+    match = re.fullmatch(r"\s*\$?([-+]?(?:\d[\d,]*\.?\d*|\.\d+))(?:[eE]([-+]?\d{1,3}))?\s*[^\d\s]*\s*", text[:200])
+    return None if match is None else Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
+
+
+def normalized(text: str) -> str:
+    """A text as SQuAD compares answers: NFKC, lower case, no punctuation, no articles, single spaces.
+
+    >>> normalized("The  Eiffel-Tower!")
+    'eiffeltower'
+    """
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    kept = "".join(c for c in folded if c not in string.punctuation and not unicodedata.category(c).startswith("P"))
+    return " ".join(word for word in kept.split() if word not in _ARTICLES)
+
+
+@dataclass(frozen=True)
+class TokenF1:
+    """F1 of the words of the answer and a gold answer, as SQuAD measures it; the best of several gold answers.
+
+    `2 p r / (p + r)` with precision p and recall r over words as multisets, after `normalized`. The answer is what the text
+    marks, or all of it; so a text that lists many words pays in precision. `None` without a gold answer.
+    """
+
+    needs_one_of = ("answer", "solution", "reference")
+    __name__ = "f1"
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        answer: Sequence[Any] | None = None,
+        solution: Sequence[Any] | None = None,
+        reference: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        golds = gold_column("f1", answer, solution, reference)
+        return [best(_f1, answer_in(c), gold) for c, gold in zip(completions, golds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Fuzzy:
+    """How alike answer and gold answer are as letters, from 0 to 1; below `at_least` it is 0.
+
+    `2 L / T` with L letters of the longest common subsequence and T letters in both, after `normalized`: 1 less the share of
+    letters to insert or delete. Of longer texts the first 10,000 characters are compared. `None` without a gold answer.
+    """
+
+    at_least: float = 0.0
+    needs_one_of = ("answer", "solution", "reference")
+    __name__ = "fuzzy"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_least <= 1:
+            raise ConfigError(f"fuzzy(at_least={self.at_least}) must lie between 0 and 1.")
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        answer: Sequence[Any] | None = None,
+        solution: Sequence[Any] | None = None,
+        reference: Sequence[Any] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        golds = gold_column("fuzzy", answer, solution, reference)
+        found = [best(_ratio, answer_in(c), gold) for c, gold in zip(completions, golds, strict=True)]
+        return [None if score is None else score if score >= self.at_least else 0.0 for score in found]
+
+
+def gold_column(name: str, *columns: Sequence[Any] | None) -> Sequence[Any]:
+    """The first column that is there. Raises RewardError when none is."""
+    for column in columns:
+        if column is not None:
+            return column
+    raise RewardError(f"{name} needs a column 'answer' or 'solution'; rename yours, as in --columns answer=label.")
+
+
+def golds_of(gold: Any) -> list[str]:
+    """The gold answers of one row: one, or several in a list; those that are empty are left out."""
+    if gold is None:
+        return []
+    several: Iterable[Any] = gold if isinstance(gold, list | tuple) else [gold]
+    return [text for text in (gold_answer(str(value)) for value in several if value is not None) if text]
+
+
+def best(score: Any, text: str, gold: Any) -> float | None:
+    """The highest score of `text` against a row's gold answers; `None` when it has none."""
+    return max((score(text, one) for one in golds_of(gold)), default=None)
+
+
+def answer_in(completion: Any) -> str:
+    """What a completion marks as its answer, or all of its text."""
+    text = text_of(completion)
+    marked = marked_answer(text)
+    return text if marked is None else marked
+
+
+def _f1(text: str, gold: str) -> float:
+    said, wanted = Counter(normalized(text).split()), Counter(normalized(gold).split())
+    shared = (said & wanted).total()
+    return 2 * shared / (said.total() + wanted.total()) if shared else 0.0
+
+
+def _ratio(text: str, gold: str) -> float:
+    said, wanted = normalized(text)[:_LONGEST_COMPARED], normalized(gold)[:_LONGEST_COMPARED]
+    if not said or not wanted:
+        return 0.0
+    return 2 * common_length(wanted, said) / (len(wanted) + len(said))
+
+
+def common_length(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """Length of the longest common subsequence, a bit for each item of `first` (Hyyrö 2004): a row at a time.
+
+    >>> common_length("abcd", "abxd")
+    3
+    """
+    places: dict[Hashable, int] = {}
+    for i, item in enumerate(first):
+        places[item] = places.get(item, 0) | 1 << i
+    every = (1 << len(first)) - 1
+    row = every
+    for item in second:
+        taken = row & places.get(item, 0)
+        row = ((row + taken) | (row - taken)) & every
+    return len(first) - row.bit_count()

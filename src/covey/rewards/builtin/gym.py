@@ -1,0 +1,36 @@
+"""Reasoning Gym's own graders as a reward, each answer in a worker process that is killed past its limit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from covey.data import gym as tasks
+from covey.rewards.builtin.answers import marked_answer
+from covey.rewards.builtin.text import text_of
+from covey.rewards.decorators import per_completion
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@per_completion(isolated=True, concurrency=2, timeout=60)
+def gym_reward(completion: Any, gym: str | None, **columns: Any) -> float | None:
+    r"""What the grader of the row's task gives the answer, from 0 to 1; `None` for a row of another source.
+
+    The answer is in the last `<answer>`, after `####`, in `\boxed{}`, or all that follows the thinking. Needs the column `gym` of
+    a data set `gym:<task>`.
+    """
+    return None if gym is None else tasks.score(answer_of(text_of(completion)), gym)
+
+
+def answer_of(text: str) -> str:
+    """The answer in a text, as graders want it.
+
+    >>> answer_of("<think>7?</think> <answer> 8 </answer>"), answer_of("<think>7?</think>\\n8")
+    ('8', '8')
+    """
+    tagged = _TAG.findall(text)
+    if tagged:
+        return str(tagged[-1]).strip()
+    marked = marked_answer(text)
+    return text.rsplit("</think>", 1)[-1].strip() if marked is None else marked

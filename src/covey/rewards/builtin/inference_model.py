@@ -1,0 +1,148 @@
+"""A model that only reads: loaded from a folder or a hub id with its own tokenizer, run in batches of like length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from covey.errors import ModelError
+from covey.rewards.adaptive_batches import Portions
+
+Kind = Literal["encoder", "classifier", "causal"]
+
+_CLASSES = {
+    "encoder": "AutoModel",
+    "classifier": "AutoModelForSequenceClassification",
+    "causal": "AutoModelForCausalLM",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """Model and tokenizer in evaluation mode; padded on the right, longest texts last."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    batch_size: int = 16
+    is_placed: bool = False
+    """Whether its device was chosen, and `to` leaves it there."""
+
+    @staticmethod
+    def of(
+        kind: Kind,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        device: Any = None,
+        dtype: str = "float32",
+        batch_size: int = 16,
+    ) -> Frozen:
+        """Load `model`, or take it as it is. Raises ModelError when it, its head or its tokenizer is not there."""
+        if batch_size < 1:
+            raise ModelError(f"batch_size={batch_size} lets no text through; use at least 1.")
+        loaded = _load(kind, str(model), dtype) if isinstance(model, str | Path) else model
+        name = str(getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__).rstrip("/").split("/")[-1]
+        tokenizer = _load_tokenizer(model, name) if tokenizer is None else tokenizer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if kind == "classifier":  # decoders read the score at the last token that is no padding
+            loaded.config.pad_token_id = tokenizer.pad_token_id
+        loaded = loaded.eval().requires_grad_(False)
+        if device is not None:
+            loaded.to(device)
+        return Frozen(loaded, tokenizer, name, batch_size, device is not None)
+
+    @cached_property
+    def portions(self) -> Portions:
+        """How much it reads at a time."""
+        return Portions(self.name, self.batch_size)
+
+    def to(self, device: Any) -> None:
+        """Move it, unless its device was chosen or it is spread over several."""
+        if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
+            self.model.to(device)
+
+    def ids(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
+        """Token ids of a text, or of two in the tokenizer's own form for pairs."""
+        return list(
+            self.tokenizer(_clean(text), None if pair is None else _clean(pair), add_special_tokens=special)[
+                "input_ids"
+            ]
+        )
+
+    def check_length(self, ids: Sequence[int], what: str) -> None:
+        """Raise ValueError for more tokens than the model reads: nothing is cut off in silence."""
+        limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        if len(ids) > limit:
+            raise ValueError(f"{what} has {len(ids)} tokens, the model {self.name!r} reads {limit}")
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[Sequence[int]], read: Callable[[Any, Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """What `read(output, ids [B, L], mask [B, L])` gives, [B, ...], row by row in the order of `rows`."""
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        device = next(self.model.parameters()).device
+
+        def forward(held: list[int]) -> Tensor:
+            ids, mask = (x.to(device) for x in self._padded([rows[i] for i in held]))
+            return read(self.model(input_ids=ids, attention_mask=mask), ids, mask).float().cpu()
+
+        for held, values in self.portions.run([len(row) for row in rows], forward):
+            for i, value in zip(held, values, strict=True):
+                found[i] = value
+        return found
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        longest = max(len(row) for row in rows)
+        ids = torch.full((len(rows), longest), int(self.tokenizer.pad_token_id))  # [B, L]
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = 1
+        return ids, mask
+
+
+def is_float(dtype: str) -> bool:
+    """Whether torch has real numbers of this name."""
+    found = getattr(torch, dtype, None)
+    return isinstance(found, torch.dtype) and found.is_floating_point
+
+
+def _load(kind: Kind, source: str, dtype: str) -> Any:
+    import transformers
+
+    if not is_float(dtype):
+        raise ModelError(f"dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
+    try:
+        model, found = getattr(transformers, _CLASSES[kind]).from_pretrained(
+            source, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"The model {source!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+    missing = sorted(name for name in found["missing_keys"] if "pooler" not in name)
+    if missing:
+        raise ModelError(f"{source!r} is no {kind} as needed here: it has no weights for {missing[0]}.")
+    return model
+
+
+def _load_tokenizer(source: Any, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        if not isinstance(source, str | Path):
+            raise OSError("the model was given as an object")
+        return AutoTokenizer.from_pretrained(str(source))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"No tokenizer for the model {name!r} ({reason}); pass tokenizer=.") from error
+
+
+def _clean(text: str) -> str:
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,145 @@
+"""A language model that judges: asked side by side within a deadline, again when its reply has the wrong form, and counted."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from covey.errors import ConfigError, RewardError, did_you_mean
+from covey.rewards.builtin.chat_endpoint import Endpoint, Message, Reply, ReplyCache, ReplyError, side_by_side
+
+T = TypeVar("T")
+Metrics = Callable[[str, float], None]
+
+_REMEMBER_SECONDS = 60.0
+"""How long a failure is known: the scorer repeats a failed call on halves to find the completions that fail."""
+
+
+@dataclass
+class Spent:
+    """What a judge has cost so far."""
+
+    requests: int = 0
+    remembered: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judge:
+    """Asks one endpoint: remembers replies, asks again when one has the wrong form, counts what is spent."""
+
+    endpoint: Endpoint
+    concurrency: int = 16
+    deadline_seconds: float = 100.0
+    """For all questions of one call; the scorer's own limit must be longer."""
+    asks: int = 3
+    """How often a question is put until the reply has the form that was asked for."""
+    price_in: float = 0.0
+    """Of a million tokens read."""
+    price_out: float = 0.0
+    max_cost: float = math.inf
+    cache: ReplyCache = field(default_factory=ReplyCache)
+    spent: Spent = field(default_factory=Spent)
+    _gate: Any = field(default=None, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+    _failed: dict[str, tuple[float, Exception]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.asks < 1 or self.deadline_seconds <= 0:
+            raise ConfigError("judge: concurrency and asks must be at least 1, and deadline_seconds above 0.")
+        object.__setattr__(self, "_gate", threading.BoundedSemaphore(self.concurrency))
+
+    def all(self, questions: Sequence[Sequence[Message]], read: Callable[[str], T]) -> list[T | Exception]:
+        """What `read` makes of the reply to each question, or why there is none. Equal questions are asked once."""
+        until = time.monotonic() + self.deadline_seconds
+        keys = [json.dumps([dict(message) for message in question]) for question in questions]
+        first = dict(zip(keys, questions, strict=True))
+        work = [
+            lambda key=key, question=question: self._one(key, question, read, until) for key, question in first.items()
+        ]
+        found = dict(zip(first, side_by_side(work, self._gate, self.concurrency, until), strict=True))
+        self._remember({key: value for key, value in found.items() if isinstance(value, Exception)})
+        fatal = next((value for value in found.values() if isinstance(value, RewardError)), None)
+        if fatal is not None:
+            raise fatal
+        return [found[key] for key in keys]
+
+    def _remember(self, failures: Mapping[str, Exception]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for key in [key for key, (until, _) in self._failed.items() if until < now]:
+                del self._failed[key]
+            self._failed.update({key: (now + _REMEMBER_SECONDS, error) for key, error in failures.items()})
+
+    def _one(self, key: str, question: Sequence[Message], read: Callable[[str], T], until: float) -> T:
+        with self._lock:
+            known = self._failed.get(key)
+        if known is not None and time.monotonic() < known[0]:
+            raise known[1]
+        body = self.endpoint.body(question)
+        remembered = self.cache.get(body)
+        if remembered is not None:
+            with self._lock:
+                self.spent.remembered += 1
+            return read(remembered)
+        messages, said = list(question), ""
+        for _ in range(self.asks):
+            reply = self._ask(messages, until)
+            try:
+                value = read(reply.text)
+            except ReplyError as error:
+                said = str(error)
+                remark = f"Your reply cannot be read: {said}. Reply with the JSON object alone."
+                messages = [
+                    *question,
+                    {"role": "assistant", "content": reply.text[:2000]},
+                    {"role": "user", "content": remark},
+                ]
+                continue
+            self.cache.put(body, reply.text)
+            return value
+        raise ReplyError(f"the judge's reply could not be read {self.asks} times: {said}")
+
+    def _ask(self, messages: Sequence[Message], until: float) -> Reply:
+        if self.spent.cost >= self.max_cost:
+            raise RewardError(
+                f"The judge has cost {self.spent.cost:.2f}, and max_cost is {self.max_cost:.2f}; raise it to go on."
+            )
+        reply = self.endpoint.ask(messages, until)
+        with self._lock:
+            self.spent.requests += reply.num_requests
+            self.spent.prompt_tokens += reply.prompt_tokens
+            self.spent.completion_tokens += reply.completion_tokens
+            self.spent.cost += (reply.prompt_tokens * self.price_in + reply.completion_tokens * self.price_out) / 1e6
+        return reply
+
+    def log(self, log_metric: Metrics | None) -> None:
+        """The totals so far, as metrics."""
+        if log_metric is not None:
+            for name, value in vars(self.spent).items():
+                log_metric(f"judge/{name}", float(value))
+
+
+def judge_of(options: Mapping[str, Any]) -> Judge:
+    """A judge of flat options, as a name such as `judge(url=..., model=..., retries=2)` gives them.
+
+    Raises ConfigError for an option that neither `Endpoint` nor `Judge` has.
+    """
+    there = [f.name for f in fields(Endpoint)]
+    here = [f.name for f in fields(Judge) if not f.name.startswith("_") and f.name not in ("endpoint", "spent")]
+    for name in options:
+        if name not in (*there, *here):
+            raise ConfigError(
+                f"a judge has no option {name!r}.{did_you_mean(name, [*there, *here])} It has {', '.join([*there, *here])}."
+            )
+    own: dict[str, Any] = {name: value for name, value in options.items() if name in here}
+    cache = own.pop("cache", None)
+    endpoint = Endpoint(**{name: value for name, value in options.items() if name in there})
+    return Judge(endpoint=endpoint, cache=cache if isinstance(cache, ReplyCache) else ReplyCache(cache), **own)

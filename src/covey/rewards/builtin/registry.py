@@ -1,0 +1,175 @@
+"""Rewards by name: built-in ones, the user's own by import path, reward models by folder or hub id."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey import names
+from covey.errors import ConfigError, CoveyError, RewardError, did_you_mean
+from covey.rewards.builtin.choice import ChoiceLetter, Fuzzy, Numeric, TokenF1
+from covey.rewards.builtin.code import Code
+from covey.rewards.builtin.diversity import Distinct, SelfBleu
+from covey.rewards.builtin.format import JsonSchema, Pattern, Tags
+from covey.rewards.builtin.gym import gym_reward
+from covey.rewards.builtin.judge_rewards import JudgeReward, PairwiseJudgeReward
+from covey.rewards.builtin.language import Language
+from covey.rewards.builtin.length_scaled import CosineScaled, reasoning_accuracy_reward
+from covey.rewards.builtin.math import accuracy_reward, exact_reward, math_reward
+from covey.rewards.builtin.overlap import Bleu, Rouge
+from covey.rewards.builtin.reward_model import reward_model
+from covey.rewards.builtin.text import Length, Repetition, SoftOverlong, format_reward, think_format_reward
+from covey.rewards.builtin.text_models import ClassifierReward, FluencyReward, SimilarityReward
+from covey.rewards.contract import RewardSpec, name_of
+from covey.rewards.raised import with_place
+
+BUILTIN: dict[str, Any] = {
+    "math": math_reward,
+    "exact": exact_reward,
+    "format": format_reward,
+    "think_format": think_format_reward,
+    "length": Length,
+    "soft_overlong": SoftOverlong,
+    "repetition": Repetition,
+    "pattern": Pattern,
+    "tags": Tags,
+    "json_schema": JsonSchema,
+    "choice": ChoiceLetter,
+    "numeric": Numeric,
+    "f1": TokenF1,
+    "fuzzy": Fuzzy,
+    "rouge": Rouge,
+    "bleu": Bleu,
+    "distinct": Distinct,
+    "self_bleu": SelfBleu,
+    "language": Language,
+    "gym": gym_reward,
+    "reward_model": reward_model,
+    "classifier": ClassifierReward,
+    "similarity": SimilarityReward,
+    "fluency": FluencyReward,
+    "judge": JudgeReward,
+    "judge_pairs": PairwiseJudgeReward,
+    "cosine": CosineScaled,
+    "code": Code,
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+}
+"""Functions, and classes whose parameters are given as in `length(target=50)`."""
+
+_FROM_0_TO_1 = frozenset(
+    {
+        "math", "exact", "format", "think_format", "pattern", "tags", "json_schema", "choice", "numeric", "f1", "fuzzy", "rouge",
+        "bleu", "language", "code", "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
+    }
+)  # fmt: skip
+"""Those that give 0 to a wrong completion and 1 to a right one."""
+
+_CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
+
+
+def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_options: Any) -> RewardSpec:
+    """A reward ready to be called, from whatever a user may write.
+
+    `reward` is a callable; a built-in name (`math`, `length(target=50)`); `demo`; an import path (`package.module:function`,
+    `file.py:function`, `file.py:Factory(scale=2)`); or a reward model: a folder, a hub id `org/name`, or a module, with
+    `tokenizer` as its own and `device` to run on. A RewardSpec comes back as it is. `model_options` go to `ModelReward.of`.
+    Raises ConfigError, RewardError or ModelError in a sentence that names the nearest known name.
+    """
+    if isinstance(reward, RewardSpec):
+        return _placed(reward, device)
+    if isinstance(reward, str | Path):
+        found = _named(str(reward))
+        if found is not None:
+            return _placed(found, device)
+    if isinstance(reward, str | Path | torch.nn.Module):
+        from covey.rewards.builtin.reward_model import ModelReward
+
+        model = ModelReward.of(reward, tokenizer, device=device, **model_options)
+        return RewardSpec(name=model.name, call=model, timeout_seconds=float("inf"))
+    if isinstance(reward, type):
+        return RewardSpec(name=reward.__name__, call=_made(reward, {}, reward.__name__))
+    return RewardSpec(name=name_of(reward), call=reward)
+
+
+def _placed(spec: RewardSpec, device: Any) -> RewardSpec:
+    """The reward with its model, if it has one, on `device`."""
+    if device is None or not hasattr(spec.call, "to"):
+        return spec
+    return replace(spec, call=spec.call.to(device))
+
+
+def _named(text: str) -> RewardSpec | None:
+    """The reward that a built-in name or an import path stands for; `None` for what looks like a model."""
+    match = _CALL.fullmatch(text.strip())
+    name, arguments = (match["name"], _arguments(match["arguments"], text)) if match else (text.strip(), None)
+    if name == "demo" and not Path(name).exists():
+        from covey.demo import reward
+
+        return RewardSpec(name="demo", call=reward)
+    if name in BUILTIN:
+        scale = (0.0, 1.0) if name in _FROM_0_TO_1 else None
+        return RewardSpec(name=name, call=_made(BUILTIN[name], arguments, name), scale=scale)
+    if ":" in name and not Path(name).exists():
+        found = names.load(name, "reward")
+        return RewardSpec(name=name_of(found), call=_made(found, arguments, name))
+    if Path(name).expanduser().is_dir() or re.fullmatch(r"[\w.\-]+/[\w.\-]+", name):
+        return None
+    known = [*BUILTIN, "demo"]
+    raise ConfigError(
+        f"{text!r} is no built-in reward, import path or reward model.{did_you_mean(name, known)} Built in: "
+        f"{', '.join(sorted(known))}; your own is 'file.py:function'; a reward model is a folder or 'org/name'."
+    )
+
+
+def _arguments(text: str, whole: str) -> dict[str, Any]:
+    """`target=50, unit="tokens"` as a dict of literals."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"reward {whole!r}: write its parameters as name=value with plain values, as in length(target=50)."
+        ) from error
+
+
+def _made(found: Any, arguments: dict[str, Any] | None, name: str) -> Any:
+    """The callable itself, or what a class or a factory makes of the arguments."""
+    if arguments is None and not isinstance(found, type):
+        return found
+    if not callable(found):
+        raise RewardError(f"reward {name!r} is a {type(found).__name__}, which takes no parameters.")
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward {name!r} is {found!r}, which makes no reward; give a function or an instance."
+        ) from error
+    try:
+        signature.bind(**(arguments or {}))
+    except TypeError as error:
+        takes = [p for p in signature.parameters if not p.startswith("_")]
+        known = f"its parameters are {', '.join(takes)}, as in {name}({takes[0]}=...)" if takes else "it takes none"
+        raise ConfigError(f"reward {name!r}: {error}; {known}.") from error
+    try:
+        made = found(**(arguments or {}))
+    except CoveyError:
+        raise
+    except Exception as error:
+        raise RewardError(f"reward {name!r} cannot be made: {with_place(error)}.") from error
+    if not callable(made):
+        raise RewardError(
+            f"reward {name!r} makes {type(made).__name__!r} objects, which cannot be called; give a function of `completions`, "
+            "or a class with __call__."
+        )
+    return made

@@ -1,0 +1,174 @@
+"""Reward models: a sequence classifier with one label, called as any other reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ModelError, RewardError
+from covey.rewards.adaptive_batches import Portions
+from covey.rewards.builtin.inference_model import is_float
+from covey.rewards.decorators import reward
+
+
+@reward(timeout=math.inf)
+@dataclass(frozen=True, eq=False)
+class ModelReward:
+    """The score of a model's single logit for prompt and completion together.
+
+    A conversation is rendered by the reward model's own chat template, plain texts are joined; both are encoded without
+    further special tokens and padded on the right, as TRL 1.16 does. Runs on the model's own device, in evaluation mode.
+    `batch_size` texts at a time, fewer once memory ran out.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    template: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int = 16
+    is_placed: bool = False
+    """Whether its device was chosen, and `to` leaves it there."""
+
+    @staticmethod
+    def of(
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        device: Any = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ModelReward:
+        """A reward from a folder, a hub id or a module; the tokenizer defaults to the one beside the model.
+
+        Raises ModelError when it cannot be loaded or has no head with a single label.
+        """
+        loaded = _load(str(model), dict(model_init_kwargs or {})) if isinstance(model, str | Path) else model
+        name = (
+            str(getattr(loaded.config, "_name_or_path", "") or "").rstrip("/").split("/")[-1] or type(loaded).__name__
+        )
+        labels = getattr(loaded.config, "num_labels", 1)
+        if labels != 1:
+            raise ModelError(f"The reward model {name!r} has {labels} labels; a reward model has one (num_labels=1).")
+        tokenizer = _load_tokenizer(loaded, name) if tokenizer is None else tokenizer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        text_config = loaded.config.get_text_config() if hasattr(loaded.config, "get_text_config") else loaded.config
+        text_config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is no padding
+        loaded = loaded.eval().requires_grad_(False)
+        reward = ModelReward(loaded, tokenizer, name, dict(chat_template_kwargs or {}))
+        return reward if device is None else reward.to(device)
+
+    @cached_property
+    def portions(self) -> Portions:
+        """How much it reads at a time."""
+        return Portions(self.name, self.batch_size)
+
+    def to(self, device: Any) -> ModelReward:
+        """The same reward with its model on `device`; one that was placed or spread over devices stays where it is."""
+        if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
+            self.model.to(device)
+        return self
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Tensor:
+        """[N] float32."""
+        ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        self._check_lengths(ids)
+        scores = torch.zeros(len(ids))
+        for held, logits in self.portions.run(
+            [len(row) for row in ids], lambda rows: self._forward([ids[i] for i in rows])
+        ):
+            scores[held] = logits
+        return scores
+
+    @torch.no_grad()
+    def _forward(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        longest = max(len(row) for row in ids)
+        padded = torch.full((len(ids), longest), self.tokenizer.pad_token_id)  # [B, L]
+        mask = torch.zeros(len(ids), longest, dtype=torch.long)
+        for i, row in enumerate(ids):
+            padded[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = 1
+        device = next(self.model.parameters()).device
+        logits: Tensor = self.model(input_ids=padded.to(device), attention_mask=mask.to(device)).logits  # [B, 1]
+        return logits[:, 0].float().cpu()
+
+    def _encode(self, prompt: Any, completion: Any) -> list[int]:
+        if isinstance(prompt, str):
+            text = prompt + completion
+        elif getattr(self.tokenizer, "chat_template", None) is None:
+            raise RewardError(
+                f"The prompts are chat messages, but the tokenizer of the reward model {self.name!r} has no chat template; set "
+                "one, or pass a tokenizer that has in reward_processing_classes."
+            )
+        else:
+            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template)
+        return list(self.tokenizer(text=text, add_special_tokens=False)["input_ids"])
+
+    def _check_lengths(self, ids: Sequence[Sequence[int]]) -> None:
+        limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        longest = max((len(row) for row in ids), default=0)
+        if longest > limit:
+            raise ValueError(
+                f"prompt and completion have {longest} tokens, the reward model {self.name!r} reads {limit}"
+            )
+
+
+def reward_model(
+    model: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    batch_size: int = 16,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> ModelReward:
+    """A reward model with a device, a type of numbers and a batch size of its own, from a folder or a hub id.
+
+    Example: `--reward "reward_model(model='org/name', device='cuda:1', dtype='bfloat16', batch_size=64)"`.
+    """
+    if batch_size < 1:
+        raise ModelError(f"reward_model: batch_size={batch_size} lets no text through; use at least 1.")
+    if dtype is not None and not is_float(dtype):
+        raise ModelError(f"reward_model: dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
+    options = {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    found = ModelReward.of(model, device=device, model_init_kwargs=options, chat_template_kwargs=chat_template_kwargs)
+    return replace(found, batch_size=batch_size, is_placed=device is not None)
+
+
+def _load(source: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            source, num_labels=1, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"The reward model {source!r} cannot be loaded: {reason}") from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{source!r} is no reward model: it has no weights for {missing[0]}; give a sequence classifier with one label."
+        )
+    return model
+
+
+def _load_tokenizer(model: Any, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    where = str(getattr(model.config, "_name_or_path", "") or "")
+    try:
+        if not where:
+            raise OSError("the model was not loaded from a folder or id")
+        return AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"No tokenizer for the reward model {name!r} ({reason}); pass it in reward_processing_classes."
+        ) from error

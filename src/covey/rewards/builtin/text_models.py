@@ -1,0 +1,242 @@
+"""Rewards by models that read: a classifier's probability of a label, likeness of meaning, fluency under a language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError, ModelError, RewardError
+from covey.rewards.builtin.inference_model import Frozen
+from covey.rewards.builtin.text import text_of
+from covey.rewards.decorators import reward
+
+
+@reward(timeout=math.inf)
+class ClassifierReward:
+    """Probability of `label` for each completion, by a sequence classifier: sentiment, toxicity, factual agreement.
+
+    With `premise` the classifier reads a pair: that column's text (or `"prompt"`) first, the completion second, as models
+    of natural language inference do; `label="entailment"`. Softmax over the labels, sigmoid for a multi-label model. An empty
+    completion scores 0; `None` where the premise is missing. A text longer than the model reads is not scored.
+
+    Example: `ClassifierReward("org/sentiment", "positive")`; `ClassifierReward("org/nli", "entailment", premise="document")`.
+    """
+
+    __name__ = "classifier"
+
+    def __init__(
+        self, model: Any, label: str | int, *, premise: str | None = None, tokenizer: Any = None, **options: Any
+    ) -> None:
+        self.frozen = Frozen.of("classifier", model, tokenizer, **options)
+        self.premise = premise
+        self.needs_one_of = () if premise in (None, "prompt") else (premise,)
+        config = self.frozen.model.config
+        if config.num_labels < 2:
+            raise ModelError(
+                f"{self.frozen.name!r} has one label, so it is a reward model: give its folder or id itself as the reward."
+            )
+        self.label = _label(config, label)
+        self.is_multi = getattr(config, "problem_type", None) == "multi_label_classification"
+
+    def to(self, device: Any) -> ClassifierReward:
+        self.frozen.to(device)
+        return self
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        texts = [text_of(completion) for completion in completions]
+        premises = self._premises(prompts, columns)
+        held = [i for i, text in enumerate(texts) if text.strip() and (premises is None or premises[i] is not None)]
+        rows = [self._ids(texts[i], None if premises is None else str(premises[i])) for i in held]
+        scores: list[float | None] = [
+            None if premises is not None and premises[i] is None else 0.0 for i in range(len(texts))
+        ]
+        for i, value in zip(held, self.frozen.run(rows, self._probability), strict=True):
+            scores[i] = float(value)
+        return scores
+
+    def _premises(self, prompts: Sequence[Any], columns: Mapping[str, Any]) -> Sequence[Any] | None:
+        if self.premise is None:
+            return None
+        if self.premise == "prompt":
+            return [_plain(prompt) for prompt in prompts]
+        if columns.get(self.premise) is None:
+            raise RewardError(f"classifier needs a column {self.premise!r}; rename yours to it.")
+        found: Sequence[Any] = columns[self.premise]
+        return found
+
+    def _ids(self, text: str, premise: str | None) -> list[int]:
+        ids = self.frozen.ids(text) if premise is None else self.frozen.ids(premise, text)
+        self.frozen.check_length(ids, "the completion")
+        return ids
+
+    def _probability(self, output: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        logits = output.logits.float()  # [B, labels]
+        return (logits.sigmoid() if self.is_multi else logits.softmax(-1))[:, self.label]
+
+
+@reward(streams=True, timeout=math.inf)
+class SimilarityReward:
+    """Cosine of the meanings of completion and `to`, by an embedding model; below 0 it is 0.
+
+    `to` is a column (`reference`), `"prompt"`, or `"group"`: the mean over the other completions of the same prompt, which
+    rewards consistency. The embedding is the mean of the last hidden states over the text, or the first (`cls`) or last
+    token's. `floor` is what unrelated texts score (often 0.6 and more): `(cosine - floor) / (1 - floor)` then counts.
+    Empty texts score 0; `None` where the column is empty, or the group has no other. `prefix` stands before every text, as
+    some models want it ("query: ").
+    """
+
+    __name__ = "similarity"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        to: str = "reference",
+        pooling: Literal["mean", "cls", "last"] = "mean",
+        floor: float = 0.0,
+        prefix: str = "",
+        tokenizer: Any = None,
+        **options: Any,
+    ) -> None:
+        if pooling not in ("mean", "cls", "last"):
+            raise ConfigError(f"similarity(pooling={pooling!r}): use 'mean', 'cls' or 'last'.")
+        if not 0 <= floor < 1:
+            raise ConfigError(f"similarity(floor={floor}) must lie from 0 to below 1.")
+        self.target, self.pooling, self.floor, self.prefix = to, pooling, floor, prefix
+        self.needs_one_of = () if to in ("prompt", "group") else (to,)
+        self.frozen = Frozen.of("encoder", model, tokenizer, **options)
+
+    def to(self, device: Any) -> SimilarityReward:
+        self.frozen.to(device)
+        return self
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        texts = [text_of(completion).strip() for completion in completions]
+        if self.target == "group":
+            return self._within(texts)
+        targets = [_plain(prompt) for prompt in prompts] if self.target == "prompt" else columns.get(self.target)
+        if targets is None:
+            raise RewardError(f"similarity needs a column {self.target!r}; rename yours to it.")
+        wanted = ["" if target is None else str(target).strip() for target in targets]
+        known = self._embedded([*texts, *wanted])
+        return [
+            None if not goal else self._score(known[text] @ known[goal]) if text else 0.0
+            for text, goal in zip(texts, wanted, strict=True)
+        ]
+
+    def _within(self, texts: Sequence[str]) -> list[float | None]:
+        known = self._embedded(texts)
+        scores: list[float | None] = []
+        for i, text in enumerate(texts):
+            others = [known[other] for j, other in enumerate(texts) if j != i and other]
+            if not text:
+                scores.append(0.0)
+            else:
+                scores.append(self._score((torch.stack(others) @ known[text]).mean()) if others else None)
+        return scores
+
+    def _score(self, cosine: Tensor) -> float:
+        return max(0.0, (float(cosine) - self.floor) / (1 - self.floor))
+
+    def _embedded(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Unit vectors [H] of every text that is not empty, each computed once."""
+        several = [text for text in dict.fromkeys(texts) if text]
+        rows = [self.frozen.ids(self.prefix + text) for text in several]
+        for row in rows:
+            self.frozen.check_length(row, "a text")
+        vectors = self.frozen.run(rows, self._pooled)
+        return {
+            text: torch.nn.functional.normalize(vector, dim=0) for text, vector in zip(several, vectors, strict=True)
+        }
+
+    def _pooled(self, output: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        states = output.last_hidden_state.float()  # [B, L, H]
+        if self.pooling == "cls":
+            return states[:, 0]
+        if self.pooling == "last":
+            return states[torch.arange(len(states), device=states.device), mask.sum(-1) - 1]
+        weights = mask[..., None].to(states)
+        return (states * weights).sum(1) / weights.sum(1)
+
+
+@reward(timeout=math.inf)
+class FluencyReward:
+    """How probable a language model finds a completion: 1 / perplexity, the geometric mean of its tokens' probabilities.
+
+    `exp(mean log p(token | prompt, tokens before))`; with `enough` above 0 only up to that value, as `min(1, x / enough)`: what is
+    fluent enough need not become blander. Repetition is very probable, so use it beside `repetition`. Texts under
+    `min_tokens` tokens score 0. `with_prompt=False` leaves the prompt out.
+    """
+
+    __name__ = "fluency"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        enough: float = 0.0,
+        min_tokens: int = 3,
+        with_prompt: bool = True,
+        tokenizer: Any = None,
+        **options: Any,
+    ) -> None:
+        if not 0 <= enough <= 1 or min_tokens < 1:
+            raise ConfigError(
+                f"fluency: enough={enough} must lie from 0 to 1, and min_tokens={min_tokens} be at least 1."
+            )
+        self.enough, self.min_tokens, self.with_prompt = enough, min_tokens, with_prompt
+        self.frozen = Frozen.of("causal", model, tokenizer, **options)
+
+    def to(self, device: Any) -> FluencyReward:
+        self.frozen.to(device)
+        return self
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        parts = [
+            self._parts(prompt, text_of(completion)) for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        held = [i for i, (_, own) in enumerate(parts) if len(own) >= self.min_tokens]
+        rows = [[*parts[i][0], *parts[i][1]] for i in held]
+        for row in rows:
+            self.frozen.check_length(row, "prompt and completion")
+        scores = [0.0] * len(parts)
+        for i, logps in zip(held, self.frozen.run(rows, _next_logps), strict=True):
+            before, own = parts[i]
+            start, stop = max(len(before), 1), len(before) + len(own)  # the very first token has no probability
+            probable = math.exp(float(logps[start - 1 : stop - 1].mean()))
+            scores[i] = min(1.0, probable / self.enough) if self.enough else probable
+        return scores
+
+    def _parts(self, prompt: Any, text: str) -> tuple[list[int], list[int]]:
+        own = self.frozen.ids(text, special=False)
+        if not self.with_prompt:
+            first = self.frozen.tokenizer.bos_token_id
+            return ([] if first is None else [first]), own
+        if isinstance(prompt, str) or getattr(self.frozen.tokenizer, "chat_template", None) is None:
+            return self.frozen.ids(_plain(prompt)), own
+        shown = self.frozen.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+        return self.frozen.ids(shown, special=False), own
+
+
+def _next_logps(output: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """log p of each token but the first, [B, L - 1]; at padding it means nothing."""
+    logits = output.logits[:, :-1].float()  # [B, L - 1, V]
+    return logits.gather(-1, ids[:, 1:, None])[..., 0] - logits.logsumexp(-1)
+
+
+def _label(config: Any, label: str | int) -> int:
+    names = {int(i): str(name) for i, name in config.id2label.items()}
+    for i, name in names.items():
+        if i == label or name.casefold() == str(label).casefold():
+            return i
+    raise ConfigError(f"classifier(label={label!r}): the model has the labels {', '.join(names.values())}.")
+
+
+def _plain(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message.get("content") or "") for message in prompt)

@@ -1,0 +1,118 @@
+"""LaTeX answers compared by math-verify in a process of its own that is killed when it takes too long."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import itertools
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from functools import lru_cache
+
+_START_SECONDS = 60.0
+_LONGEST = 2000
+"""Characters of an answer that are looked at; the end of a longer text."""
+
+
+class Verifier:
+    """Compares answers in a child process, started when first needed and again after each time it had to be killed."""
+
+    def __init__(self, timeout_seconds: float = 3.0) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._process: subprocess.Popen[str] | None = None
+        self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+
+    def is_equal(self, gold: str, answer: str, *, anchored: bool = False) -> bool | None:
+        """Whether both mean the same; `None` when it cannot be told (gold not parseable, or past the time limit).
+
+        `anchored`: take the answer only from a box or between dollar signs.
+        """
+        with self._lock:
+            first, number = self._process is None, next(self._ids)
+            process = self._running()
+            request = {
+                "id": number,
+                "gold": gold[-_LONGEST:],
+                "answer": answer[-_LONGEST:],
+                "anchored": anchored,
+                "seconds": self.timeout_seconds,
+            }
+            try:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+            except OSError:
+                self._kill()
+                return None
+            limit = self.timeout_seconds + (_START_SECONDS if first else 0.0)
+            return self._reply(number, time.monotonic() + limit)
+
+    def close(self) -> None:
+        """End the child process."""
+        with self._lock:
+            self._kill()
+
+    def _reply(self, wanted: int, until: float) -> bool | None:
+        while True:
+            try:
+                line = self._replies.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                line = None
+            if line is None:  # too late, or the process is gone
+                self._kill()
+                return None
+            reply = json.loads(line)
+            if reply["id"] == wanted:  # others answer a call that was interrupted
+                return None if reply["equal"] is None else bool(reply["equal"])
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "covey.rewards.builtin.verifier"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            self._replies = queue.SimpleQueue()
+            reader = threading.Thread(target=_read, args=(self._process, self._replies), daemon=True)
+            reader.start()
+        return self._process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
+
+
+def _read(process: subprocess.Popen[str], replies: queue.SimpleQueue[str | None]) -> None:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError):  # the pipe was closed while it was read
+        for line in process.stdout:
+            replies.put(line)
+    replies.put(None)
+
+
+@lru_cache
+def is_installed() -> bool:
+    return importlib.util.find_spec("math_verify") is not None
+
+
+@lru_cache
+def shared() -> Verifier:
+    """The one verifier of this process; it ends with it."""
+    verifier = Verifier()
+    atexit.register(verifier.close)
+    return verifier

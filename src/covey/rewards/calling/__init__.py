@@ -1,0 +1,1 @@
+"""Calling reward functions: deadlines, worker processes, caches, what came back."""

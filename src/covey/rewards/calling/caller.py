@@ -1,0 +1,256 @@
+"""One reward and every way of calling it: on the caller's thread, on the event loop, in a thread, in a worker process."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from covey.rewards.adaptive_batches import portions_of
+from covey.rewards.calling.deadline import EventLoop, call_within
+from covey.rewards.calling.outcome import CircuitOpen, Outcome, evaluate
+from covey.rewards.calling.score_cache import ScoreCache, keys_of
+from covey.rewards.calling.workers import WorkerPool
+from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, is_async
+from covey.rewards.surroundings import Surroundings
+from covey.types import Reward
+
+_ASYNC_AT_ONCE = 16
+_LOST_IN_A_ROW = 3
+_LOGS = ("log_extra", "log_metric")
+
+
+class Caller:
+    """Calls one reward within its limits. `submit` gives a future at once, `score` runs here; both give an `Outcome`."""
+
+    def __init__(
+        self, spec: RewardSpec, limit: float | None, loop: EventLoop, *, isolate: bool, workers: int = 1
+    ) -> None:
+        self.spec, self.manner, self.limit, self.loop, self.isolate = spec, spec.how, limit, loop, isolate
+        self.is_async = is_async(spec.call)
+        self.pool = None
+        if self.manner.isolated and not self.is_async:
+            self.pool = WorkerPool(spec.name, spec.call, self.manner.concurrency or workers)
+        self.portions = portions_of(spec.call)
+        self.cache = ScoreCache() if self.manner.pure else None
+        self.breaker = Breaker()
+        self.changed: dict[str, None] = {}
+        """What its calls changed of the process, and was put back."""
+        at_once = self.manner.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)
+        self._lanes = Lanes(spec.name, at_once)
+
+    @property
+    def is_beside(self) -> bool:
+        """True when it runs beside the caller's thread rather than on it."""
+        return self.is_async or self.pool is not None or self.manner.in_thread or self.manner.streams
+
+    def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
+        """Start scoring the batch, in one call or in one for each completion: places in the batch, and what comes."""
+        if self.manner.unit != "completion":
+            return [(list(range(len(batch))), self._lanes.run(lambda: self.score(batch, trainer_state)))]
+        return [([i], self._one(batch.part(i, i + 1), trainer_state)) for i in range(len(batch))]
+
+    def _one(self, part: Batch, trainer_state: Any) -> Future[Outcome]:
+        return self._lanes.run(lambda: self.score(part, trainer_state))
+
+    def score(self, batch: Batch, trainer_state: Any) -> Outcome:
+        """Score the batch: what is cached at once, the rest by calls within the limit."""
+        keys = self._keys(batch)
+        known = [None] * len(batch) if keys is None or self.cache is None else self.cache.get(keys)
+        missing = [i for i, value in enumerate(known) if value is None]
+        found: list[tuple[Sequence[int], Outcome]] = []
+        if missing:
+            part = batch if len(missing) == len(batch) else batch.take(missing)
+            found.append(
+                (missing, self._called(part, None if keys is None else [keys[i] for i in missing], trainer_state))
+            )
+        outcome = Outcome.joined(self.spec.name, found, len(batch))
+        for i, value in enumerate(known):
+            if value is not None:
+                outcome.scores[i] = value[0]
+        outcome.num_cached = len(batch) - len(missing)
+        return outcome
+
+    def close(self) -> None:
+        """Kill the workers and let the threads end."""
+        self._lanes.close()
+        if self.pool is not None:
+            self.pool.close()
+
+    def _keys(self, batch: Batch) -> list[bytes] | None:
+        if self.cache is None:
+            return None
+        lists = {"prompts": batch.prompts, "completions": batch.completions, "completion_ids": batch.completion_ids}
+        return keys_of({**batch.columns, **lists}, len(batch))
+
+    def _called(self, part: Batch, keys: Sequence[bytes] | None, trainer_state: Any) -> Outcome:
+        call = _Call(self, trainer_state)
+        outcome = evaluate(self.spec.name, call, part, seconds=self.limit, isolate=self.isolate)
+        outcome.seconds, outcome.num_calls = call.seconds, call.count
+        outcome.told += self.portions.take_events() if self.portions else ()
+        self.breaker.note(outcome)
+        says_more = outcome.extras or outcome.metrics  # those must come again the next time
+        if keys is not None and self.cache is not None and not says_more:
+            failed = {i for failure in outcome.failures for i in range(failure.start, failure.stop)}
+            good = [i for i in range(len(part)) if i not in failed]
+            self.cache.put([keys[i] for i in good], [float(outcome.scores[i]) for i in good])
+        return outcome
+
+
+class _Call:
+    """An attempt at any part of a batch, and the time that its calls took."""
+
+    def __init__(self, caller: Caller, trainer_state: Any) -> None:
+        self.caller, self.trainer_state = caller, trainer_state
+        self.seconds, self.count = 0.0, 0
+
+    def __call__(self, part: Batch) -> tuple[Any, Logged]:
+        caller, logged = self.caller, Logged(len(part))
+        caller.breaker.refuse(caller.spec.name)
+        keywords = arguments(caller.spec.call, part, logged, self.trainer_state)
+        self.count += 1
+        started = time.perf_counter()
+        try:
+            returned = self._run(keywords, logged)
+        finally:
+            self.seconds += time.perf_counter() - started
+        return [returned] if caller.manner.is_singular else returned, logged
+
+    def _run(self, keywords: dict[str, Any], logged: Logged) -> Any:
+        caller = self.caller
+        reward, limit = caller.spec.call, caller.limit
+        if caller.pool is not None:
+            return _in_worker(caller.pool, keywords, logged, limit)
+        if caller.is_async:
+            return caller.loop.run(lambda: reward(**keywords), limit, caller.spec.name)
+        call = functools.partial(_listed, reward, keywords, logged.size)
+        returned = (
+            call_within(limit, call) if caller.is_beside else self._guarded(functools.partial(call_within, limit, call))
+        )
+        if inspect.isawaitable(returned):  # a lambda around a coroutine function
+            return caller.loop.run(lambda: returned, limit, caller.spec.name)
+        return returned
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """What `call()` returns; what it changed of the process is put back before anything else runs."""
+        before = Surroundings.now()
+        try:
+            return call()
+        finally:
+            self.caller.changed.update(dict.fromkeys(before.put_back()))
+
+
+def _listed(reward: Reward, keywords: dict[str, Any], size: int) -> Any:
+    """What it returns; an iterator's values, for its work counts against the limit too: one too many at most."""
+    returned = reward(**keywords)
+    return list(itertools.islice(returned, size + 1)) if isinstance(returned, Iterator) else returned
+
+
+def _in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
+    plain = {name: value for name, value in keywords.items() if name not in _LOGS}
+    if "trainer_state" in plain:
+        plain["trainer_state"] = _light(plain["trainer_state"])
+    reply = pool.call(plain, tuple(name for name in _LOGS if name in keywords), limit)
+    for column, values in reply["extras"].items():
+        logged.extra(column, values)
+    for name, value in reply["metrics"]:
+        logged.metric(name, value)
+    return reply["values"]
+
+
+def _light(trainer_state: Any) -> SimpleNamespace:
+    """The plain numbers and texts of the state, and its log: a worker need not import transformers to read them."""
+    kept = {name: value for name, value in vars(trainer_state or SimpleNamespace()).items() if _is_plain(name, value)}
+    return SimpleNamespace(**kept)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str) or name == "log_history"
+
+
+class Breaker:
+    """After three lost calls in a row the rest of the batch is not called: 64 groups do not wait 64 time limits.
+
+    The next batch tries again, and one lost call is enough then; a call that comes back closes the circuit.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0
+        self._is_open = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def begin(self) -> None:
+        """A new batch: half open where the last one ended open."""
+        with self._lock:
+            self._lost = _LOST_IN_A_ROW - 1 if self._is_open else 0
+            self._is_open = False
+
+    def refuse(self, name: str) -> None:
+        """Raise CircuitOpen while the circuit is open."""
+        if self._is_open:
+            raise CircuitOpen(
+                f"not called, because reward {name!r} lost {_LOST_IN_A_ROW} calls in a row; the next batch tries it again"
+            )
+
+    def note(self, outcome: Outcome) -> None:
+        """Count a call that was wholly lost to a time limit or a connection; an answer of any kind starts again at 0."""
+        is_lost = outcome.is_lost and all(isinstance(failure.error, OSError) for failure in outcome.failures)
+        with self._lock:
+            self._lost = self._lost + 1 if is_lost else 0
+            self._is_open = self._is_open or self._lost >= _LOST_IN_A_ROW
+
+
+class Lanes:
+    """A few daemon threads that take work in turn; they start with the first work and end when closed."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size = name, size
+        self._open()
+
+    def run(self, work: Callable[[], Any]) -> Future[Any]:
+        """What `work()` returns or raises, later."""
+        future: Future[Any] = Future()
+        self._queue.put((work, future))
+        if len(self._threads) < self.size:
+            thread = threading.Thread(target=_serve, args=(self._queue,), name=f"covey-{self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self) -> None:
+        """Let the threads end; work that comes later gets new ones."""
+        self._finish()
+        self._open()
+
+    def _open(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._finish = weakref.finalize(self, _end, self._queue, self._threads)
+
+
+def _end(work: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
+    while threads:
+        threads.pop()
+        work.put(None)
+
+
+def _serve(work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (item := work.get()) is not None:
+        function, future = item
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - carried to whoever waits
+            future.set_exception(error)
+        del item, function, future

@@ -1,0 +1,221 @@
+"""Calls of user code that end by a deadline: on the main thread, in a worker thread, or on one event loop.
+
+Limits: on Linux a call on the main thread is interrupted by a signal, which ends Python loops, sleeps, waits and regular
+expressions, but not C code that never looks at signals (a sum of huge integers). Elsewhere (Windows, macOS, a caller that is
+not the main thread) the call runs in a daemon thread that is abandoned at the deadline: a thread cannot be killed, but is
+asked to end where Python code runs next. What holds up the whole process past ten times its limit ends the process, with the
+stack on standard error; only a worker process (`covey.rewards.calling.workers`) can be killed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import ctypes
+import functools
+import math
+import queue
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+from covey.rewards.calling import timer
+from covey.rewards.calling.watchdog import Watched
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 1.0
+_Came = tuple[Any, BaseException | None]
+"""A value, or an exception."""
+_OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("covey_reward", default="")
+
+
+class DeadlineError(TimeoutError):
+    """The call did not return in time; its cause shows where it hung."""
+
+
+class _Interrupted(BaseException):
+    """Raised inside the call; not an Exception, so that `except Exception` in user code does not swallow it."""
+
+
+def call_within(seconds: float | None, function: Callable[[], T]) -> T:
+    """What `function()` returns. Raises DeadlineError once `seconds` have passed (`None` or infinity: never)."""
+    if seconds is None or math.isinf(seconds):
+        return function()
+    with Watched(seconds):
+        if threading.current_thread() is threading.main_thread() and timer.is_available():
+            return _interrupting(seconds, function)
+        return _abandoning(seconds, function)
+
+
+def _interrupting(seconds: float, function: Callable[[], T]) -> T:
+    active = True
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if active:
+            raise _Interrupted
+
+    assert timer.SIGNAL is not None
+    signal.signal(timer.SIGNAL, interrupt)
+    try:
+        with timer.Alarm(seconds):
+            try:
+                return function()
+            finally:
+                active = False
+    except _Interrupted as error:
+        raise DeadlineError(_said(seconds)) from error
+    finally:
+        signal.signal(timer.SIGNAL, _ignore)  # the default action would end the process if one were still on its way
+
+
+def _ignore(signum: int, frame: Any) -> None:
+    return
+
+
+def _abandoning(seconds: float, function: Callable[[], T]) -> T:
+    box: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
+
+    def work() -> None:
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - carried to the caller, who decides
+            outcome.set_exception(error)
+        box.put(outcome)
+
+    thread = threading.Thread(target=work, name="covey-reward", daemon=True)
+    thread.start()
+    try:
+        outcome = box.get(timeout=seconds)
+    except queue.Empty:
+        where = _stack_of(thread)
+        if thread.is_alive():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted)
+            )
+        raise DeadlineError(_said(seconds)) from Exception(f"in a thread, at the limit:\n{where}")
+    return outcome.result()
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "it ended meanwhile"
+
+
+class EventLoop:
+    """One asyncio loop in a daemon thread, started when first needed and kept: sessions of user code stay valid."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str] = weakref.WeakKeyDictionary()
+
+    def run(self, make: Callable[[], Awaitable[T]], seconds: float | None, owner: str = "") -> T:
+        """What `make()` gives, awaited on the loop. Raises what it raises, and DeadlineError past `seconds`.
+
+        A loop that user code blocks is abandoned past the limit, and the next call gets a new one.
+        """
+        limit = None if seconds is None or math.isinf(seconds) else seconds
+
+        async def limited() -> _Came:
+            task = asyncio.ensure_future(_caught(make, owner))
+            await asyncio.wait({task}, timeout=limit)
+            if task.done():
+                return task.result()
+            task.cancel()
+            value, error = await task
+            late = DeadlineError(_said(limit or 0.0)) if isinstance(error, asyncio.CancelledError) else None
+            if late is not None:
+                late.__cause__ = error
+            return value, late or error
+
+        future = asyncio.run_coroutine_threadsafe(limited(), self._running())
+        try:
+            value, error = future.result(None if limit is None else limit + _GRACE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            self._loop = self._thread = None
+            raise DeadlineError(f"{_said(seconds or 0.0)}, and blocks the event loop") from None
+        if error is not None:
+            raise error
+        return cast(T, value)
+
+    def cancel_left(self) -> dict[str, int]:
+        """Cancel the tasks that calls started and never awaited; how many, by the calls' `owner`."""
+        if self._loop is None or not self._loop.is_running():
+            return {}
+        try:
+            return asyncio.run_coroutine_threadsafe(_cancelled(self._tasks), self._loop).result(_GRACE_SECONDS)
+        except concurrent.futures.TimeoutError:  # user code blocks the loop; the next call finds that out
+            return {}
+
+    def close(self) -> None:
+        """Stop the loop and its thread."""
+        thread, self._loop, self._thread = self._thread, None, None
+        if thread is not None:
+            self._stop()
+            thread.join(timeout=5.0)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop, ends = asyncio.new_event_loop(), threading.Event()
+                self._loop.set_task_factory(functools.partial(_task, self._tasks))
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop, ends), name="covey-reward-async", daemon=True
+                )
+                self._thread.start()
+                self._stop = weakref.finalize(self, _end, self._loop, ends)
+            return self._loop
+
+
+async def _caught(make: Callable[[], Awaitable[Any]], owner: str) -> _Came:
+    """A value, or an exception as a value: some of them would end the loop on their way out of a task."""
+    _OWNER.set(owner)
+    try:
+        return await make(), None
+    except BaseException as error:  # noqa: BLE001 - carried to the caller, who decides
+        return None, error
+
+
+def _task(
+    tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str], loop: asyncio.AbstractEventLoop, work: Any, **options: Any
+) -> asyncio.Task[Any]:
+    """The loop's task factory: notes which call a task was started by."""
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+    if _OWNER.get():
+        tasks[task] = _OWNER.get()
+    return task
+
+
+async def _cancelled(tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str]) -> dict[str, int]:
+    left = [(task, owner) for task, owner in list(tasks.items()) if not task.done()]
+    for task, _ in left:
+        task.cancel()
+    await asyncio.sleep(0)
+    return dict(Counter(owner for _, owner in left))
+
+
+def _serve(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
+    while not ends.is_set():
+        try:
+            loop.run_forever()
+        except BaseException:  # noqa: BLE001 - SystemExit in a task of the user's ends the task, not the loop
+            continue
+    loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, ends: threading.Event) -> None:
+    ends.set()
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def _said(seconds: float) -> str:
+    return f"it did not return within {seconds:g} seconds"

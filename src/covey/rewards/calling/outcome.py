@@ -1,0 +1,175 @@
+"""One reward on one batch: score, abstain or error for each completion, and the offenders found by halving."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import RewardError
+from covey.process.interruption import StopNow
+from covey.rewards.calling.deadline import DeadlineError
+from covey.rewards.contract import Batch, Logged, to_number, to_scores
+from covey.rewards.raised import describe, is_ctrl_c, kind_of, place_of, traceback_of
+from covey.types import Event
+
+Attempt = Callable[[Batch], tuple[Any, Logged]]
+"""Calls a reward on a batch and gives back what it returned and logged, or raises."""
+
+_EVENTS_IN_FULL = 5
+_TRIES = 2
+"""Calls of a single completion that raises."""
+_TEXT_IN_EVENT = 2000
+
+
+class CircuitOpen(Exception):  # noqa: N818 - a state, told as the reason of an unscored completion
+    """Not called, because the calls before it in this batch were all lost."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Completions `start` to `stop` that a reward could not score, and why."""
+
+    start: int
+    stop: int
+    error: BaseException
+
+
+@dataclass
+class Outcome:
+    """What one reward made of N completions."""
+
+    name: str
+    scores: Tensor
+    """[N] float32, NaN where it abstained or failed."""
+    failures: list[Failure] = field(default_factory=list)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns from `log_extra`, [N] each, None where nothing was logged."""
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    told: list[Event] = field(default_factory=list)
+    """What happened meanwhile and cost no completion its score."""
+    seconds: float = 0.0
+    """Spent inside calls, which may overlap."""
+    num_calls: int = 0
+    num_cached: int = 0
+    """Completions whose score was known from an earlier call."""
+
+    @property
+    def num_failed(self) -> int:
+        return sum(failure.stop - failure.start for failure in self.failures)
+
+    @property
+    def is_lost(self) -> bool:
+        """True when not one completion got an answer, not even an abstention."""
+        return self.num_failed == len(self.scores) > 0
+
+    def keep(self, start: int, values: list[Any], logged: Logged) -> None:
+        """Take over the values of completions `start` onwards; a value that is no number is that completion's failure."""
+        for i, value in enumerate(values, start):
+            try:
+                self.scores[i] = to_number(value, f"the score of completion {i}")
+            except (RewardError, ValueError) as error:
+                self.failures.append(Failure(i, i + 1, error))
+        for column, extra in logged.extras.items():
+            self.extras.setdefault(column, [None] * len(self.scores))[start : start + len(extra)] = extra
+        self.metrics += logged.metrics
+
+    @staticmethod
+    def joined(name: str, parts: Sequence[tuple[Sequence[int], Outcome]], size: int) -> Outcome:
+        """The outcome of `size` completions from those of parts, each with the places its completions have in the whole."""
+        whole = Outcome(name, torch.full((size,), math.nan))
+        for places, part in parts:
+            whole.scores[torch.as_tensor(places, dtype=torch.long)] = part.scores
+            for failure in part.failures:  # a part's completions need not be neighbours in the whole
+                own = places[failure.start : failure.stop]
+                whole.failures += (
+                    [Failure(own[0], own[-1] + 1, failure.error)]
+                    if _is_run(own)
+                    else [Failure(place, place + 1, failure.error) for place in own]
+                )
+            for column, values in part.extras.items():
+                target = whole.extras.setdefault(column, [None] * size)
+                for place, value in zip(places, values, strict=True):
+                    target[place] = value
+            whole.metrics += part.metrics
+            whole.told += part.told
+            whole.seconds += part.seconds
+            whole.num_calls += part.num_calls
+            whole.num_cached += part.num_cached
+        return whole
+
+    def events(self, batch: Batch) -> list[tuple[int, Event]]:
+        """An event for each failure with the index of the completion it concerns; the first few carry everything."""
+        shown = [(0, event) for event in self.told]
+        shown += [(failure.start, _event(self.name, failure, batch)) for failure in self.failures[:_EVENTS_IN_FULL]]
+        hidden = self.failures[_EVENTS_IN_FULL:]
+        if hidden:
+            said = f"Reward {self.name!r} failed on {sum(f.stop - f.start for f in hidden)} more completions of this batch."
+            shown.append((hidden[0].start, Event(kind="reward_error", said=said, details={"reward": self.name})))
+        return shown
+
+
+def evaluate(name: str, attempt: Attempt, batch: Batch, *, seconds: float | None, isolate: bool) -> Outcome:
+    """Score a batch. A call that raises is repeated on halves until the completions that make it raise stand alone.
+
+    A single completion is tried twice, since a judge may fail by chance. With `isolate=False`, or once half of `seconds` is spent, what is left of a failed call counts as failed.
+    """
+    outcome = Outcome(name, torch.full((len(batch),), math.nan))
+    until = time.monotonic() + (math.inf if seconds is None else seconds / 2)
+    todo = [(0, len(batch), 1)]
+    while todo:
+        start, stop, tries = todo.pop()
+        try:
+            returned, logged = attempt(batch.part(start, stop))
+            values = to_scores(returned, stop - start, name)
+        except BaseException as error:  # the border to user code: told, counted, limited
+            if isinstance(error, StopNow) or is_ctrl_c(error):
+                raise
+            can_help = not isinstance(
+                error, DeadlineError | RewardError | CircuitOpen
+            )  # halves of a wrong length would be misaligned
+            if isolate and can_help and (stop - start > 1 or tries < _TRIES) and time.monotonic() < until:
+                middle = (start + stop) // 2
+                is_one = stop - start == 1
+                todo += [(start, stop, tries + 1)] if is_one else [(middle, stop, 1), (start, middle, 1)]
+            else:
+                outcome.failures.append(Failure(start, stop, error))
+            continue
+        outcome.keep(start, values, logged)
+    return outcome
+
+
+def _is_run(places: Sequence[int]) -> bool:
+    return list(places) == list(range(places[0], places[0] + len(places)))
+
+
+def _event(name: str, failure: Failure, batch: Batch) -> Event:
+    error, count = failure.error, failure.stop - failure.start
+    whom = "a completion" if count == 1 else f"{count} completions"
+    late = isinstance(error, TimeoutError)
+    return Event(
+        kind="reward_timeout" if late else "reward_error",
+        said=f"Reward {name!r} did not score {whom}: {describe(error)}.",
+        details={
+            "reward": name,
+            "completions": count,
+            "error": kind_of(error),
+            "at": place_of(error),
+            "traceback": traceback_of(error),
+            "prompt": _text(batch.prompts[failure.start]),
+            "completion": _text(batch.completions[failure.start]),
+        },
+    )
+
+
+def _text(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:  # noqa: BLE001 - an object of the data set's own
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _TEXT_IN_EVENT else text[:_TEXT_IN_EVENT] + f" [... {len(text)} characters]"

@@ -1,0 +1,277 @@
+"""Worker processes that run a reward and are killed when it hangs: `WorkerPool(name, reward, size).call(keywords, seconds)`.
+
+A worker is a fresh interpreter that imports the reward; it shares no lock, no thread and no memory with the run. Past the
+limit its whole process group is killed and the next call gets a new one. Linux ends workers with the run, even when the run
+is killed. Requests are pickled, since they come from the run; replies are JSON, since the worker has read model output.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from covey.errors import RewardError
+from covey.rewards.calling.deadline import DeadlineError
+
+INSIDE = "COVEY_REWARD_WORKER"
+"""Set in a worker's environment, where no scorer may be built: a script without a guard would train a second time."""
+_Started = TypeVar("_Started")
+_START_SECONDS = 120.0
+_LARGEST_REPLY = 256 * 2**20
+
+
+class WorkerError(Exception):
+    """The reward raised inside its worker; the cause shows the traceback there."""
+
+    def __init__(self, kind: str, said: str, told: str) -> None:
+        super().__init__(said)
+        self.kind = kind
+        self.__cause__ = Exception(f"in its worker process:\n{told}")
+
+
+class WorkerDied(Exception):  # noqa: N818 - what happened, not what is wrong
+    """The worker process ended during the call: it was killed, crashed in C, or left by itself."""
+
+
+class WorkerPool:
+    """At most `size` worker processes for one reward; started when first needed, ended by `close` or with the run."""
+
+    def __init__(self, name: str, reward: Any, size: int = 1) -> None:
+        self.name, self.size = name, size
+        self._load = packed(name, reward)
+        self._room = threading.BoundedSemaphore(size)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _kill_all, self._all)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the workers that are alive now."""
+        with self._lock:
+            return sorted(worker.process.pid for worker in self._all)
+
+    def call(self, keywords: dict[str, Any], logs: tuple[str, ...], seconds: float | None) -> dict[str, Any]:
+        """`{"values", "extras", "metrics", "seconds"}` of one call.
+
+        Raises WorkerError when the reward raised, WorkerDied when its process ended, DeadlineError past `seconds`, and
+        RewardError when the worker cannot load the reward.
+        """
+        with self._room:
+            worker = self._take()
+            try:
+                reply = worker.ask({"keywords": keywords, "logs": logs, "seconds": seconds}, seconds)
+            except BaseException:
+                self._drop(worker)
+                raise
+            with self._lock:
+                self._idle.append(worker)
+        if "error" in reply:
+            raise WorkerError(reply["error"], reply["said"], reply["traceback"])
+        return reply
+
+    def close(self) -> None:
+        """Kill every worker."""
+        with self._lock:
+            self._idle.clear()
+            _kill_all(self._all)
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.process.poll() is None:
+                    return worker
+                self._all.discard(worker)
+        worker = spawner().run(_Worker)
+        with self._lock:
+            self._all.add(worker)
+        try:
+            reply = worker.ask({"load": self._load}, _START_SECONDS)
+        except BaseException:
+            self._drop(worker)
+            raise
+        if "error" in reply:
+            self._drop(worker)
+            raise RewardError(
+                f"reward {self.name!r} cannot be loaded in a worker process: {reply['error']}: {reply['said']}. Put it in a "
+                "file that can be imported by itself (a script needs `if __name__ == '__main__':` around what trains)."
+            )
+        return worker
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.kill()
+        with self._lock:
+            self._all.discard(worker)
+
+
+class _Worker:
+    """One process and the socket to it."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.trace = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        package = str(Path(__file__).parents[3])
+        search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        words = [str(theirs.fileno()), str(os.getpid()), str(self.trace.fileno())]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "covey.rewards.calling.worker", *words],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self.trace.fileno()),
+                env={**os.environ, INSIDE: "1", "PYTHONPATH": search},
+                start_new_session=True,  # so that whatever it starts is killed with it
+            )
+
+    def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+        until = None if seconds is None or seconds == float("inf") else time.monotonic() + seconds
+        try:
+            body = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+            self._limit(until)
+            self.socket.sendall(struct.pack("!Q", len(body)) + body)
+            size = struct.unpack("!Q", self._receive(8, until))[0]
+            if size > _LARGEST_REPLY:
+                raise WorkerDied(f"it sent {size} bytes, more than a reward can mean")
+            return dict(json.loads(self._receive(size, until)))
+        except TimeoutError:
+            raise DeadlineError(f"it did not return within {seconds:g} seconds and was killed") from self._where()
+        except (OSError, EOFError) as error:
+            raise WorkerDied(f"its worker process {self._end()}") from error
+
+    def kill(self) -> None:
+        """End it and everything it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self.process.poll()
+        self.process.wait()
+        self.socket.close()
+        self.trace.close()
+
+    def _limit(self, until: float | None) -> None:
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        self.socket.settimeout(left)
+
+    def _receive(self, size: int, until: float | None) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            self._limit(until)
+            part = self.socket.recv(min(size - len(parts), 2**20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    def _where(self) -> Exception:
+        told = os.pread(self.trace.fileno(), 8000, 0).decode(errors="replace")
+        return Exception(f"in its worker process, shortly before the limit:\n{told}")
+
+    def _end(self) -> str:
+        try:
+            code = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was ended by signal {-code}" if code < 0 else f"left with exit code {code}"
+
+
+class _Spawner:
+    """Starts processes on a thread that lasts: the kernel ends a worker with the *thread* that started it."""
+
+    def __init__(self) -> None:
+        self._wanted: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="covey-reward-spawner", daemon=True).start()
+
+    def run(self, start: Callable[[], _Started]) -> _Started:
+        """What `start()` returns, called on that thread."""
+        future: Future[_Started] = Future()
+        self._wanted.put((start, future))
+        return future.result()
+
+    def _serve(self) -> None:
+        while True:
+            start, future = self._wanted.get()
+            try:
+                future.set_result(start())
+            except Exception as error:  # noqa: BLE001 - raised where it was asked for
+                future.set_exception(error)
+
+
+@cache
+def spawner() -> _Spawner:
+    """The one of this process."""
+    return _Spawner()
+
+
+def _kill_all(workers: set[_Worker]) -> None:
+    while workers:
+        workers.pop().kill()
+
+
+class _Pickler(pickle.Pickler):
+    """Notes the modules that what it pickles comes from."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        owner = obj if isinstance(obj, type) or callable(obj) else type(obj)
+        self.modules.add(str(getattr(owner, "__module__", None)))
+        self.modules.add(type(obj).__module__)
+        return NotImplemented
+
+
+def packed(name: str, reward: Any) -> dict[str, Any]:
+    """What a worker needs to load `reward`. Raises RewardError, with the reason, for one that cannot be imported there."""
+    if os.name != "posix":
+        raise RewardError(f"reward {name!r} asks for a worker process, which needs Linux or macOS; leave isolated out.")
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(reward)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RewardError(
+            f"reward {name!r} cannot run in a worker process ({error}); define it with `def` at the top of a file, or leave "
+            "isolated out."
+        ) from error
+    modules = [(module, _file_of(name, module)) for module in sorted(pickler.modules) if not _is_importable(module)]
+    path = [entry or os.getcwd() for entry in sys.path]
+    return {"path": path, "modules": modules, "reward": file.getvalue()}
+
+
+def _is_importable(module: str) -> bool:
+    if module in ("__main__", "None") or module.startswith("covey_user_"):
+        return module == "None"
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _file_of(name: str, module: str) -> str:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        raise RewardError(
+            f"reward {name!r} lives in {module}, which has no file that a worker process could import; write it to one."
+        )
+    return str(Path(file).resolve())

@@ -1,0 +1,389 @@
+"""`Scorer`: groups in, scored groups out, whatever the user's functions do."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards.builtin.registry import resolve
+from covey.rewards.calling.caller import Caller
+from covey.rewards.calling.deadline import EventLoop
+from covey.rewards.calling.outcome import Outcome
+from covey.rewards.calling.workers import INSIDE, packed
+from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
+from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of, takes
+from covey.rewards.inputs import own_state
+from covey.rewards.leftovers import Leftovers
+from covey.rewards.raised import with_place
+from covey.rewards.scales import Scale, Scales
+from covey.rewards.surroundings import Surroundings
+from covey.types import Event, Group, Mean, Metric, Reward, Sum, merge_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Scores the groups of a generation batch with every reward, one call for each reward.
+
+    A completion has one of three outcomes for each reward: a score, an abstention (`None`, NaN) or an error. An exception, a
+    time-out or a value that is not a finite number is an error: NaN in `Group.rewards`, an `Event` in `Group.events` with
+    the traceback and the completion, and a count in `rewards/<name>/errors`. After `error_limit` calls in a row of which
+    nothing came, RewardError. What no retry can mend (a wrong number of values, no numbers at all) raises RewardError
+    on the first call already. `on_error="raise"` raises RewardError at the first error of any kind.
+
+    Plain functions run one after the other on the caller's thread, where they can be interrupted; beside them, at the same
+    time, `async def` ones on an event loop, those marked `in_thread` or `streams` in threads, `isolated` ones in worker
+    processes (see `covey.rewards.reward`). With `workers`, functions of the user's own that a process can import are
+    isolated without being marked, in so many processes each.
+    `timeout_seconds` limits each call (see `covey.rewards.calling.deadline` for what can be interrupted; `None`: no limit).
+    With `isolate`, a call that raises is repeated on halves of the batch, so that only the completions that make it
+    raise are lost.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardSpec | Reward],
+        weights: Sequence[float | str | Callable[[int], float]] | None = None,
+        *,
+        combiner: Combiner | None = None,
+        timeout_seconds: float | None = 120.0,
+        error_limit: int = 10,
+        on_error: str = "record",
+        isolate: bool = True,
+        workers: int = 0,
+        trainer_state: Callable[[], Any] | None = None,
+    ) -> None:
+        if on_error not in ("record", "raise"):
+            raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
+        if error_limit < 1:
+            raise ConfigError(f"reward_error_limit is {error_limit}; use at least 1.")
+        if INSIDE in os.environ:
+            raise RewardError(
+                "a worker process was about to train: it imports the script that holds the reward. Put what trains under "
+                "`if __name__ == '__main__':`, or the reward into a file of its own."
+            )
+        self.rewards = _specs(rewards, weights)
+        self.combiner = combiner or Combiner()
+        self.combiner.running = [Running()] * len(self.rewards)
+        self._weights = [weight_of(weight) for weight in weights or [spec.weight for spec in self.rewards]]
+        self.timeout_seconds = timeout_seconds
+        self.error_limit = error_limit
+        self.on_error = on_error
+        self.isolate = isolate
+        self.trainer_state = trainer_state or (lambda: None)
+        self.check(None)
+        self._loop = EventLoop()
+        self._callers = self._make_callers(workers)
+        self._metrics: dict[str, Metric] = {}
+        self._in_a_row = {spec.name: 0 for spec in self.rewards}
+        self._proven: set[str] = set()
+        self._lost: dict[str, RewardError] = {}
+        self._is_begun = False
+        self._leftovers = Leftovers()
+        self._scales = Scales([spec.known_scale for spec in self.rewards])
+        self._has_warned = False
+
+    def _make_callers(self, workers: int) -> list[Caller]:
+        specs = [isolated(spec) for spec in self.rewards] if workers else self.rewards
+        options: dict[str, Any] = {"isolate": self.isolate and self.on_error == "record", "workers": max(workers, 1)}
+        return [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
+
+    @staticmethod
+    def of(rewards: Any, weights: Sequence[Any] | None = None, **options: Any) -> Scorer:
+        """A scorer of names, import paths, callables and reward models, one or several; `options` as the constructor's."""
+        several = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+        return Scorer([resolve(reward) for reward in several], weights, **options)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that metrics carry, [R]."""
+        return [spec.name for spec in self.rewards]
+
+    @property
+    def weights(self) -> Tensor:
+        """[R] float32, at the optimizer step that training has reached."""
+        step = getattr(self.trainer_state(), "global_step", 0)
+        return torch.tensor([weight(step) for weight in self._weights], dtype=torch.float32)
+
+    @property
+    def scales(self) -> list[Scale | None]:
+        """[R], the score of a wrong and that of a right completion; None where that is not known."""
+        return self._scales.known
+
+    def observe(self, groups: Sequence[Group]) -> list[Scale | None]:
+        """The scales, once the scored groups of all processes were looked at: only 0 and 1 so far is a scale of 0 to 1."""
+        self._scales.see(groups)
+        return self.scales
+
+    def check(self, columns: Iterable[str] | None) -> None:
+        """Raise one sentence when a reward is not callable or needs something that the data set's `columns` do not have."""
+        known = None if columns is None else list(columns)
+        for spec in self.rewards:
+            check_signature(spec, known)
+
+    def begin(self) -> Scoring:
+        """Start a batch whose groups come one by one."""
+        return Scoring(self, self._callers, self.trainer_state())
+
+    def score(self, groups: Iterable[Group]) -> list[Group]:
+        """The same groups with `rewards` [G, R], `events`, and `extras` from `log_extra`. No groups: no call, no groups."""
+        scoring, added = self.begin(), []
+        for group in groups:
+            scoring.add(group)
+            added.append(group)
+        return scoring.finish(added)
+
+    def checked(self, batch: Batch) -> Batch:
+        """The batch, once it is known to hold what the rewards need."""
+        if not self._proven:
+            self.check(batch.columns)
+        return batch
+
+    def settle(self, groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
+        """Count what happened, raise where the run must stop, and give each group its scores."""
+        try:
+            for outcome in outcomes:
+                self._account(outcome, batch)
+        except RewardError as error:
+            error.events = tuple(event for outcome in outcomes for _, event in outcome.events(batch))
+            raise
+        self._warn_of_unscored(outcomes, batch)
+        scores = torch.stack([outcome.scores for outcome in outcomes], dim=-1)  # [N, R]
+        events = [event for outcome in outcomes for event in outcome.events(batch)]
+        scores, more = within_float32(scores, self.weights, self.names, batch)
+        extras = {column: values for outcome in outcomes for column, values in outcome.extras.items()}
+        return _attach(groups, scores, [*events, *more], extras)
+
+    def tidy(self, before: Surroundings) -> list[Event]:
+        """Put back what calls beside the caller's thread changed, cancel their tasks; what is to be told of it."""
+        changed = [(caller.spec.name, what) for caller in self._callers for what in caller.changed]
+        changed += [("", what) for what in before.put_back()]
+        return self._leftovers.events(changed, self._loop.cancel_left())
+
+    def check_first(self, agree: Callable[[bool], bool] = bool) -> None:
+        """After the first batch: RewardError where a reward failed on every completion, on every process.
+
+        `agree`: true where it is true on any process; all of them call this after the same batch.
+        """
+        if self._is_begun:
+            return
+        self._is_begun = True
+        for name in self.names:
+            has_answered = agree(name in self._proven)
+            if agree(name in self._lost) and not has_answered:
+                raise self._lost.get(name) or RewardError(f"reward {name!r} failed on every completion.")
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Seconds, errors and the functions' own `log_metric` values since the last call of this."""
+        taken, self._metrics = self._metrics, {}
+        now = zip(self.names, self.weights.tolist(), self._weights, strict=True)
+        moving = {
+            f"rewards/{name}/weight": Mean(value, 1) for name, value, weight in now if isinstance(weight, Schedule)
+        }
+        return taken | moving if taken else taken
+
+    def close(self) -> None:
+        """End the threads, the event loop and the worker processes that rewards started."""
+        for caller in self._callers:
+            caller.close()
+        self._loop.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {each.spec.name: each.portions.max_tokens for each in self._callers if each.portions}
+        bounds = {name: bound for name, bound in found.items() if bound is not None}
+        held = {"in_a_row": dict(self._in_a_row), **self.combiner.state_dict(), "scales": self._scales.state_dict()}
+        return {**held, "portions": bounds} if bounds else held
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_a_row |= {name: count for name, count in state["in_a_row"].items() if name in self._in_a_row}
+        self._scales.load_state_dict(state.get("scales", {}))
+        for caller in self._callers:
+            if caller.portions:
+                caller.portions.limit(state.get("portions", {}).get(caller.spec.name))
+        if "running" in state:
+            self.combiner.load_state_dict(state)
+
+    def _warn_of_unscored(self, outcomes: Sequence[Outcome], batch: Batch) -> None:
+        """Say once that there are completions that every reward abstained from or failed on."""
+        unscored = torch.stack([outcome.scores for outcome in outcomes]).isnan().all(0).nonzero().flatten().tolist()
+        if not unscored or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%d of %d completions got no score from any reward and do not count, the first of them an answer to %r; "
+            "`rewards/unscored` in the metrics counts them from now on.",
+            len(unscored),
+            len(batch),
+            str(batch.prompts[unscored[0]])[:200],
+        )
+
+    def _limit(self, spec: RewardSpec) -> float | None:
+        own = spec.how.timeout_seconds if spec.timeout_seconds is None else spec.timeout_seconds
+        return self.timeout_seconds if own is None else own
+
+    def _account(self, outcome: Outcome, batch: Batch) -> None:
+        """Count what happened; raise where the run must stop."""
+        name, failures = outcome.name, outcome.failures
+        broken = [failure.error for failure in failures if isinstance(failure.error, RewardError)]
+        if broken and name not in self._proven:
+            raise broken[0]
+        if failures and self.on_error == "raise":
+            error = failures[0].error
+            raise RewardError(
+                f"reward {name!r} raised {with_place(error)} while completions were scored (on_reward_error is 'raise')."
+            ) from error
+        metrics: dict[str, Metric] = {f"rewards/{name}/seconds": Mean(outcome.seconds, 1)}
+        if failures:
+            metrics[f"rewards/{name}/errors"] = Sum(outcome.num_failed)
+            late = sum(f.stop - f.start for f in failures if isinstance(f.error, TimeoutError))
+            metrics |= {f"rewards/{name}/timeouts": Sum(late)} if late else {}
+        if outcome.num_cached:
+            metrics[f"rewards/{name}/cached"] = Mean(outcome.num_cached, len(outcome.scores))
+        said = [{key: Mean(value, 1)} for key, value in outcome.metrics]
+        self._metrics = merge_metrics([self._metrics, metrics, *said])
+        self._in_a_row[name] = self._in_a_row[name] + 1 if outcome.is_lost else 0
+        if not outcome.is_lost:
+            self._proven.add(name)
+        elif not self._is_begun:
+            self._lost[name] = _failed_from_the_start(outcome, batch)
+        if self._in_a_row[name] >= self.error_limit:
+            error = failures[-1].error
+            raise RewardError(
+                f"reward {name!r} failed {self._in_a_row[name]} calls in a row, the last with {with_place(error)}; "
+                "fix the function and resume, or raise the limit of failures."
+            ) from error
+
+
+class Scoring:
+    """One batch being scored: `add` groups as they finish, then `finish` with all of them in their order.
+
+    Rewards that stream are called by `add`, beside whatever the caller does meanwhile; the others once, by `finish`. What
+    comes out does not depend on the order in which groups were added.
+    """
+
+    def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:
+        self._scorer, self._callers = scorer, callers
+        states = {caller: own_state(trainer_state) for caller in callers if takes(caller.spec.call, "trainer_state")}
+        self._states = [states.get(caller) for caller in callers]
+        self._surroundings = Surroundings.now()
+        self._started: dict[tuple[int, int], list[tuple[list[int], Future[Outcome]]]] = {}
+        for caller in callers:
+            caller.breaker.begin()
+
+    def add(self, group: Group) -> None:
+        """Start the rewards that stream on this group."""
+        batch: Batch | None = None
+        for index, caller in enumerate(self._callers):
+            if caller.manner.streams and group.size:
+                batch = batch or self._scorer.checked(Batch.of([group]))
+                self._started[index, id(group)] = caller.submit(batch, self._states[index])
+
+    def finish(self, groups: Sequence[Group]) -> list[Group]:
+        """The same groups with `rewards` [G, R], `events` and `extras`; every one of them was added before."""
+        if not any(group.size for group in groups):
+            return [replace(group, rewards=torch.zeros(0, len(self._callers))) for group in groups]
+        batch = self._scorer.checked(Batch.of(groups))
+        waiting = [self._pieces(index, groups, batch) for index in range(len(self._callers))]
+        outcomes = [
+            self._callers[index].score(batch, self._states[index]) if pieces is None else None
+            for index, pieces in enumerate(waiting)
+        ]  # on this thread, while the others go on beside it
+        whole = [
+            outcome or self._joined(caller, pieces or [], batch)
+            for caller, outcome, pieces in zip(self._callers, outcomes, waiting, strict=True)
+        ]
+        whole[0].told += self._scorer.tidy(self._surroundings)
+        return self._scorer.settle(groups, whole, batch)
+
+    def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
+        """What came of a reward that ran beside this thread, once all of it has come."""
+        parts = [(places, future.result()) for places, future in pieces]
+        return Outcome.joined(caller.spec.name, parts, len(batch))
+
+    def _pieces(
+        self, index: int, groups: Sequence[Group], batch: Batch
+    ) -> list[tuple[Sequence[int], Future[Outcome]]] | None:
+        """What runs beside this thread: places in the batch and the outcome to come; None: it runs on this thread."""
+        caller = self._callers[index]
+        if not caller.is_beside:
+            return None
+        if not caller.manner.streams:
+            return list(caller.submit(batch, self._states[index]))
+        pieces: list[tuple[Sequence[int], Future[Outcome]]] = []
+        start = 0
+        for group in groups:
+            for places, future in self._started.get((index, id(group)), ()):
+                pieces.append(([start + place for place in places], future))
+            start += group.size
+        return pieces
+
+
+def isolated(spec: RewardSpec) -> RewardSpec:
+    """The reward in worker processes, if it is a function of the user's own that they can import; else as it is."""
+    target = spec.call if hasattr(spec.call, "__module__") else type(spec.call)
+    is_own = not str(getattr(target, "__module__", "")).startswith("covey.")
+    if is_async(spec.call) or not is_own or spec.how.isolated or hasattr(spec.call, "parameters"):
+        return spec
+    try:
+        packed(spec.name, spec.call)
+    except RewardError as reason:
+        logger.warning("reward_workers: %s It runs in the process of training.", reason)
+        return spec
+    return replace(spec, manner=replace(spec.how, isolated=True))
+
+
+def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | None) -> list[RewardSpec]:
+    """Specs with names that differ (`name`, `name_2`, ...) and the given weights."""
+    if not rewards:
+        raise RewardError("there is no reward; give at least one function, reward model or name of a built-in reward.")
+    specs = [
+        reward if isinstance(reward, RewardSpec) else RewardSpec(name=name_of(reward), call=reward)
+        for reward in rewards
+    ]
+    if weights is not None and len(weights) != len(specs):
+        raise ConfigError(f"reward_weights has {len(weights)} values for {len(specs)} rewards; give one for each.")
+    if weights is not None:
+        specs = [replace(spec, weight=weight_of(weight)(0)) for spec, weight in zip(specs, weights, strict=True)]
+    seen: dict[str, int] = {}
+    for i, spec in enumerate(specs):
+        seen[spec.name] = seen.get(spec.name, 0) + 1
+        if seen[spec.name] > 1:
+            specs[i] = replace(spec, name=f"{spec.name}_{seen[spec.name]}")
+    return specs
+
+
+def _failed_from_the_start(outcome: Outcome, batch: Batch) -> RewardError:
+    error = RewardError(
+        f"reward {outcome.name!r} failed on every completion of the first batch, with "
+        f"{with_place(outcome.failures[-1].error)}; fix the function, or what it asks, and start again.",
+        events=[event for _, event in outcome.events(batch)],
+    )
+    error.__cause__ = outcome.failures[-1].error
+    return error
+
+
+def _attach(
+    groups: Sequence[Group], scores: Tensor, events: Sequence[tuple[int, Event]], extras: Mapping[str, list[Any]]
+) -> list[Group]:
+    """Each group with its rows of the scores [N, R], the events that concern it by their row, and its logged columns."""
+    scored, start = [], 0
+    for group in groups:
+        stop = start + group.size
+        scored.append(
+            replace(
+                group,
+                rewards=scores[start:stop],
+                events=(*group.events, *(event for index, event in events if start <= index < stop)),
+                extras={**group.extras, **{column: values[start:stop] for column, values in extras.items()}},
+            )
+        )
+        start = stop
+    return scored

@@ -1,0 +1,148 @@
+"""The flight for a GPU: a decode step on static buffers, replayed as a CUDA graph, looked at by the host only now and then.
+
+A step reads and writes tensors that keep their places, for the rows of a bucket. Rows that have ended stay in the batch and
+change nothing until the host, every few steps, takes them out. What a completion is does not hang on any of this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.rollout.cuda_graphs import Captured, Eager
+from covey.rollout.kv_cache import Decode
+from covey.rollout.sampling import Draw, draw
+from covey.rollout.scheduler import LIMIT, POSITION, SEAT, TOKEN, WRITTEN, Flight, Job
+from covey.rollout.static_kv_cache import NEVER, Attention, StaticKeyValues, rows_for
+from covey.types import Group
+
+WINDOW = 4
+"""Steps between two looks of the host at who has ended."""
+FEW = 32
+"""Rows that have ended are taken out when they are more than 1 of this many, ..."""
+PATIENCE = 16
+"""... and at the latest after this many looks."""
+
+
+class StaticFlight(Flight):
+    """`Flight` whose steps are runs of `steps`: as they are written, or captured."""
+
+    def __init__(self, *args: Any, steps: Eager | Captured, attention: Attention = "torch", **options: Any) -> None:
+        """As `Flight`; `steps` runs them, `attention` says whose kernels."""
+        self.attention: Attention = attention
+        self.cache: StaticKeyValues
+        super().__init__(*args, **options)
+        self.steps = steps
+        self.window = 1 if self.environment is not None or self.params.stop else WINDOW
+        self.looks = 0
+        device, rows = self.forward.device, rows_for(self.max_rows, self.max_rows)
+        self.nobody = torch.tensor(len(self.tokens), device=device)  # a seat for what is written in vain
+        self.tokens, self.logprobs, self.uniforms = map(_with_one_more, (self.tokens, self.logprobs, self.uniforms))
+        self.outside = None if self.outside is None else _with_one_more(self.outside, -1)
+        self.rows = torch.zeros(6, rows, dtype=torch.int64, device=device)
+        self.seen = None if self.seen is None else self.seen.new_zeros(rows, self.seen.shape[1])
+        self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # in flight, and not ended
+        self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # ended by itself
+        self.said = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token is an environment's
+
+    def _new_cache(self, longest: int) -> StaticKeyValues:
+        forward = self.forward
+        return StaticKeyValues(
+            forward.layers,
+            forward.device,
+            forward.dtype,
+            self.context,
+            group_size=self.n,
+            most_rows=self.max_rows,
+            longest=longest + PATIENCE * WINDOW,
+            attention=self.attention,
+        )
+
+    def _seat(self, job: Job, slot: int) -> None:
+        rows = slice(self.num_rows, self.num_rows + self.n)
+        super()._seat(job, slot)
+        self.live[rows], self.stopped[rows] = True, False
+
+    # -- a few tokens -----------------------------------------------------------------------------------------------
+
+    def _step(self) -> list[Group]:
+        """`window` more tokens for every row. Returns the groups that are seen to be finished."""
+        cache = self.cache
+        cache.reserve(self.window)
+        rows = cache.num_computed
+        for _ in range(self.window):
+            self._one(rows, cache.epoch)
+        cache.advance(self.window)
+        if self.window == 1:
+            self._judge()
+        ends = ~self.live[: self.num_rows]
+        num_ended = int(ends.sum())  # the host waits for the device here, and nowhere else
+        self.looks += 1
+        if not num_ended or (num_ended <= self.num_rows // FEW and self.looks < PATIENCE):
+            return []
+        self.looks = 0
+        return self._retire(ends, self.stopped[: self.num_rows].clone())
+
+    def _one(self, rows: int, epoch: int) -> None:
+        """A step of the first `rows` rows. Top-p looks at its own results, so with it only the forward pass is captured."""
+        if self.params.top_p < 1 and not self.params.is_greedy:
+            self._write(self.steps.run(rows, epoch, lambda: self._forward(rows)), rows)
+        else:
+            self.steps.run(rows, epoch, lambda: self._write(self._forward(rows), rows))
+
+    def _forward(self, rows: int) -> Tensor:
+        """[rows, V] logits. Tensors only: nothing here may ask the device for a value."""
+        self.cache.begin_step()
+        logits = self.forward.decode(self.rows[TOKEN, :rows], self.rows[POSITION, :rows], Decode(self.cache))
+        self.cache.end_step()
+        return logits
+
+    def _write(self, logits: Tensor, rows: int) -> None:
+        """Draw and note one token for each live row. Tensors only."""
+        row, live = self.rows[:, :rows], self.live[:rows]
+        seat, written = (
+            torch.where(live, row[SEAT], self.nobody),
+            row[WRITTEN] * live,
+        )  # a plain 0 would come from the host
+        seen = None if self.seen is None else self.seen[:rows]
+        uniforms = self.uniforms[seat, written]
+        drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
+        tokens, logprobs = drawn.tokens, drawn.logprobs
+        if self.outside is not None:
+            outside = self.outside[seat, written]
+            self.said[:rows] = outside >= 0
+            tokens, logprobs = torch.where(outside >= 0, outside, tokens), logprobs.masked_fill(outside >= 0, 0.0)
+        self.tokens[seat, written], self.logprobs[seat, written] = tokens, logprobs
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        row[TOKEN] = tokens
+        row[POSITION : WRITTEN + 1] += live
+        self.stopped[:rows] |= self.is_eos[tokens] & live & ~self.said[:rows]
+        if self.window > 1:  # otherwise the host has a word in it
+            live &= ~(self.stopped[:rows] | (row[WRITTEN] >= row[LIMIT]))
+            self.cache.first[:rows].masked_fill_(~live, NEVER)
+
+    def _judge(self) -> None:
+        """What only the host can say of the last token: stop strings, and whether an environment answers."""
+        count = self.num_rows
+        live, is_full = self.live[:count], self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
+        stops = self.stopped[:count] & live
+        if self.params.stop:
+            stops |= self._completes_stop_string(self.rows[TOKEN, :count]) & live & ~self.said[:count]
+        if self.environment is not None:
+            stops &= ~self._continues(stops & ~is_full)
+        self.stopped[:count] = torch.where(live, stops, self.stopped[:count])
+        live &= ~(stops | is_full)
+
+    def _retire(self, ends: Tensor, stops: Tensor) -> list[Group]:
+        finished = super()._retire(ends, stops)
+        self.live[: self.num_rows], self.live[self.num_rows :] = True, False
+        self.stopped.zero_()
+        return finished
+
+
+def _with_one_more(table: Tensor, value: int = 0) -> Tensor:
+    """[seats + 1, T], the last row filled with `value`."""
+    return torch.nn.functional.pad(table, (0, 0, 0, 1), value=value)

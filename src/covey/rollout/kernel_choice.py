@@ -1,0 +1,112 @@
+"""Which kernels decode, and whether steps are captured: found out once, when a sampler gets its model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any, Literal
+
+import torch
+
+from covey.errors import ConfigError, Unsupported
+from covey.kernels import DecodeKernels, TritonDecode, unavailable_reason
+from covey.process.memory import is_out_of_memory
+from covey.rollout.forward import Forward, plain_cache, verify
+from covey.rollout.kv_cache import KeyValues
+from covey.rollout.static_kv_cache import Attention, StaticKeyValues
+
+logger = logging.getLogger(__name__)
+AttentionChoice = Literal["auto", "torch", "triton", "compiled"]
+SWITCH = "COVEY_CUDA_GRAPHS"
+"""The environment's word on CUDA graphs, 0 or 1, where the sampler's argument says nothing."""
+
+
+def captures(asked: bool | None, device: torch.device) -> bool:
+    """Whether decode steps are to be captured as CUDA graphs. Raises ConfigError when that is asked for elsewhere."""
+    said = os.environ.get(SWITCH, "").strip()
+    if said not in ("", "0", "1"):
+        raise ConfigError(f"{SWITCH} is {said!r}; give 1 to decode with CUDA graphs, 0 to decode without.")
+    source = "cuda_graphs=True" if asked is not None else f"{SWITCH}=1"
+    wanted = asked if asked is not None else said == "1" if said else None
+    if device.type == "cuda":
+        return wanted is not False
+    if wanted:
+        raise ConfigError(f"{source} needs a model on a CUDA device, but this one is on {device.type}; leave it out.")
+    return False
+
+
+def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> DecodeKernels | None:
+    """The kernels of `compiled.py` for a model on a CPU where they give its own logits; None where PyTorch's operations decode.
+
+    Raises ConfigError when they are asked for and cannot run, Unsupported when PyTorch's operations differ from the model too.
+    """
+    shapes = {layer.width for layer in forward.layers}
+    kernels = (
+        DecodeKernels.of(forward.device, forward.dtype, shapes.pop()) if len(shapes) == 1 and asked != "torch" else None
+    )
+    if kernels is None and asked == "compiled":
+        reason = (
+            unavailable_reason() or f"this model has heads or a precision that they are not made for ({forward.dtype})"
+        )
+        raise ConfigError(f"attention='compiled' is not possible here: {reason}.")
+    if kernels is not None:
+        try:
+            verify(forward, model, new_cache=functools.partial(plain_cache, kernels=kernels))
+        except Unsupported as error:
+            if asked == "compiled":
+                raise
+            logger.warning("Decoding with PyTorch's own operations, not with compiled kernels: %s.", error)
+        else:
+            return kernels
+    verify(forward, model)
+    return None
+
+
+def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> Attention:
+    """The fastest kernels that give the model's own logits on static buffers: Triton's, or PyTorch's with a warning that says why.
+
+    Raises ConfigError when Triton's are asked for and cannot run, Unsupported when PyTorch's differ from the model too.
+    """
+    if asked != "torch":
+        reason = TritonDecode.unavailable_reason(forward.device)
+        if reason is not None and asked == "triton":
+            raise ConfigError(f"attention='triton' is not possible here: {reason}.")
+        if reason is None:
+            reason = _why_not_verified(forward, model, asked)
+        if reason is None:
+            return "triton"
+        logger.warning("Decoding with PyTorch's attention kernels: %s.", reason)
+    verify(forward, model, new_cache=_cache_with("torch"))
+    return "torch"
+
+
+def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> str | None:
+    """None when Triton's kernels compile, run and agree with the model."""
+    try:
+        verify(forward, model, new_cache=_cache_with("triton"))
+    except Unsupported as error:
+        if asked == "triton":
+            raise
+        return str(error)
+    except TritonDecode.errors() as error:
+        if asked == "triton" or is_out_of_memory(error):
+            raise
+        return f"Triton's do not run here ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+    return None
+
+
+def _cache_with(attention: Attention) -> Any:
+    def new(forward: Forward, context: int) -> KeyValues:
+        return StaticKeyValues(
+            forward.layers,
+            forward.device,
+            forward.dtype,
+            context,
+            group_size=2,
+            most_rows=4,
+            longest=8,
+            attention=attention,
+        )
+
+    return new

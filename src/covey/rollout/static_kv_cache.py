@@ -1,0 +1,241 @@
+"""Keys and values in buffers that stay where they are, so that a captured decode step can be replayed on them.
+
+The layout is that of `KeyValues`. What a step needs to know it reads from tensors: the clock, each row's first column,
+which rows belong to which prompt. Buffers grow by buckets; only then do they move, and `epoch` tells so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from covey.kernels import TritonDecode
+from covey.rollout.attention import HIDDEN, Part, Places
+from covey.rollout.kv_cache import STEP, KeyValues, LayerShape, rounded
+
+Attention = Literal["torch", "triton"]
+"""Whose kernels attend: PyTorch's, or those of `triton_attention.py`."""
+
+SMALLEST = 8
+"""Rows of the smallest bucket, and what every number of rows is a multiple of where buckets are cut short."""
+NEVER = 2**30
+"""First column of a row that sees none of its own keys."""
+
+
+def bucket(count: int) -> int:
+    """8, 12, 16, 24, 32, 48, ...: at most half more than what is asked for, and few numbers in all."""
+    size = SMALLEST
+    while size < count:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def rows_for(rows: int, most: int) -> int:
+    """Rows to compute for `rows` of at most `most`."""
+    return min(bucket(rows), -(-most // SMALLEST) * SMALLEST)
+
+
+def columns_for(columns: int) -> int:
+    """64, 96, 128, 192, 256, ...: the same buckets in blocks of columns."""
+    return bucket(-(-columns // STEP) * 4) * STEP // 4
+
+
+class StaticKeyValues(KeyValues):
+    """`KeyValues` whose tensors keep their places: the rows of a bucket are computed, whether in use or not."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        device: torch.device,
+        dtype: torch.dtype,
+        context: int,
+        *,
+        group_size: int,
+        most_rows: int,
+        longest: int,
+        attention: Attention = "torch",
+    ) -> None:
+        """At most `most_rows` rows, each at most `longest` steps old; at most `group_size` of them share a prompt."""
+        super().__init__(layers, device, dtype, context)
+        self.group_size, self.most_rows, self.attention = group_size, most_rows, attention
+        self.most_columns = rounded(longest + max(longest // 8, 2 * STEP))
+        self.epoch = 0
+        """Counts how often buffers have moved; what was captured before is void."""
+        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the clock, where kernels see it
+        self.first = self._table(0)  # [rows] int32, first column of each
+        self.lengths = self._table(0)  # [prompts] int32, keys of each
+        self._new_owners(0, 0)
+
+    def _table(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=self.device)
+
+    def _new_owners(self, prompts: int, rows: int) -> None:
+        """Tables that `arrange` fills."""
+        self.members = torch.zeros(prompts, self.group_size, dtype=torch.int64, device=self.device)
+        self.counts, self.owned = self._table(prompts), self._table(rows)  # see `Spans`
+        self.back = torch.zeros(rows, dtype=torch.int64, device=self.device)  # see `Places`
+        self.epoch += 1
+
+    @property
+    def num_computed(self) -> int:
+        return rows_for(self.num_rows, self.most_rows)
+
+    # -- prompts and rows come and go -------------------------------------------------------------------------------
+
+    def add_prompts(self, lengths: Sequence[int]) -> range:
+        old = len(self.prompt_lengths)
+        self.prompt_lengths += lengths
+        columns, prompts = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
+        room, held_columns = self.prefix_bias.shape
+        if prompts > room or columns > held_columns:
+            more = prompts if not room else max(prompts, room * 5 // 4)
+            self._grow_prefix(old, room if prompts <= room else more, max(columns, held_columns))
+        column = torch.arange(self.prefix_bias.shape[1], device=self.device)
+        ends = torch.tensor(lengths, device=self.device)
+        self.prefix_bias[old:prompts] = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
+        self.lengths[old:prompts] = ends.to(torch.int32)
+        return range(old, prompts)
+
+    def _grow_prefix(self, old: int, prompts: int, columns: int) -> None:
+        for i, layer in enumerate(self.layers):
+            held = self.prefix[i][:, :old]
+            self.prefix[i] = self._zeros(layer, prompts, columns)
+            self.prefix[i][:, :old, :, : held.shape[3]] = held
+        bias, lengths = self.prefix_bias[:old], self.lengths[:old]
+        self.prefix_bias = torch.full((prompts, columns), HIDDEN, device=self.device, dtype=self.dtype)
+        self.prefix_bias[:old, : bias.shape[1]] = bias
+        self.lengths = self._table(prompts)
+        self.lengths[:old] = lengths
+        self._new_owners(prompts, len(self.first))
+
+    def drop_prompts(self, kept: list[int]) -> None:
+        self.prompt_lengths = [self.prompt_lengths[p] for p in kept]
+        index, left = torch.tensor(kept, dtype=torch.int64, device=self.device), len(kept)
+        for slab in self.prefix:
+            slab[:, :left] = slab[:, index]
+        self.prefix_bias[:left], self.lengths[:left] = self.prefix_bias[index], self.lengths[index]
+        self.prefix_bias[left:], self.lengths[left:] = HIDDEN, 0
+
+    def add_rows(self, count: int) -> None:
+        old = self.num_rows
+        if not old:
+            self._set_clock(0)
+        self.starts += [self.clock] * count
+        if self.num_computed > len(self.first):
+            columns = max(self.suffix_bias.shape[1], min(columns_for(STEP), self.most_columns))
+            self._grow_suffix(old, self.num_computed, columns)
+            self._new_owners(len(self.lengths), len(self.first))
+        self.suffix_bias[old:] = HIDDEN
+        self.first[old : self.num_rows], self.first[self.num_rows :] = self.clock, NEVER
+
+    def drop_rows(self, holes: list[int], movers: list[int], left: int) -> None:
+        super().drop_rows(holes, movers, left)
+        if holes:
+            self.first[holes] = self.first[movers]
+        self.first[left:] = NEVER
+
+    def reserve(self, steps: int) -> None:
+        """Columns for this many more decode steps. Those that no row sees any more are given up first."""
+        columns = self.suffix_bias.shape[1]
+        if self.clock + steps <= columns:
+            return
+        self._forget(min(self.starts, default=self.clock))
+        if self.clock + max(steps, columns // 8) > columns < self.most_columns:
+            wanted = columns_for(max(self.clock + steps, columns + 1))
+            self._grow_suffix(self.num_rows, len(self.first), min(wanted, self.most_columns))
+
+    def _forget(self, first: int) -> None:
+        """Move all columns from `first` on to the front."""
+        if not first:
+            return
+        used = self.clock - first
+        for slab in self.suffix:
+            slab[:, :, :, :used] = slab[:, :, :, first : self.clock].clone()
+        self.suffix_bias[:, :used] = self.suffix_bias[:, first : self.clock].clone()
+        self.suffix_bias[:, used:] = HIDDEN
+        self.starts = [start - first for start in self.starts]
+        self.first[: self.num_rows] -= first
+        self._set_clock(used)
+
+    def _grow_suffix(self, old: int, rows: int, columns: int) -> None:
+        for i, layer in enumerate(self.layers):
+            held = self.suffix[i][:, :old, :, : self.clock]
+            self.suffix[i] = self._zeros(layer, rows, columns)
+            self.suffix[i][:, :old, :, : self.clock] = held
+        bias, first = self.suffix_bias[:old, : self.clock], self.first[:old]
+        self.suffix_bias = torch.full((rows, columns), HIDDEN, device=self.device, dtype=self.dtype)
+        self.suffix_bias[:old, : self.clock] = bias
+        self.first = self._table(rows).fill_(NEVER)
+        self.first[:old] = first
+        self.epoch += 1
+
+    def _set_clock(self, clock: int) -> None:
+        self.clock = clock
+        self.now.fill_(clock)
+
+    def arrange(self, owners: list[int]) -> None:
+        members: list[list[int]] = [[] for _ in range(len(self.lengths))]
+        back = [0] * len(self.back)
+        for row, owner in enumerate(owners):
+            back[row] = owner * self.group_size + len(members[owner])
+            members[owner].append(row)
+        padded = [rows + [0] * (self.group_size - len(rows)) for rows in members]
+        self.members.copy_(torch.tensor(padded, dtype=torch.int64))
+        self.counts.copy_(torch.tensor([len(rows) for rows in members], dtype=torch.int32))
+        self.back.copy_(torch.tensor(back, dtype=torch.int64))
+        self.owned.zero_()[: len(owners)] = 1
+
+    # -- one step: tensors only, so that it can be captured ----------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Every row sees the clock's column from now on. Nothing grows in a step."""
+        self.suffix_bias.index_fill_(1, self.now, 0.0)
+        self.wide_prefix, self.wide_suffix = {}, {}
+
+    def end_step(self) -> None:
+        """The clock of the kernels goes on. The host's follows by `advance`."""
+        self.now.add_(1)
+
+    def advance(self, steps: int) -> None:
+        """So many steps have been computed."""
+        self.clock += steps
+
+    def attend_decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
+        rows, heads, width = key.shape
+        own, shared = self.suffix[layer], self.prefix[layer]
+        if self.attention == "triton":
+            return TritonDecode.attend(
+                query,
+                key,
+                value,
+                own=own,
+                own_bias=self.suffix_bias,
+                prompts=shared,
+                prompt_bias=self.prefix_bias,
+                members=self.members,
+                counts=self.counts,
+                lengths=self.lengths,
+                owned=self.owned[:rows],
+                first=self.first[:rows],
+                clock=self.now,
+                scale=scale,
+                softcap=softcap,
+            )
+        own = own[:, :rows]
+        own[0].index_copy_(2, self.now, key[:, :, None])
+        own[1].index_copy_(2, self.now, value[:, :, None])
+        bias = self.suffix_bias[:rows]
+        places = Places(self.members, self.back[:rows], is_regular=False)
+        return self.merge(
+            query.view(rows, heads, -1, width),
+            Part(own[0], own[1], bias, self._wide(self.wide_suffix, bias, heads)),
+            Part(shared[0], shared[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads)),
+            places,
+            scale,
+            softcap,
+        ).view(rows, -1, width)

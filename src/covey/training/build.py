@@ -1,0 +1,383 @@
+"""Options to parts: the only reader of the whole configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+
+from covey import algorithms as alg
+from covey.algorithms import Algorithm
+from covey.algorithms.advice import advise
+from covey.config import GRPOConfig
+from covey.config.grpo_config import batch_arithmetic
+from covey.config.options import ALGORITHM_OPTIONS
+from covey.data import PromptStream, check_dataset
+from covey.errors import ConfigError, RewardError
+from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
+from covey.learner.critic import Critic
+from covey.learner.memory_estimate import enough_tokens, starting_tokens
+from covey.learner.noting import TokenNotes
+from covey.learner.preparation import checkpoint_activations, make_optimizer, make_scheduler
+from covey.learner.reference import Reference
+from covey.learner.update_guard import Ladder, Rungs
+from covey.models import context_limit
+from covey.process.interruption import Interruption
+from covey.process.world import World
+from covey.rewards import Combiner, Scorer, resolve
+from covey.rollout import Backend, SamplingParams, choose_sampler
+from covey.runs import rollouts
+from covey.training.evaluator import Evaluator
+from covey.training.invariants import RatioWatch
+from covey.training.parts import Parts
+from covey.training.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What the user brought, loaded and checked."""
+
+    args: GRPOConfig
+    model: Any
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    algorithm: Algorithm
+    scorer: Scorer
+    train_dataset: Any
+    world: World
+
+
+def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A dict option as GRPOConfig leaves it: text has become a dict by then."""
+    return dict(option) if isinstance(option, dict) else {}
+
+
+def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
+    """The algorithm that `given` or `args.algorithm` names, or the one that TRL's loss options compose.
+
+    A name, an import path, a preset function or an Algorithm will do. Raises ConfigError for anything else.
+    """
+    chosen = args.algorithm if given is None else given
+    if isinstance(chosen, str):
+        return alg.from_name(chosen)
+    if callable(chosen) and not isinstance(chosen, Algorithm):
+        chosen = chosen()
+    if isinstance(chosen, Algorithm):
+        return chosen
+    if chosen is not None:
+        raise ConfigError(
+            f"algorithm={chosen!r} is neither a name, nor an import path, nor a covey.algorithms.Algorithm."
+        )
+    wanted = inspect.signature(alg.from_options).parameters
+    return alg.from_options(**{name: getattr(args, name) for name in wanted if hasattr(args, name)})
+
+
+def build_scorer(
+    args: GRPOConfig,
+    reward_funcs: Any,
+    processing_classes: Any,
+    trainer_state: Callable[[], Any],
+    device: torch.device,
+) -> Scorer:
+    """One scorer over callables, reward models and names, with the limits of the configuration."""
+    if reward_funcs is None:
+        raise RewardError(
+            "reward_funcs is missing; give at least one function, reward model or name of a built-in reward."
+        )
+    many = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    tokenizers = (
+        list(processing_classes) if isinstance(processing_classes, (list, tuple)) else [processing_classes] * len(many)
+    )
+    if len(tokenizers) != len(many):
+        raise ConfigError(
+            f"reward_processing_classes has {len(tokenizers)} entries for {len(many)} rewards; give one for each, None where "
+            "a reward is a function."
+        )
+    rewards = [resolve(reward, tokenizer, device=device) for reward, tokenizer in zip(many, tokenizers, strict=True)]
+    return Scorer(
+        rewards,
+        args.reward_weights,
+        combiner=Combiner(cast(Any, args.reward_normalization), cast(Any, args.reward_clip)),
+        workers=args.reward_workers,
+        timeout_seconds=args.reward_timeout_seconds,
+        error_limit=args.reward_error_limit,
+        on_error=args.on_reward_error,
+        trainer_state=trainer_state,
+    )
+
+
+def advice_for(args: GRPOConfig, model: Any) -> list[str]:
+    """Remarks on values far from what is known to work, each with its source. Loss options count only where they act."""
+    acts = args.algorithm is None
+    found = advise(
+        learning_rate=args.learning_rate,
+        num_generations=args.num_generations,
+        temperature=args.temperature,
+        num_iterations=args.num_iterations,
+        is_lora=hasattr(model, "peft_config"),
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        beta=args.beta if acts else None,
+        epsilon=args.epsilon if acts else None,
+        epsilon_high=args.epsilon_high if acts else None,
+        loss_type=args.loss_type if acts else None,
+        importance_sampling_level=args.importance_sampling_level,
+        scale_rewards=args.scale_rewards,
+    )
+    return [str(one) for one in found]
+
+
+def build_policy(given: Given) -> Policy:
+    args = given.args
+    policy = Policy(
+        model=given.model,
+        pad_id=given.tokenizer.pad_token_id,
+        temperature=args.temperature or 1.0,
+        compute_dtype=compute_dtype(args),
+        logits_chunk=args.logits_chunk_tokens,
+        auxiliary_coefficient=auxiliary_coefficient(args, given.model),
+        offloads=args.activation_offloading and given.world.device.type != "cpu",
+        shared_attention=args.shared_attention,
+    )
+    if args.shared_attention != "auto":
+        policy.shares_prompts()  # what was asked for and cannot be had is refused before any work
+    return policy
+
+
+def compute_dtype(args: GRPOConfig) -> torch.dtype | None:
+    """The type that matrix products run in, None for the parameters' own."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else None
+
+
+def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
+    """Weight of a mixture-of-experts model's balancing loss; 0 for every other model."""
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own is None and args.router_aux_loss_coef:
+        raise ConfigError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no router; leave it out."
+        )
+    chosen = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
+    has_router = own is not None and getattr(config, "output_router_logits", None) is not None
+    return float(chosen or 0.0) if has_router else 0.0
+
+
+def build_reference(algorithm: Algorithm, policy: Policy) -> Reference:
+    """What the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
+    if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
+        return NoReference()
+    is_peft = hasattr(policy.model, "peft_config") and hasattr(policy.model, "get_base_model")
+    return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy, follows=algorithm.reference is not alg.keep)
+
+
+def build_critic(algorithm: Algorithm, policy: Policy) -> Critic:
+    """What estimates values: nothing, a head on the policy's hidden states, or a model of its own."""
+    if algorithm.critic is None:
+        return no_critic()
+    if getattr(algorithm.critic, "model", "head") == "separate":
+        return ValueModel.of(policy)
+    return ValueHead(policy.model.config.get_text_config().hidden_size, policy.device)
+
+
+def sampling_params(args: GRPOConfig) -> SamplingParams:
+    """The sampling options by name; `generation_kwargs` win, and only names that are honoured are accepted."""
+    options = {
+        "max_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+    }
+    extra = as_dict(args.generation_kwargs)
+    if "max_new_tokens" in extra:
+        extra["max_tokens"] = extra.pop("max_new_tokens")
+    if extra.pop("do_sample", True) is False:
+        extra["temperature"] = 0.0
+    if "stop_strings" in extra:
+        stop = extra.pop("stop_strings")
+        extra["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    known = set(inspect.signature(SamplingParams).parameters)
+    for name in extra:
+        if name not in known:
+            raise ConfigError(
+                f"generation_kwargs has {name!r}, which the sampler does not honour; it knows {', '.join(sorted(known))}."
+            )
+    return SamplingParams(**{**options, **extra})
+
+
+def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
+    """What the sampler computes in, where anything but its own choice is wanted."""
+    trains_in_half = args.bf16 and given.world.device.type == "cpu" and args.rollout_backend != "transformers"
+    wanted = "bfloat16" if args.rollout_dtype == "auto" and trains_in_half else args.rollout_dtype
+    options: dict[str, Any] = {} if wanted == "auto" else {"dtype": wanted}
+    if args.rollout_backend == "vllm":
+        if given.world.size > 1:
+            raise ConfigError(
+                "rollout_backend='vllm' runs in one process; leave it out with several, native is as exact there."
+            )
+        options |= {
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "max_model_length": args.vllm_max_model_length,
+        }
+    return options
+
+
+def build_prompts(given: Given, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
+    args = given.args
+    limit = context_limit(given.model)
+    return PromptStream(
+        dataset,
+        given.tokenizer,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=shuffle,
+        curriculum=curriculum,
+        chat_template_kwargs=as_dict(args.chat_template_kwargs),
+        max_prompt_length=None if limit is None else limit - args.max_completion_length,
+        on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
+    )
+
+
+def checkpoint_once(policy: Policy) -> bool:
+    """Compute activations again from now on; False when that is done already."""
+    if policy.is_checkpointing:
+        return False
+    checkpoint_activations(policy.model)
+    policy.model.train()  # blocks in evaluation mode would not do it
+    return True
+
+
+def build_rungs(args: GRPOConfig) -> Rungs:
+    """What numbers gone bad lead to: the options of the same names."""
+    return Rungs(**{item.name: getattr(args, item.name) for item in fields(Rungs)})
+
+
+def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
+    args, algorithm = given.args, given.algorithm
+    on_cpu = given.world.device.type == "cpu"
+    policy = build_policy(given)
+    critic = build_critic(algorithm, policy)
+    extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
+    optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
+    scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
+    sampling = sampling_params(args)
+    return Learner(
+        policy=policy,
+        reference=build_reference(algorithm, policy),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        world=given.world,
+        max_completion_length=args.max_completion_length,
+        max_rows=args.per_device_train_batch_size,
+        max_tokens=starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu),
+        enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
+        max_grad_norm=args.max_grad_norm,
+        ladder=Ladder(build_rungs(args)),
+        mask_truncated=args.mask_truncated_completions,
+        is_off_policy=is_off_policy,
+        disable_dropout=args.disable_dropout,
+        last_resort=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
+        critic=critic,
+        uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
+        token_notes=TokenNotes(partial(rollouts.is_due, every=args.rollout_log_steps)),
+        scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
+    )
+
+
+def build_parts(
+    given: Given,
+    session: Callable[[Learner, int, float], Session],
+    optimizers: tuple[Any, Any],
+    num_prompts: int | None,
+) -> Parts:
+    """Everything the loop calls. `session` makes the session once the learner, the steps and the epoch length are known."""
+    args = given.args
+    if given.algorithm.needs.greedy and given.scorer.combiner.changes:
+        raise ConfigError(
+            "this algorithm compares with the reward of a greedy answer, which reward_normalization and reward_clip leave as it "
+            "is; leave both out."
+        )
+    counts = batch_arithmetic(args, given.world.size, num_prompts)
+    is_off_policy = counts.optimizer_steps_per_generation > 1
+    learner = build_learner(given, counts.total_steps, optimizers, is_off_policy)
+    steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
+    sampler = choose_sampler(
+        given.model,
+        given.tokenizer,
+        eos_ids=given.eos_ids,
+        backend=cast(Backend, args.rollout_backend),
+        **sampler_options(args, given),
+    )
+    made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
+    interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
+    sampler.between = learner.between = interruption
+    learner.look_at_first = RatioWatch(learner.policy, sampler)
+    return Parts(
+        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
+        sampler=sampler,
+        scorer=given.scorer,
+        learner=learner,
+        algorithm=given.algorithm,
+        session=made,
+        world=given.world,
+        interruption=interruption,
+        sampling=sampling_params(args),
+        prompts_per_rollout=counts.prompts_per_generation,
+        num_generations=args.num_generations,
+        dynamic_sampling=args.dynamic_sampling,
+        batches_per_rollout=counts.optimizer_steps_per_generation // args.num_iterations,
+        num_iterations=args.num_iterations,
+        total_steps=counts.total_steps,
+        seed=args.seed,
+    )
+
+
+def build_evaluator(given: Given, parts: Parts) -> Evaluator:
+    """Evaluation with the parts of training, on completions drawn with a fixed seed."""
+    args = given.args
+    return Evaluator(
+        sampler=parts.sampler,
+        scorer=given.scorer,
+        learner=parts.learner,
+        algorithm=given.algorithm,
+        world=given.world,
+        sampling=sampling_params(args),
+        num_generations=args.num_generations_eval or args.num_generations,
+        batch_size=max(args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations),
+        seed=args.seed + 2**30,
+    )
+
+
+def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
+    """The constructor's `algorithm` by the rules of the option of that name, or what the options say where it is None."""
+    if algorithm is None:
+        return build_algorithm(args)
+    if args.algorithm is not None:
+        raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
+    changed = sorted(set(args._changed()) & set(ALGORITHM_OPTIONS))
+    if changed:
+        raise ConfigError(
+            f"algorithm= and {', '.join(changed)} both say what the loss is; put the values into the algorithm, "
+            "such as alg.grpo(...).replace(...), and drop the options."
+        )
+    return build_algorithm(args, algorithm)
+
+
+def checked_eval(given: Any, args: GRPOConfig) -> Any:
+    """The evaluation set, or every set of a dict, once it is known to hold prompts."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return {name: checked_dataset(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in given.items()}
+    return checked_dataset(given, "eval_dataset", args)
+
+
+def checked_dataset(dataset: Any, name: str, args: GRPOConfig) -> Any:
+    """The data set, once it is known to hold prompts, without the columns that `remove_unused_columns` takes from rewards."""
+    return check_dataset(dataset, name, prompt_only=bool(args.remove_unused_columns))

@@ -1,0 +1,89 @@
+"""How good is the policy on prompts it does not train on? The rewards of training, on completions drawn with a fixed seed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covey.algorithms import Algorithm
+from covey.data import PromptStream
+from covey.learner import Learner
+from covey.process.world import World
+from covey.rewards import Scorer, reward_metrics
+from covey.rollout import Sampler, SamplingParams
+from covey.training.credit import completion_metrics, with_advantages, with_greedy_rewards
+from covey.types import Group, Metric, merge_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Draws `num_generations` completions of every prompt of a data set and scores them."""
+
+    sampler: Sampler
+    scorer: Scorer
+    learner: Learner
+    algorithm: Algorithm
+    world: World
+    sampling: SamplingParams
+    num_generations: int
+    batch_size: int
+    """Completions in flight at a time in this process."""
+    seed: int
+
+    def __call__(
+        self,
+        prompts: PromptStream,
+        count: int,
+        controllers: Mapping[str, float],
+        prefix: str,
+        keep: Callable[[Sequence[Group]], None] = lambda groups: None,
+    ) -> dict[str, float]:
+        """Metrics of the first `count` prompts by TRL's names, each with `prefix` (such as `eval`).
+
+        The same seed every time: two evaluations differ by the policy alone. Rewards that fail are left out of the
+        means, as in training; `<prefix>_loss` is the algorithm's loss on these completions. `keep` is given every scored
+        group, in order.
+        """
+        started = time.perf_counter()
+        algorithm = self.algorithm.resolve(controllers)
+        parts: list[dict[str, Metric]] = []
+        per_turn = max(1, self.batch_size * self.world.size // self.num_generations)
+        done = 0
+        while done < count:
+            batch = prompts.take(min(per_turn, count - done))
+            done += len(batch)
+            groups = self._scored(batch, self.num_generations, self.sampling)
+            keep(groups)
+            if algorithm.needs.greedy:
+                groups = with_greedy_rewards(groups, self._scored(batch, 1, replace(self.sampling, temperature=0.0)))
+            groups = self.learner.annotate(groups, algorithm)
+            scaled = self.scorer.combiner(groups, learn=False)
+            groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
+            losses = self.learner.loss(groups, algorithm)
+            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights, self.scorer.observe(groups))
+            own = self.world.merge(self.scorer.take_metrics())
+            parts.append({**losses, **rewards, **own, **completion_metrics(groups)})
+        self.learner.policy.release()  # the model may be looked at now, by a callback or by the user
+        return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
+
+    def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
+        mine = self.world.share(prompts)
+        groups = self.sampler.sample(mine, n, replace(sampling, seed=self.seed))  # scored while others are written
+        scored = self.scorer.score(groups)
+        self.scorer.check_first(self.world.any)
+        return self.world.interleave(scored)
+
+    def _named(
+        self, metrics: Mapping[str, Metric], turns: int, count: int, seconds: float, prefix: str
+    ) -> dict[str, float]:
+        named = {}
+        for name, metric in sorted(metrics.items()):
+            value = metric.value / turns if name in ("loss", "value_loss") else metric.value
+            if not math.isnan(value):
+                named[f"{prefix}_{name}"] = float(value)
+        named[f"{prefix}_runtime"] = round(seconds, 4)
+        named[f"{prefix}_samples_per_second"] = round(count * self.num_generations / seconds, 3)
+        return named

@@ -1,0 +1,220 @@
+"""What must hold while a run goes on: looked at whenever it saves, and before the first update of every rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from covey.errors import InvariantError
+from covey.learner import FIRST_UPDATE, Learner, Policy
+from covey.process.world import World
+from covey.rollout import NativeSampler
+from covey.types import Metric
+
+Fingerprints = dict[str, str]
+
+
+@dataclass(eq=False)
+class Watch:
+    """Frozen weights stay as they are, and the reference moves by its rule alone.
+
+    Remembers a fingerprint of each. A weight that is trained now is not looked at; one that is frozen later is, from then on.
+    """
+
+    learner: Learner
+    frozen: Fingerprints = field(default_factory=dict)
+    reference: Fingerprints = field(default_factory=dict)
+    moves: int = -1
+    """Of the reference, when its fingerprint was taken."""
+
+    def later(self) -> Callable[[], None]:
+        """What compares with the last look, to be called beside training; done at once where that would not be safe.
+
+        Raises InvariantError, naming the first weight that differs; so does what is returned.
+        """
+        moves = self.learner.reference.moves
+        if self.learner.policy.device.type != "cpu" or moves != self.moves:
+            self._look(moves)
+            return lambda: None
+        return partial(self._look, moves)
+
+    def _look(self, moves: int) -> None:
+        frozen = fingerprints(frozen_weights(self.learner.policy.model))
+        if name := first_difference(self.frozen, frozen):
+            raise InvariantError(
+                f"The frozen weight {name} has changed since the last look, though nothing trains it; look for a callback or "
+                "reward that writes to the model, or an adapter merged into it, and resume from the last checkpoint."
+            )
+        reference = fingerprints(self.learner.reference.weights())
+        stood_still = self.learner.reference.moves == moves
+        if stood_still and self.moves == moves and (name := first_difference(self.reference, reference)):
+            raise InvariantError(
+                f"The reference model's weight {name} has changed though its rule did not move it; look for code that shares "
+                "its tensors or writes to them, and resume from the last checkpoint."
+            )
+        self.frozen, self.reference, self.moves = frozen, reference, moves if stood_still else -1
+
+
+_FLOAT_ERROR = 1e-3
+"""Nats a token, on average, that two float32 computations of one log-probability may differ by; measured: below 1e-5."""
+_ROUNDED_ERROR = 0.2
+"""The same in bfloat16, float16, TF32 or over quantized weights; measured in bfloat16: about 0.01."""
+_SAMPLER = "sampling/sampling_logp_difference/mean"
+
+
+@dataclass(frozen=True, eq=False)
+class RatioWatch:
+    """At the first update of a rollout the policy is the one that drew it, so every ratio must be 1 up to float error.
+
+    Looks at the learner's own log-probabilities of the rollout, where they were measured, and at the native sampler's, where it
+    computes in the learner's type. Costs one subtraction a token. A model that draws while it trains (dropout, router noise) is
+    not looked at.
+    """
+
+    policy: Policy
+    sampler: Any
+
+    def __call__(self, metrics: Mapping[str, Metric], version: int) -> None:
+        """Raise InvariantError where the merged metrics of such an update say otherwise; every process has the same.
+
+        `version`: of the weights that drew the batch; one that was drawn with others than the newest may be off-policy.
+        """
+        if getattr(self.sampler, "version", version) != version or draws_while_training(self.policy.model):
+            return
+        limit = _FLOAT_ERROR if self._is_exact() else _ROUNDED_ERROR
+        if FIRST_UPDATE in metrics and (gap := metrics[FIRST_UPDATE].value) > limit:
+            raise InvariantError(
+                f"The first update of a rollout is not on-policy: the learner's log-probabilities are {gap:.3g} a token from its "
+                f"own at the rollout, where {limit:g} is float error; look for a callback or reward that writes to the model, "
+                "and resume from the last checkpoint."
+            )
+        if self._is_same_type() and _SAMPLER in metrics and (gap := metrics[_SAMPLER].value) > limit:
+            raise InvariantError(
+                f"The sampler does not sample from the policy that is trained: their log-probabilities of the same tokens are "
+                f"{gap:.3g} a token apart, where {limit:g} is float error; look for a callback or reward that writes to the "
+                "model, or take rollout_backend='transformers', and resume from the last checkpoint."
+            )
+
+    def _is_exact(self) -> bool:
+        weights = list(self.policy.model.parameters())
+        is_plain = self.policy.compute_dtype is None and all(weight.dtype == torch.float32 for weight in weights)
+        return is_plain and (weights[0].device.type == "cpu" or torch.get_float32_matmul_precision() == "highest")
+
+    def _is_same_type(self) -> bool:
+        if not isinstance(self.sampler, NativeSampler):
+            return False
+        trained_in = self.policy.compute_dtype or next(self.policy.model.parameters()).dtype
+        return self.sampler.forward.dtype == trained_in
+
+
+def draws_while_training(model: torch.nn.Module) -> bool:
+    """Whether two forwards of the model in training mode may differ by what it draws."""
+    names = ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout", "jitter_noise")
+    for module in model.modules():
+        values = [module.p] if isinstance(module, torch.nn.Dropout) else [getattr(module, name, 0.0) for name in names]
+        if any(isinstance(value, float) and value > 0 for value in values):
+            return True
+    return False
+
+
+def expect_same_weights(model: torch.nn.Module, world: World) -> None:
+    """Raise InvariantError on every process unless all hold the same trained weights, bit for bit."""
+    if world.size == 1:
+        return
+    trained = fingerprints({name: p for name, p in model.named_parameters() if p.requires_grad})
+    everyone = [part[0] for part in world.gather([trained])]
+    for rank, theirs in enumerate(everyone):
+        if name := first_difference(everyone[0], theirs):
+            raise InvariantError(
+                f"The weight {name} of rank {rank} differs from rank 0's, so the processes train two models; look for code that "
+                "runs on one process only and touches the model, and resume from the last checkpoint."
+            )
+
+
+def frozen_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters that take no gradient, by name."""
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad and not p.is_meta}
+
+
+@torch.no_grad()
+def fingerprints(tensors: Mapping[str, Tensor]) -> Fingerprints:
+    """A short text for each tensor that differs when a bit of it does.
+
+    xxh3-64 of the bytes in the host's memory; on an accelerator the sum of the bits as integers, which needs no copy there.
+    """
+    plain = {name: value.detach().as_subclass(Tensor) for name, value in tensors.items() if value.numel()}
+    held = {
+        name: value.contiguous() for name, value in plain.items()
+    }  # quantized weights are tensors of their own kind
+    sums = {name: _bits(value).sum(dtype=torch.int64) for name, value in held.items() if value.device.type != "cpu"}
+    totals = torch.stack([total.cpu() for total in sums.values()]).tolist() if sums else []
+    found = {name: f"sum {total}" for name, total in zip(sums, totals, strict=True)}
+    return found | {name: _hash(value) for name, value in held.items() if name not in sums}
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first name that both have with another value; None when there is none."""
+    return next((name for name, value in now.items() if name in before and before[name] != value), None)
+
+
+def expect_adapter_reloads(model: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
+    """Raise InvariantError unless the adapter in `folder` loads as the one of `model`, bit for bit.
+
+    The same tensors under the same options on the same base give the same logits. `weights` as in `write_model`.
+    A model without an adapter is not looked at.
+    """
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return
+    from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights
+
+    name = model.active_adapter
+    place = folder if name == "default" else folder / str(name)
+    saved = load_peft_weights(str(place), device="cpu")
+    mine = {
+        key: value.detach().cpu()
+        for key, value in get_peft_model_state_dict(model, state_dict=weights, adapter_name=name).items()
+    }
+    wrong = next((key for key in {**mine, **saved} if not _is_same(mine.get(key), saved.get(key))), None)
+    asked, found = model.peft_config[name].to_dict(), PeftConfig.from_pretrained(str(place)).to_dict()
+    option = next((key for key in _OPTIONS if key in asked and _plain(asked[key]) != _plain(found.get(key))), None)
+    if wrong is not None or option is not None:
+        what = f"its tensor {wrong} differs" if wrong is not None else f"its option {option} differs"
+        raise InvariantError(
+            f"The adapter written to {folder.name} does not load as the one that is trained ({what}), so it would answer "
+            "otherwise; check the versions of peft and the adapter's options."
+        )
+
+
+_OPTIONS = (
+    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
+    *("fan_in_fan_out", "target_modules", "modules_to_save", "layers_to_transform"),
+)
+"""What decides how an adapter's tensors are used."""
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value, key=repr) if isinstance(value, set | list | tuple) else value
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return _hash(one.contiguous()) == _hash(other.contiguous())
+
+
+def _bits(value: Tensor) -> Tensor:
+    """The tensor's memory as integers of 2 bytes, or of 1 where it has no even number."""
+    flat = value.view(-1).view(torch.uint8)
+    return flat.view(torch.int16) if flat.numel() % 2 == 0 else flat
+
+
+def _hash(value: Tensor) -> str:
+    content: Any = value.view(-1).view(torch.uint8).numpy()  # a buffer, though its type does not say so
+    return xxhash.xxh3_64_hexdigest(content) if value.numel() else "empty"

@@ -1,0 +1,52 @@
+"""The policy and its tokenizer as training needs them, from what a user gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from covey.config import GRPOConfig
+from covey.data import eos_ids, prepare_tokenizer
+from covey.learner.preparation import prepare_for_training
+from covey.models import disable_dropout, load_model, load_tokenizer, refuse_quantized, with_adapter
+from covey.training.build import as_dict
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A causal language model on its device and in training mode, its tokenizer, and the ids that end a completion."""
+
+    model: Any
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+
+
+def load_for_training(
+    model: Any,
+    args: GRPOConfig,
+    device: torch.device,
+    *,
+    tokenizer: Any = None,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+) -> LoadedPolicy:
+    """Load, adapt, place and prepare the policy: what the trainer trains and the doctor tries.
+
+    `model` and `tokenizer` are names, folders or loaded objects; a tokenizer of None is the one beside the model. A model
+    that was spread by `device_map` stays where it is. Raises ModelError or ConfigError for what cannot be loaded or trained.
+    """
+    init_kwargs = as_dict(args.model_init_kwargs)
+    if quantization_config is not None:
+        init_kwargs["quantization_config"] = quantization_config
+    loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code)
+    prepared = prepare_tokenizer(tokenizer or load_tokenizer(loaded, trust_remote_code=args.trust_remote_code), loaded)
+    ends = eos_ids(loaded, prepared)
+    refuse_quantized(loaded, device, has_adapter=peft_config is not None or hasattr(loaded, "peft_config"))
+    loaded = with_adapter(loaded, peft_config)
+    if args.disable_dropout:
+        disable_dropout(loaded)
+    if not hasattr(loaded, "hf_device_map"):
+        loaded = loaded.to(device)
+    return LoadedPolicy(prepare_for_training(loaded, args), prepared, ends)

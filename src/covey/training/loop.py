@@ -1,0 +1,208 @@
+"""Prompts, rollouts, rewards, advantages, an update, new weights: the whole of training, on one screen."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from covey.data import PromptStream
+from covey.errors import NumericsError, RewardError
+from covey.learner.update_guard import is_left_out
+from covey.process.interruption import StopNow
+from covey.process.memory import collecting_new_garbage_only
+from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
+from covey.rollout import SamplingParams
+from covey.runs import rng
+from covey.training.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
+from covey.training.parts import Parts
+from covey.training.recovery import after_spoiled, after_step, expect_sound_end, take
+from covey.training.state import TrainState
+from covey.types import Group, Mean, Prompt
+
+
+@collecting_new_garbage_only()
+def run(parts: Parts, state: TrainState) -> TrainState:
+    """Train until `parts.total_steps`, or until the session asks to stop. One turn is one optimizer step."""
+    parts.sampler.load(parts.learner.policy.model, version=state.step)
+    while state.step < parts.total_steps and not parts.session.should_stop:
+        started = time.perf_counter()
+        try:
+            if not state.pending:
+                with undone_when_stopped(parts):
+                    state = roll_out(parts, state)
+            state = turn(parts, state, started)
+        except StopNow:  # the session saves what the last whole step left
+            break
+        except NumericsError as error:
+            state = after_spoiled(parts, state, error)
+    return state
+
+
+def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
+    """One optimizer step on the next batch of a rollout, and what follows it; `started`: when its time began to count.
+
+    Raises SpoiledError when training must go back.
+    """
+    batch, waiting = state.popped()
+    algorithm = parts.algorithm.resolve(state.controllers)
+    seconds = dict(state.rollout_seconds)
+    with timed(seconds, "learn"), undone_when_stopped(parts):
+        report = parts.learner.step(batch, algorithm, state.step + 1)
+    with timed(seconds, "learn"):
+        parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
+    report = report.merged(state.rollout_metrics)
+    seconds["step"] = time.perf_counter() - started
+    report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
+    is_lost = is_left_out(report.events)  # its numbers would make NaN of an adaptive coefficient
+    controllers = state.controllers if is_lost else parts.algorithm.advance(state.controllers, report)
+    state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
+    parts.sampler.load(parts.learner.policy.model, version=state.step)
+    parts.session.record(state, batch, report)
+    state = after_step(parts, state, batch, report)
+    if state.step >= parts.total_steps or parts.session.should_stop:
+        expect_sound_end(parts, state)
+    return state
+
+
+def roll_out(parts: Parts, state: TrainState) -> TrainState:
+    """Draw, score and judge the completions of the next optimizer steps."""
+    seconds: dict[str, float] = {}
+    algorithm = parts.algorithm.resolve(state.controllers)
+    with rewound_on_failure(parts.prompts):
+        drawn = groups = answered(parts, state, parts.prompts_per_rollout, seconds)
+        for _ in range(parts.dynamic_sampling):
+            if dull := sum(not has_signal(group, parts.scorer.weights) for group in groups):
+                more = answered(parts, state, dull, seconds)
+                drawn, groups = [*drawn, *more], with_signal_first([*groups, *more], parts)
+        with timed(seconds, "learn"):
+            groups = parts.learner.annotate(groups, algorithm)
+            parts.session.monitor.begin(groups)
+        if algorithm.needs.greedy:
+            groups = with_greedy(parts, groups)
+        scaled = parts.scorer.combiner(groups)
+        groups = with_advantages(groups, algorithm, parts.scorer.weights, scaled)
+    scales = parts.scorer.observe(drawn)
+    metrics = {
+        **reward_metrics(drawn, parts.scorer.names, parts.scorer.weights, scales),
+        "groups/drawn": Mean(len(drawn), 1),
+        **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
+        **parts.world.merge(parts.scorer.take_metrics()),
+        **completion_metrics(groups),
+        **parts.session.monitor.measure(groups, parts.scorer.weights, scales),
+    }
+    batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
+    return state.queued(batches * parts.num_iterations, metrics, seconds)
+
+
+def answered(parts: Parts, state: TrainState, n: int, seconds: dict[str, float]) -> list[Group]:
+    """The next `n` prompts with their scored completions, in the order of the prompts."""
+    prompts = take(parts.prompts, n, state.set_aside)
+    scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
+    with timed(seconds, "rollout"):
+        groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), scoring.add)
+    with timed(seconds, "reward"):
+        groups = parts.world.interleave(score(parts, groups, scoring))
+    parts.prompts.learn(outcomes(groups, parts.scorer.weights))
+    return groups
+
+
+def with_signal_first(groups: Sequence[Group], parts: Parts) -> list[Group]:
+    """As many groups as a rollout has, those whose rewards differ before the others: DAPO's dynamic sampling, bounded.
+
+    Yu et al. 2025, section 3.2, <https://arxiv.org/abs/2503.14476>.
+    """
+    ranked = sorted(groups, key=lambda group: not has_signal(group, parts.scorer.weights))
+    return ranked[: parts.prompts_per_rollout]
+
+
+def draw(
+    parts: Parts, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, each: Callable[[Group], None]
+) -> list[Group]:
+    """This process's share of the prompts, answered, in their order however the sampler finished them.
+
+    `each` is told of every group as soon as it is finished.
+    """
+    mine = parts.world.share(prompts)
+    place = {prompt.uid: i for i, prompt in enumerate(mine)}
+    groups = []
+    for group in parts.sampler.sample(mine, n, sampling):
+        each(group)
+        groups.append(group)
+    return sorted(groups, key=lambda group: place[group.prompt.uid])
+
+
+def with_greedy(parts: Parts, groups: Sequence[Group]) -> list[Group]:
+    """The groups with the rewards of each prompt's greedy answer, for estimators that use it as baseline (ReMax)."""
+    greedy = replace(parts.sampling, temperature=0.0)
+    scoring = parts.scorer.begin()
+    answers = draw(parts, [group.prompt for group in groups], 1, greedy, scoring.add)
+    return with_greedy_rewards(groups, parts.world.interleave(score(parts, answers, scoring)))
+
+
+def score(parts: Parts, groups: Sequence[Group], scoring: Scoring) -> list[Group]:
+    """Scored groups; a reward that ends the run on one process ends it on all, so that none waits for another."""
+    failed: RewardError | None = None
+    scored: list[Group] = []
+    try:
+        scored = scoring.finish(groups)
+    except RewardError as error:
+        failed = error
+    if parts.world.any(failed is not None):
+        raise failed or RewardError("a reward failed on another process; its message is in that process's log.")
+    parts.scorer.check_first(parts.world.any)
+    return scored
+
+
+def split(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:
+    """The completions of a rollout in `parts` equal batches, whole groups together wherever the sizes allow it."""
+    if parts == 1:
+        return [list(groups)]
+    order = random.Random(seed).sample(range(len(groups)), len(groups))
+    if len(groups) % parts == 0:
+        size = len(groups) // parts
+        return [[groups[i] for i in order[p * size : (p + 1) * size]] for p in range(parts)]
+    places = [(i, g) for i in order for g in range(groups[i].size)]
+    size = -(-len(places) // parts)
+    batches = []
+    for start in range(0, len(places), size):
+        members: dict[int, list[int]] = {}
+        for i, g in places[start : start + size]:
+            members.setdefault(i, []).append(g)
+        batches.append([groups[i].take(indices) for i, indices in members.items()])
+    return batches
+
+
+@contextmanager
+def rewound_on_failure(prompts: PromptStream) -> Iterator[None]:
+    """Whatever fails between drawing prompts and judging answers leaves the stream where it was."""
+    position = prompts.state_dict()
+    try:
+        yield
+    except BaseException:
+        prompts.load_state_dict(position)
+        raise
+
+
+@contextmanager
+def undone_when_stopped(parts: Parts) -> Iterator[None]:
+    """A stop signal may leave this work at any token or micro-batch; then it is as if it had not begun."""
+    before = rng.snapshot()
+    try:
+        with parts.interruption.armed():
+            yield
+    except StopNow:
+        parts.learner.forget()
+        rng.restore(before)
+        raise
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started

@@ -1,0 +1,245 @@
+"""Between a running loop and the disk: what a step leaves in the run folder, what a checkpoint holds, how it comes back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from covey.errors import CheckpointError, RewardError, SpoiledError
+from covey.learner.soundness import saved_weights, weight_fault
+from covey.models import quiet_bars
+from covey.process.lean import ExportableState, TrainerState
+from covey.process.world import World
+from covey.rollout import NativeSampler
+from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
+from covey.training.parts import Parts
+from covey.training.session import Session
+from covey.training.state import TrainState
+from covey.types import Event, Group, StepReport
+
+logger = logging.getLogger(__name__)
+
+
+def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any] | None = None) -> None:
+    """Model (or adapter) and tokenizer as transformers writes them, so that any tool can open the folder.
+
+    `weights` (None: the model's own, as they are now): a copy of its `state_dict`. Raises SpoiledError, and writes nothing, for a
+    model of which a weight is not finite.
+    """
+    if weights is None:
+        expect_finite_end(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    with quiet_bars():
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+
+def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
+    """Everything beside the weights that an exact resume needs."""
+    learner = parts.learner
+    return {
+        "state": state.to_dict(),
+        "optimizer": learner.optimizer.state_dict(),
+        "scheduler": learner.scheduler.state_dict(),
+        "scaler": {} if learner.scaler is None else learner.scaler.state_dict(),
+        "reference": learner.reference.state_dict(),
+        "critic": dict(learner.critic.state_dict()),
+        "memory": [sizes for part in parts.world.gather([_learned_sizes(parts)]) for sizes in part],
+        "ladder": learner.ladder.state_dict(),
+        "prompts": parts.prompts.state_dict(),
+        "scorer": parts.scorer.state_dict(),
+        "window": parts.session.state_dict(),
+        "rng": [snapshot for part in parts.world.gather([rng.snapshot()]) for snapshot in part],
+    }
+
+
+def restore_tree(parts: Parts, folder: Path) -> TrainState:
+    """Put back what `checkpoint_tree` holds, and the weights; returns the state to continue from."""
+    tree = checkpoint.load_state(folder)
+    if not tree:
+        raise CheckpointError(
+            f"{folder} was saved with save_only_model, so it holds no state to resume from; give it as the model instead."
+        )
+    learner = parts.learner
+    load_weights(learner.policy.model, folder)
+    learner.optimizer.load_state_dict(tree["optimizer"])
+    learner.scheduler.load_state_dict(tree["scheduler"])
+    if learner.scaler is not None:
+        learner.scaler.load_state_dict(tree["scaler"])
+    learner.reference.load_state_dict(tree["reference"])
+    if tree["critic"]:
+        learner.critic.load_state_dict(tree["critic"])
+    if "ladder" in tree:
+        learner.ladder.load_state_dict(tree["ladder"])
+    parts.prompts.load_state_dict(tree["prompts"])
+    parts.scorer.load_state_dict(tree["scorer"])
+    parts.session.load_state_dict(tree["window"])
+    rng.restore(_mine(parts, tree["rng"]))
+    if len(tree["rng"]) != parts.world.size and parts.world.is_main:
+        logger.warning(
+            "%s was saved by %d process(es) and goes on with %d: the same prompts, draws and gradients up to rounding, "
+            "but not bit-exact.",
+            folder,
+            len(tree["rng"]),
+            parts.world.size,
+        )
+    if "memory" in tree:
+        _restore_sizes(parts, _mine(parts, tree["memory"]))
+    known = {item.name for item in fields(TrainState)}
+    return TrainState(**{name: value for name, value in tree["state"].items() if name in known})
+
+
+def _mine(parts: Parts, saved: Sequence[Any]) -> Any:
+    """This process's own entry; that of the last one where there are more processes now."""
+    return saved[min(parts.world.rank, len(saved) - 1)]
+
+
+def _learned_sizes(parts: Parts) -> dict[str, Any]:
+    """How much fits in this process's memory, as far as it has found out."""
+    sampler = parts.sampler.state_dict() if isinstance(parts.sampler, NativeSampler) else {}
+    return {"learner": parts.learner.room.state_dict(), "sampler": sampler}
+
+
+def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
+    parts.learner.room.load_state_dict(saved["learner"])
+    if saved["sampler"] and isinstance(parts.sampler, NativeSampler):
+        parts.sampler.load_state_dict(saved["sampler"])
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """The weights of a checkpoint into a model that is in use, in place."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        return
+    with quiet_bars():
+        saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict())
+
+
+def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
+    """With `load_best_model_at_end`, the weights of the best evaluation's checkpoint into the model; every process calls it.
+
+    Raises SpoiledError where the weights that the run ends with are not finite.
+    """
+    _load_best(model, args, state, world)
+    expect_finite_end(model)
+
+
+def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
+    best = world.broadcast(state.best_model_checkpoint)  # only the main process knows what was saved
+    if not args.load_best_model_at_end:
+        return
+    if best is not None:
+        load_weights(model, Path(best))
+    at = state.best_global_step
+    if world.is_main and at is not None and (best is None or Path(best).name != f"checkpoint-{at}"):
+        ends = "its last weights" if best is None else f"those of {Path(best).name}"
+        logger.warning(
+            "The best evaluation was at step %s, where no checkpoint was saved; the run ends with %s. "
+            "save_strategy='best' saves one at every best evaluation.",
+            at,
+            ends,
+        )
+
+
+def expect_finite_end(model: Any) -> None:
+    """Raise SpoiledError unless what would be written of the model is finite."""
+    if fault := weight_fault(saved_weights(model)):
+        raise SpoiledError(
+            f"The model cannot be kept as it is: {fault}; look for a callback or hook that writes to it, and take the newest "
+            "checkpoint of the run instead."
+        )
+
+
+def callback_states(handler: Any) -> dict[str, Any]:
+    """What the callbacks that can be saved remember, by class name (early stopping counts, for one)."""
+    return {type(c).__name__: c.state() for c in handler.callbacks if isinstance(c, ExportableState)}
+
+
+def restore_callbacks(handler: Any, states: Mapping[str, Any]) -> None:
+    """Give the callbacks in use the memory of those that were saved; their own options stay as they were given."""
+    for callback in handler.callbacks:
+        saved = states.get(type(callback).__name__)
+        if isinstance(callback, ExportableState) and isinstance(saved, Mapping):
+            for name, value in saved.get("attributes", {}).items():
+                setattr(callback, name, value)
+
+
+def restore_history(session: Session, folder: Path) -> None:
+    """What transformers' trainer state and the callbacks remembered at a checkpoint, into those in use."""
+    saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
+        setattr(session.trainer_state, name, getattr(saved, name))
+    restore_callbacks(session.handler, saved.stateful_callbacks)
+
+
+class Recording:
+    """Where a run is written down; on processes other than the main one `folder` is None and nothing is written."""
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        reward_names: Sequence[str],
+        rollout_steps: int,
+        rollout_limit: int | None = None,
+    ) -> None:
+        self.folder, self.reward_names = folder, list(reward_names)
+        self.rollout_steps, self.rollout_limit = rollout_steps, rollout_limit
+
+    def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """One line of metrics, the events, and now and then the rollouts themselves."""
+        if self.folder is None:
+            return
+        self.folder.append_metrics(report.step, logs, report.seconds)
+        self.folder.append_events(report.step, report.events)
+        if rollouts.is_due(report.step, self.rollout_steps):
+            self.folder.write_rollouts(
+                report.step, groups, self.reward_names, limit=self.rollout_limit, per_token=report.tokens
+            )
+
+    def evaluation(
+        self,
+        step: int,
+        name: str,
+        weights: Sequence[float],
+        evaluate: Callable[[Callable[[Sequence[Group]], None]], dict[str, float]],
+    ) -> dict[str, float]:
+        """What `evaluate(keep)` returns; its metrics and what it gave to `keep` are written down, answer by answer."""
+        rows: list[dict[str, Any]] = []
+        metrics = evaluate(lambda groups: rows.extend(evaluations.rows_of(groups, self.reward_names, weights)))
+        if self.folder is not None:
+            self.folder.write_evaluation(step, name, metrics, rows)
+        return metrics
+
+    def bad_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
+        """Keep the batch of a step whose update was left out: `covey.training.recovery.bad_batch` reads it back."""
+        if self.folder is not None:
+            metrics = {name: metric.value for name, metric in report.metrics.items()}
+            said = [event.said for event in report.events]
+            self.folder.write_bad_step(step, {"groups": list(groups), "step": step, "said": said, "metrics": metrics})
+
+    def rewind(self, step: int, event: Event) -> None:
+        """Back to a step: later metrics, rollouts and checkpoints go out of the way; the events stay, and this one follows."""
+        if self.folder is not None:
+            self.folder.rewind(step, keep_events=True)
+            self.folder.append_events(step, [event])
+
+    def reward_failed(self, step: int, error: RewardError) -> None:
+        """Keep the events of a reward that ends the run, and name their place in the error."""
+        if self.folder is not None and error.events:
+            self.folder.append_events(step, error.events)
+            error.args = (f"{error} The tracebacks are in {self.folder.path / 'events.jsonl'}.",)
+
+    def event(self, step: int, event: Event) -> None:
+        """Something that happened around a step rather than in it."""
+        if self.folder is not None:
+            self.folder.append_events(step, [event])
+
+    def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None:
+        if self.folder is not None:
+            self.folder.close(outcome)

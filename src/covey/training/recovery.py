@@ -1,0 +1,177 @@
+"""What follows a step whose numbers went bad: its batch is kept for study, and the run goes back to a good checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from covey.data import PromptStream
+from covey.errors import CheckpointError, DataError, NumericsError, SpoiledError
+from covey.learner import Learner
+from covey.learner.soundness import expect_sound, saved_weights, weight_fault
+from covey.learner.update_guard import is_left_out
+from covey.runs import checkpoint, checksums, serialization
+from covey.training.parts import Parts
+from covey.training.recording import restore_history, restore_tree
+from covey.training.state import TrainState
+from covey.types import Event, Group, Prompt, StepReport
+
+logger = logging.getLogger(__name__)
+
+_DRAWS_WITHOUT_A_PROMPT = 100_000
+
+
+def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: StepReport) -> TrainState:
+    """The state to go on from: the same one, or an earlier checkpoint's where the ladder or an alert asks for it.
+
+    A batch whose update was left out is written to `bad_steps/`. Raises NumericsError where the run must stop.
+    """
+    if is_left_out(report.events):
+        parts.session.recorder.bad_step(report.step, batch, report)
+    ladder, session = parts.learner.ladder, parts.session
+    asked, session.roll_back_because = session.roll_back_because, None
+    if parts.world.any(asked is not None):
+        return roll_back(parts, state, why=asked or "another process asked for it.", before=state.step)
+    move = ladder.next_move(report.step, state.bad_steps, state.roll_backs, report.events)
+    if move == "go_on":
+        return state
+    said = next(event.said for event in report.events if is_left_out((event,)))
+    return roll_back(parts, state, why=said, set_aside=[group.prompt for group in batch])
+
+
+def after_spoiled(parts: Parts, state: TrainState, error: NumericsError) -> TrainState:
+    """The state of the newest good checkpoint, where weights hold NaN: no update that is left out mends those.
+
+    Raises SpoiledError with `on_bad_numbers='stop'`, after `roll_backs_limit` returns, and where there is no checkpoint; and
+    `error` itself where the weights are finite.
+    """
+    if not isinstance(error, SpoiledError):
+        fault = weight_fault(saved_weights(parts.learner.policy.model))
+        if fault is None:
+            raise error
+        error = SpoiledError(f"{fault}: {error}")
+    rungs = parts.learner.ladder.rungs
+    parts.learner.forget()
+    parts.session.recorder.event(state.step, Event(kind="spoiled", said=str(error)))
+    if rungs.on_bad_numbers == "stop":
+        raise SpoiledError(f"{error} on_bad_numbers='stop' ends the run here.") from error
+    if state.roll_backs >= rungs.roll_backs_limit:
+        raise SpoiledError(f"{error} The run ends after {state.roll_backs} returns to a checkpoint.") from error
+    try:
+        return roll_back(parts, state, why=str(error), before=state.step + 1)
+    except NumericsError as none:
+        raise SpoiledError(str(none)) from error
+
+
+def expect_sound_end(parts: Parts, state: TrainState) -> None:
+    """Raise SpoiledError on every process unless the weights that a run ends with are finite."""
+    fault = weight_fault(saved_weights(parts.learner.policy.model))
+    expect_sound(fault, f"after step {state.step}", anywhere=parts.world.any(fault is not None))
+
+
+def roll_back(
+    parts: Parts,
+    state: TrainState,
+    *,
+    why: str,
+    learning_rate: float | None = None,
+    set_aside: Iterable[Prompt] = (),
+    before: int | None = None,
+) -> TrainState:
+    """Back to the newest verified checkpoint of this run that is older than the trouble; the state to go on from.
+
+    Everything returns as on a resume: weights, optimizer, data, random generators, logs. `learning_rate` (None:
+    the run's `roll_back_learning_rate`) then multiplies the learning rate and its schedule; the prompts of `set_aside` are not
+    drawn again. `before`: the checkpoint must be of an earlier step (None: older than the updates left out in a row just now).
+    Raises NumericsError when there is no such checkpoint. Every process must call it.
+    """
+    ladder, session = parts.learner.ladder, parts.session
+    last = state.step - state.bad_steps if before is None else before - 1
+    session.finish_saving()
+    run_dir = Path(session.args.output_dir)
+    found = parts.world.broadcast(newest_good(run_dir, last, state.roll_backs) if parts.world.is_main else None)
+    if found is None:
+        raise NumericsError(
+            f"{why} There is no good checkpoint of step {last} or before to go back to; save more often."
+        )
+    factor = ladder.rungs.roll_back_learning_rate if learning_rate is None else learning_rate
+    restored = restore_tree(parts, found)
+    restore_history(session, found)
+    earlier = ladder.rungs.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
+    lower_learning_rate(parts.learner, factor * earlier)
+    aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(_row(prompt) for prompt in set_aside)])
+    restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
+    said = (
+        f"Back from step {state.step} to {found.name}, with the learning rate times {factor * earlier:g}"
+        + (f" and {len(aside)} prompt(s) set aside" if aside else "")
+        + f": {why}"
+    )
+    logger.warning("%s", said)
+    details = {"from_step": state.step, "to_step": restored.step, "factor": factor * earlier, "set_aside": list(aside)}
+    session.recorder.rewind(restored.step, Event(kind="rolled_back", said=said, details=details))
+    parts.sampler.load(parts.learner.policy.model, version=restored.step)
+    session.resume_from(restored)
+    return restored
+
+
+def newest_good(run_dir: Path, last: int, roll_backs: int = 0) -> Path | None:
+    """The newest checkpoint of step `last` or before of which every byte is right and that holds a state to resume from.
+
+    One from before the run's last return (it has had `roll_backs`) was gone back to already, and trouble came again before another
+    was saved: it may hold the trouble, as the update that makes a ratio explode is the one before. So the next older one is
+    taken, where there is one.
+    """
+    tried = None
+    for path in reversed(checkpoint.checkpoints(run_dir)):
+        if checkpoint.step_of(path) > last or checksums.problems(path) or not (tree := checkpoint.load_state(path)):
+            continue
+        if tried is not None or tree["state"]["roll_backs"] >= roll_backs:
+            return path
+        tried = path
+    return tried
+
+
+def lower_learning_rate(learner: Learner, factor: float) -> None:
+    """Multiply the learning rate of every parameter group now, and of every step that the schedule has still to give."""
+    for group in learner.optimizer.param_groups:
+        group["lr"] *= factor
+        if "initial_lr" in group:
+            group["initial_lr"] *= factor
+    schedule = learner.scheduler
+    if hasattr(schedule, "base_lrs"):
+        schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
+        schedule._last_lr = [group["lr"] for group in learner.optimizer.param_groups]
+
+
+def take(prompts: PromptStream, n: int, set_aside: Sequence[str]) -> list[Prompt]:
+    """The next `n` prompts that are not set aside. Raises DataError when none is left."""
+    if not set_aside:
+        return prompts.take(n)
+    refused, taken = frozenset(set_aside), list[Prompt]()
+    misses = 0
+    while len(taken) < n:
+        prompt = prompts.take(1)[0]
+        misses = misses + 1 if _row(prompt) in refused else 0
+        if not misses:
+            taken.append(prompt)
+        elif misses >= (prompts.num_rows or _DRAWS_WITHOUT_A_PROMPT):
+            raise DataError("Every prompt of the data set has led to bad numbers and is set aside; look at bad_steps/.")
+    return taken
+
+
+def bad_batch(folder: Path) -> tuple[list[Group], dict[str, Any]]:
+    """The groups of a step that was left out, exactly as they were, and what was said of it. `folder`: `bad_steps/step-N`."""
+    tree = serialization.read(folder / "batch")
+    if not isinstance(tree, dict) or "groups" not in tree:
+        raise CheckpointError(
+            f"{folder} does not hold the batch of a step; give a folder such as bad_steps/step-000012."
+        )
+    return list(tree["groups"]), {name: value for name, value in tree.items() if name != "groups"}
+
+
+def _row(prompt: Prompt) -> str:
+    """The row of the data set, whichever epoch drew it."""
+    return prompt.uid.partition(":")[2] or prompt.uid

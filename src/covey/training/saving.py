@@ -1,0 +1,168 @@
+"""When a checkpoint is due: the run stands still while memory is copied, and the disk is written beside the steps that follow."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from covey.errors import StorageError
+from covey.learner.soundness import expect_sound, parameter_names, saved_weights, state_fault, weight_fault
+from covey.monitor.trackers import reads_checkpoints
+from covey.process.lean import TrainerState
+from covey.process.memory import free_memory
+from covey.runs import checkpoint, serialization
+from covey.runs.background import Background
+from covey.runs.snapshot import bytes_to_copy, weights_now
+from covey.training.invariants import Watch, expect_adapter_reloads, expect_same_weights
+from covey.training.parts import Parts
+from covey.training.recording import callback_states, checkpoint_tree, write_model
+from covey.training.state import TrainState
+from covey.types import Alert, Event
+
+logger = logging.getLogger(__name__)
+
+_LOUD_AFTER = 3
+"""Saves in a row that failed before it is an alert."""
+
+
+@dataclass(eq=False)
+class Saver:
+    """Saves the checkpoints of a run, one at a time.
+
+    A disk that refuses is told once, in a sentence and in `events.jsonl`; training goes on with the earlier checkpoints
+    intact, and the next save tries again. Anything else that fails in the background is raised at the next look.
+    """
+
+    args: Any
+    model: Any
+    tokenizer: Any
+    handler: Any
+    """transformers.trainer_callback.CallbackHandler"""
+    trainer_state: TrainerState
+    background: Background[Path] = field(default_factory=Background)
+    watch: Watch | None = None
+    """Set at the first look, before the first step."""
+    has_told_tight: bool = False
+    writing: int = 0
+    """The step of the checkpoint that is being written, or was last."""
+    failed: int = 0
+    """Saves in a row that the disk refused."""
+
+    def save(self, parts: Parts, state: TrainState) -> None:
+        """Save the run as it is now. Every process must call it; the main one writes.
+
+        Raises SpoiledError on all of them, and writes nothing, when a weight or other state holds NaN or infinity.
+        """
+        tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
+        names = parameter_names(self.model, parts.learner.optimizer)
+        fault = weight_fault(saved_weights(self.model)) or state_fault(tree, names)
+        when = f"step {state.step}, no checkpoint is made of it"
+        expect_sound(fault, when, anywhere=parts.world.any(fault is not None))
+        expect_same_weights(self.model, parts.world)
+        if not parts.world.is_main:
+            return
+        self.finish(parts)
+        self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
+        self.writing = state.step
+        waits = not self.args.save_async or any(map(reads_checkpoints, self.handler.callbacks)) or self._is_tight(tree)
+        work = self._work(tree, self._watch(parts).later(), copies=not waits)
+        self.background.start(work, name=f"covey-checkpoint-{state.step}")
+        if waits:
+            self.finish(parts)
+
+    def _is_tight(self, tree: dict[str, Any]) -> bool:
+        """Whether a copy could take the host's last memory. Said once."""
+        size, free = bytes_to_copy(self.model, tree), free_memory()
+        if free is None or size < 0.8 * free:
+            return False
+        if not self.has_told_tight:
+            logger.warning(
+                "A copy for saving beside training takes %.1f GB and %.1f GB of memory are free, so this save waits for the disk; "
+                "save_async=False always does.",
+                size / 1e9,
+                free / 1e9,
+            )
+        self.has_told_tight = True
+        return True
+
+    def poll(self, parts: Parts) -> None:
+        """Take note of a write that has ended, without waiting for one that has not."""
+        if parts.world.is_main:
+            self._watch(parts)
+            if not self.background.is_busy:
+                self.finish(parts)
+
+    def _watch(self, parts: Parts) -> Watch:
+        if self.watch is None:
+            self.watch = Watch(parts.learner)
+            self.watch.later()()
+        return self.watch
+
+    def finish(self, parts: Parts) -> None:
+        """Wait until nothing is being written."""
+        try:
+            path = self.background.finish()
+        except StorageError as error:
+            self._refused(parts, error)
+            return
+        if path is not None:
+            self.failed = 0
+        if path is not None and self.trainer_state.best_global_step == checkpoint.step_of(path):
+            self.trainer_state.best_model_checkpoint = str(path)
+
+    def _refused(self, parts: Parts, error: StorageError) -> None:
+        """Tell of a save that the disk refused; of several in a row louder. Raises it again at `save_error_limit`."""
+        self.failed += 1
+        logger.error("%s Training goes on; the next save tries again.", error)
+        parts.session.recorder.event(self.writing, Event(kind="save_failed", said=str(error)))
+        if self.failed == _LOUD_AFTER:
+            said = f"{self.failed} saves in a row failed, so a crash would lose everything since the newest checkpoint: {error}"
+            parts.session.monitor.tell(
+                Alert(
+                    rule="saves_failing",
+                    severity="error",
+                    said=said,
+                    step=self.writing,
+                    evidence={"failed": self.failed},
+                    try_this=(
+                        "make room on the disk, or a lower save_total_limit",
+                        "save_error_limit ends the run instead",
+                    ),
+                )
+            )
+        if self.args.save_error_limit is not None and self.failed >= self.args.save_error_limit:
+            raise StorageError(
+                f"{self.failed} saves in a row failed (save_error_limit={self.args.save_error_limit}), the last: {error}"
+            ) from error
+
+    def _work(self, tree: dict[str, Any], look: Callable[[], None], *, copies: bool) -> Callable[[], Path]:
+        """What writes the checkpoint of this moment: from copies where training goes on meanwhile."""
+        best, run_dir = self.trainer_state.best_global_step, Path(str(self.args.output_dir))
+        told = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
+        told.stateful_callbacks = copy.deepcopy(told.stateful_callbacks)
+        if best == self.writing:
+            told.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
+        weights = weights_now(self.model) if copies else None
+        return partial(
+            checkpoint.save,
+            run_dir,
+            self.writing,
+            partial(_write, look, self.model, weights, self.tokenizer, told),
+            serialization.snapshot(tree) if copies else tree,
+            keep=self.args.save_total_limit,
+            best=f"checkpoint-{best}" if best is not None else None,
+        )
+
+
+def _write(
+    look: Callable[[], None], model: Any, weights: Any, tokenizer: Any, told: TrainerState, folder: Path
+) -> None:
+    look()
+    write_model(folder, model, tokenizer, weights)
+    expect_adapter_reloads(model, folder, weights)
+    told.save_to_json(str(folder / "trainer_state.json"))

@@ -1,0 +1,311 @@
+"""What happens around a step: callbacks, logs, evaluation, checkpoints. The loop calls `record`; the rest follows."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from covey.errors import ConfigError, RewardError, SpoiledError
+from covey.monitor import Monitor
+from covey.monitor.progress import evaluation_line
+from covey.training.state import TrainState
+from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Where a run is written down: the run folder on the main process, nothing on the others."""
+
+    def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None: ...
+
+    def evaluation(
+        self, step: int, name: str, weights: Sequence[float], evaluate: Callable[..., dict[str, float]]
+    ) -> dict[str, float]: ...
+
+    def bad_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None: ...
+
+    def rewind(self, step: int, event: Event) -> None: ...
+
+    def event(self, step: int, event: Event) -> None: ...
+
+    def reward_failed(self, step: int, error: RewardError) -> None: ...
+
+    def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None: ...
+
+
+class Display(Protocol):
+    """What the person in front of the terminal sees."""
+
+    def update(self, report: StepReport, total_steps: int) -> None: ...
+
+    def show(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StopSignal(Protocol):
+    @property
+    def requested(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class Session:
+    """transformers' callback protocol around Covey's loop. Holds no numbers of the mathematics."""
+
+    args: Any
+    handler: Any
+    """transformers.trainer_callback.CallbackHandler"""
+    trainer_state: Any
+    control: Any
+    recorder: Recorder
+    display: Display
+    stop: StopSignal
+    evaluate: Callable[[], Mapping[str, float]]
+    save: Callable[[TrainState], None]
+    steps_per_epoch: float
+    monitor: Monitor = field(default_factory=Monitor)
+    """Sees every step and says what is wrong; by itself it watches nothing."""
+    lower_learning_rate: Callable[[float], None] = lambda factor: None
+    """Multiplies the learning rate of now and of every step to come."""
+    show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
+    """At each log; shows nothing unless it was asked for."""
+    look_at_saving: Callable[[], None] = lambda: None
+    """Tells of a checkpoint whose writing has ended or failed, without waiting for one."""
+    finish_saving: Callable[[], None] = lambda: None
+    """Waits until no checkpoint is being written any more."""
+    agree: Callable[[bool], bool] = lambda flag: flag
+    """True on every process once it is True on one: a signal reaches processes at different moments, or only some."""
+    is_asked_to_stop: bool = False
+    """Whether a signal had reached any process by the end of the last step."""
+    is_told_to_stop: bool = False
+    """Whether an alert on this process ends the run after this step."""
+    roll_back_because: str | None = None
+    """Why the run should go back to a checkpoint after this step; None: it should not."""
+    window: dict[str, Metric] = field(default_factory=dict)
+    """Metrics since the last log."""
+    window_seconds: list[float] = field(default_factory=list)
+    total_loss: float = 0.0
+    last_saved: int = -1
+    latest: TrainState = field(default_factory=TrainState)
+    """After the last whole step: what a checkpoint in an emergency holds."""
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def should_stop(self) -> bool:
+        return bool(self.is_asked_to_stop or self.control.should_training_stop)
+
+    def ask_roll_back(self, why: str) -> None:
+        """For callbacks and alerts: after this step, go back to the newest good checkpoint with a lower learning rate."""
+        self.roll_back_because = why
+
+    def resume_from(self, state: TrainState) -> None:
+        """Go on from here, in the middle of a run: a checkpoint that was just restored."""
+        self.latest = state
+        self.last_saved = state.step
+        if self.trainer_state.global_step >= self.trainer_state.max_steps:
+            self.control.should_training_stop = False  # it was the last step, and is no more
+        self.trainer_state.global_step = state.step
+        self.trainer_state.num_input_tokens_seen = state.num_tokens
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        self._hear_signals()
+        if not self.should_stop:
+            self._call("on_step_begin")
+
+    def begin(self, state: TrainState) -> None:
+        """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""
+        self.look_at_saving()
+        self.latest = state
+        self.trainer_state.global_step = state.step
+        self.started = time.perf_counter()
+        self._call("on_train_begin")
+        self._call("on_epoch_begin")
+        is_best = self.args.eval_on_start and state.step == 0 and self._evaluate()
+        if is_best and self.args.save_strategy == "best":  # training may make it worse, and the run ends with the best
+            self._save(state)
+        self._hear_signals()
+        self._call("on_step_begin")
+
+    def record(self, state: TrainState, groups: Sequence[Group], report: StepReport) -> None:
+        """After a step: what it did goes to the run folder, the screen, the callbacks; then evaluate and save when due."""
+        self.look_at_saving()
+        report = self.monitor.with_update(report)
+        epoch_before = math.floor((state.step - 1) / self.steps_per_epoch + 1e-9)
+        self.latest = state
+        self.trainer_state.global_step = state.step
+        self.trainer_state.epoch = state.step / self.steps_per_epoch
+        self.trainer_state.num_input_tokens_seen = state.num_tokens
+        self.window = merge_metrics([self.window, report.metrics])
+        self.window_seconds.append(report.seconds.get("step", 0.0))
+        loss = report["loss"]
+        self.total_loss += loss if math.isfinite(loss) else 0.0
+        self.recorder.step(report, plain(report.metrics) | {"epoch": self.trainer_state.epoch}, groups)
+        self.display.update(report, self.trainer_state.max_steps)
+        self._heed(self.monitor.look(report), state)
+        self._call("on_step_end")
+        if self.trainer_state.epoch >= epoch_before + 1 - 1e-9:
+            self._call("on_epoch_end")
+            is_last = state.step >= self.trainer_state.max_steps
+            if not is_last:
+                self._call("on_epoch_begin")
+        self._follow(state, groups)
+        self._hear_signals()
+        if not self.should_stop:
+            self._call("on_step_begin")
+
+    def end(self, state: TrainState) -> dict[str, float]:
+        """After the last step: a checkpoint if the run was interrupted, `on_train_end`, and the run's summary."""
+        try:
+            return self._end(state)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _end(self, state: TrainState) -> dict[str, float]:
+        self._hear_signals()
+        if self.is_asked_to_stop and state.step > self.last_saved and self.args.save_strategy != "no":
+            self._save(state)
+        self.finish_saving()
+        seconds = time.perf_counter() - self.started
+        summary = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(self.samples_seen(state) / seconds, 3),
+            "train_steps_per_second": round(state.step / seconds, 3),
+            "total_flos": 0.0,
+            "train_loss": self.total_loss / max(state.step, 1),
+        }
+        self.log(summary)
+        self._call("on_train_end")
+        self.recorder.close("stopped" if self.is_asked_to_stop else "finished")
+        self.display.close()
+        return summary
+
+    def save_after_error(self) -> None:
+        """A checkpoint of the last whole step, where an error ends the run; none of state that is not finite."""
+        try:
+            self.save(self.latest)
+        except SpoiledError as spoiled:
+            logger.error("%s", spoiled)
+
+    def fail(self, error: BaseException) -> None:
+        """An error ends the run: what is being written is finished, and `run.json` says so."""
+        if isinstance(error, RewardError):
+            self.recorder.reward_failed(self.latest.step, error)
+        try:
+            self.finish_saving()
+        finally:
+            self.recorder.close("failed")
+
+    def samples_seen(self, state: TrainState) -> float:
+        """Completions trained on."""
+        per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return float(state.step * per_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next log entry is still collecting."""
+        window = {"window": dict(self.window), "seconds": list(self.window_seconds), "total_loss": self.total_loss}
+        return {**window, "monitor": self.monitor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.window, self.window_seconds = dict(state["window"]), list(state["seconds"])
+        self.total_loss = state["total_loss"]
+        if "monitor" in state:
+            self.monitor.load_state_dict(state["monitor"])
+
+    def log(self, logs: Mapping[str, float]) -> None:
+        """Add an entry to `log_history` and hand it to the trackers."""
+        entry = dict(logs)
+        if self.trainer_state.epoch is not None:
+            entry["epoch"] = round(self.trainer_state.epoch, 6)
+        self.trainer_state.log_history.append({**entry, "step": self.trainer_state.global_step})
+        self.control = self.handler.on_log(self.args, self.trainer_state, self.control, entry)
+
+    def _hear_signals(self) -> None:
+        self.is_asked_to_stop = self.agree(self.stop.requested or self.is_told_to_stop)
+
+    def _heed(self, alerts: Sequence[Alert], state: TrainState) -> None:
+        """Do what the run's options attach to these alerts. Times differ between processes, so they agree first."""
+        wanted = {self.monitor.action_for(alert): alert for alert in alerts}
+        said = {action: f"{alert.rule} at step {state.step}: {alert.said}." for action, alert in wanted.items()}
+        has_roll_backs = state.roll_backs < self.args.roll_backs_limit
+        if "roll_back" in said and has_roll_backs:
+            self.ask_roll_back(said["roll_back"])
+        ends = said.get("stop") or (said.get("roll_back") if not has_roll_backs else None)
+        if ends is not None:
+            self.is_told_to_stop = True
+            self.recorder.event(state.step, Event(kind="stopped_by_alert", said=f"The run ends here: {ends}"))
+        if self.monitor.lowers_learning_rate and self.agree("lower_learning_rate" in said):
+            factor = self.args.roll_back_learning_rate
+            self.lower_learning_rate(factor)
+            why = said.get("lower_learning_rate", "another process asked for it.")
+            told = Event(kind="learning_rate_lowered", said=f"The learning rate is multiplied by {factor:g}: {why}")
+            self.recorder.event(state.step, told)
+
+    # -- what the callbacks asked for -------------------------------------------------------------------------------
+
+    def _follow(self, state: TrainState, groups: Sequence[Group]) -> None:
+        if self.control.should_log:
+            self._log_window(state)
+            self.show_completions(state.step, groups)
+        is_best = False
+        if self.control.should_evaluate:
+            is_best = self._evaluate()
+        saves_best = self.args.save_strategy == "best" and is_best
+        if self.control.should_save or saves_best:
+            self._save(state)
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+
+    def _log_window(self, state: TrainState) -> None:
+        logs = plain(self.window)
+        logs["num_tokens"] = float(state.num_tokens)
+        logs["step_time"] = sum(self.window_seconds) / max(len(self.window_seconds), 1)
+        count = max(len(self.window_seconds), 1)
+        for name in ("loss", "policy_loss", "value_loss"):
+            if name in logs:  # sums over micro-batches within a step, a mean over the steps of the window
+                logs[name] = logs[name] / count
+        self.window, self.window_seconds = {}, []
+        self.log(logs)
+
+    def _evaluate(self) -> bool:
+        """Evaluate now. Returns whether it is the best so far."""
+        metrics = self.evaluate()
+        self.display.show(evaluation_line(self.trainer_state.global_step, metrics))
+        self.monitor.evaluated(metrics)
+        self._call("on_evaluate", metrics=metrics)
+        return self._is_best(metrics)
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        name = self.args.metric_for_best_model
+        if name is None:
+            return False
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            known = ", ".join(sorted(metrics))
+            raise ConfigError(f"metric_for_best_model={name!r} is not among the evaluation's metrics: {known}.")
+        value, best = metrics[name], self.trainer_state.best_metric
+        sign = 1.0 if self.args.greater_is_better else -1.0
+        if best is not None and sign * value <= sign * best:
+            return False
+        self.trainer_state.best_metric = value
+        self.trainer_state.best_global_step = self.trainer_state.global_step
+        return True
+
+    def _save(self, state: TrainState) -> None:
+        self.save(state)
+        self.last_saved = state.step
+        self._call("on_save")
+
+    def _call(self, event: str, **kwargs: Any) -> None:
+        method = getattr(self.handler, event)
+        self.control = method(self.args, self.trainer_state, self.control, **kwargs)
+
+
+def plain(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Metrics as floats, sorted by name; undefined ones (NaN counts of nothing) are left out."""
+    values = {name: float(metric.value) for name, metric in sorted(metrics.items())}
+    keep_nan = {"loss", "grad_norm"}
+    return {name: value for name, value in values.items() if name in keep_nan or not math.isnan(value)}

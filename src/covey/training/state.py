@@ -1,0 +1,82 @@
+"""Everything of a run that must survive kill -9, apart from the weights and the optimizer, which keep their own state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+from covey.learner.update_guard import is_left_out
+from covey.types import Group, Metric, StepReport, merge_metrics
+
+
+class Stateful(Protocol):
+    """Whatever has memory and is big: its own `state_dict` goes into the checkpoint."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Where a run stands. A turn of the loop takes one and returns the next; nothing else remembers."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    pending: tuple[tuple[Group, ...], ...] = ()
+    """Batches already rolled out and scored that still wait for their optimizer step, next one first."""
+    num_tokens: int = 0
+    """Prompt and completion tokens trained on so far."""
+    num_rollouts: int = 0
+    """Generation batches so far."""
+    controllers: Mapping[str, float] = field(default_factory=dict)
+    """Value of each adaptive coefficient."""
+    bad_steps: int = 0
+    """Steps in a row whose update was left out for its numbers."""
+    roll_backs: int = 0
+    """Times that the run went back to a checkpoint."""
+    set_aside: tuple[str, ...] = ()
+    """Prompts that led to bad numbers and are not drawn again, by the row of the data set."""
+    rollout_metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Metrics of the generation batch that the next report carries."""
+    rollout_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def queued(
+        self,
+        batches: Sequence[Sequence[Group]],
+        metrics: Mapping[str, Metric],
+        seconds: Mapping[str, float],
+    ) -> TrainState:
+        """With the batches of a new rollout waiting."""
+        return replace(
+            self,
+            pending=(*self.pending, *(tuple(batch) for batch in batches)),
+            num_rollouts=self.num_rollouts + 1,
+            rollout_metrics=merge_metrics([self.rollout_metrics, metrics]),
+            rollout_seconds={**self.rollout_seconds, **seconds},
+        )
+
+    def popped(self) -> tuple[tuple[Group, ...], TrainState]:
+        """The next batch, and the state without it."""
+        return self.pending[0], replace(self, pending=self.pending[1:])
+
+    def advanced(
+        self, report: StepReport, controllers: Mapping[str, float], *, drop_pending: bool = False
+    ) -> TrainState:
+        """One optimizer step later. `drop_pending` leaves the rest of this rollout unused (target-KL early stop)."""
+        tokens = report["num_tokens"]
+        return replace(
+            self,
+            step=self.step + 1,
+            pending=() if drop_pending else self.pending,
+            num_tokens=self.num_tokens + (int(tokens) if tokens == tokens else 0),
+            controllers=dict(controllers),
+            bad_steps=self.bad_steps + 1 if is_left_out(report.events) else 0,
+            rollout_metrics={},
+            rollout_seconds={},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field by field, for the checkpoint."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}

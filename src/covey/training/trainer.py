@@ -1,0 +1,384 @@
+"""`GRPOTrainer`: TRL's front door to Covey's loop. Same arguments, same callbacks, same names in the logs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import set_verbosity
+
+from covey.algorithms import Algorithm
+from covey.config import GRPOConfig
+from covey.errors import ConfigError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
+from covey.learner import Learner
+from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
+from covey.monitor.trackers import Trackers
+from covey.process import lean
+from covey.process.world import World
+from covey.runs import RunFolder, StopRequest, checkpoint
+from covey.runs.console import lasting_output
+from covey.runs.kept import tell_stopped, told_of_the_disk, write_whole
+from covey.runs.resuming import expect_resumable
+from covey.runs.storage import REFUSALS
+from covey.training import loop
+from covey.training.build import (
+    Given,
+    advice_for,
+    build_evaluator,
+    build_parts,
+    build_prompts,
+    build_scorer,
+    checked_dataset,
+    checked_eval,
+    given_algorithm,
+)
+from covey.training.evaluator import Evaluator
+from covey.training.loading import load_for_training
+from covey.training.parts import Parts
+from covey.training.recording import Recording, load_best, restore_history, restore_tree, write_model
+from covey.training.recovery import lower_learning_rate
+from covey.training.saving import Saver
+from covey.training.session import Session
+from covey.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+_NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
+_NOT_YET = {
+    "tools": "tool calls in rollouts are not supported yet",
+    "rollout_func": "give Covey a `Sampler` of your own instead: it is a protocol of two methods",
+    "environment_factory": "environments are not supported yet",
+}
+
+
+class GRPOTrainer:
+    """Post-trains a causal language model with GRPO or any algorithm of its family.
+
+    Takes TRL 1.16's arguments: `model` (a hub id, a folder, or a loaded model, PEFT included), `reward_funcs` (callables,
+    reward models, or names of built-in rewards), `args`, `train_dataset` (column `prompt`: text or chat messages; other
+    columns reach the rewards), `eval_dataset` (one set or a dict of sets), `processing_class`,
+    `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
+    preset's name, an import path, or a `covey.algorithms.Algorithm`.
+
+    Wrong input raises a `CoveyError` whose message names the input and the fix, before anything is trained.
+    """
+
+    def __init__(
+        self,
+        model: str | Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[lean.TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        algorithm: str | Algorithm | None = None,
+    ) -> None:
+        _refuse({"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory})
+        self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
+        if not isinstance(self.args, GRPOConfig):
+            raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
+        (lean.enable_full_determinism if self.args.full_determinism else lean.set_seed)(self.args.seed)
+        set_verbosity(self.args.get_process_log_level())
+        self.world = World.of(self.args)
+        self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
+        self.output_dir = Path(str(self.args.output_dir))
+        self.algorithm = given_algorithm(self.args, algorithm)
+        self.state = lean.TrainerState(
+            is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
+        )
+        self.scorer = build_scorer(
+            self.args, reward_funcs, reward_processing_classes, lambda: self.state, self.world.device
+        )
+        self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
+        self.eval_dataset = checked_eval(eval_dataset, self.args)
+        if self.train_dataset is not None:
+            self.scorer.check(self.train_dataset.column_names)
+            refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
+        self._load(model, processing_class, quantization_config, peft_config)
+        self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
+        self.control = lean.TrainerControl()
+        self.is_strict, self._restarts = False, False
+        """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
+        self.raises_when_stopped = True
+        """After a stop signal `train` raises, so that a script does not go on as if it had trained; False: `stopped_by` says so."""
+        self.stopped_by: str | None = None
+        self.exit_code = 0
+        self.started_at = 0
+        """The step that the last `train()` began after; above 0 for a run that was gone on with."""
+        self.callback_handler = self._build_callbacks(callbacks)
+        self._parts: Parts | None = None
+        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    # -- what a user calls ------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
+        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
+
+        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
+        transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
+        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
+        """
+        if self.train_dataset is None:
+            raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._restarts = wanted == "auto"
+        found = checkpoint.resolve(wanted, self.output_dir) if self.world.is_main else None
+        start = self.world.broadcast(found)
+        rewards = [spec.call for spec in self.scorer.rewards]
+        expect_resumable(start, self.args, self.train_dataset, self.model, rewards=rewards, tells=self.world.is_main)
+        told = told_of_the_disk("A file of the run", self.output_dir, self.output_dir)
+        with lasting_output(), told, StopRequest() as stop, closing(self.scorer), closing(self.trackers):
+            parts = self._build_parts(stop, start)
+            self._parts = parts
+            state = TrainState(controllers=self.algorithm.initial_controllers())
+            state = state if start is None else self._resume(parts, start)
+            self.started_at = state.step
+            rows = {"steps to train": self.state.max_steps, "rows of train_dataset": _length(self.train_dataset)}
+            self.world.expect_same(rows)
+            state = self._run(parts, state)
+            summary = parts.session.end(state)
+            if parts.session.is_asked_to_stop:
+                stop.adopt(self.world.gather([stop.name]))
+        load_best(self.model, self.args, self.state, self.world)
+        self.stopped_by, self.exit_code = stop.name, stop.exit_code
+        if stop.name is not None and self.world.is_main:
+            saves, tells = self.args.save_strategy != "no", self.raises_when_stopped
+            tell_stopped(stop.name, state.step, self.output_dir, saves=saves, tells=tells)
+        if stop.name is not None and self.raises_when_stopped:
+            stop.leave()
+        return lean.TrainOutput(state.step, summary["train_loss"], summary)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Rewards and lengths on held-out prompts, named `<prefix>_reward`, `<prefix>_rewards/<name>/mean`, ...
+
+        A dict of sets gives `<prefix>_<name>_reward` and so on. `ignore_keys` has no effect on a language model and is
+        there for TRL's signature. The same seed every time, so two evaluations differ by the policy alone.
+        """
+        given = self.eval_dataset if eval_dataset is None else checked_eval(eval_dataset, self.args)
+        if given is None:
+            raise DataError("evaluate() needs eval_dataset: a data set with a column 'prompt'.")
+        metrics: dict[str, float] = {}
+        sets = given if isinstance(given, Mapping) else {"": given}
+        for name, dataset in sets.items():
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            metrics |= self._evaluate_one(dataset, prefix)
+        session = self._parts.session if self._parts else None
+        if session is not None:
+            session.log(metrics)
+        else:
+            self.log(metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (an adapter, for PEFT) and its tokenizer as transformers would, to `output_dir`."""
+        if self.world.is_main:
+            folder = Path(output_dir or self.output_dir)
+            with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
+                write_whole(folder, partial(write_model, model=self.model, tokenizer=self.processing_class))
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to `output_dir`."""
+        if self.world.is_main:
+            with told_of_the_disk("trainer_state.json", self.output_dir, self.output_dir, REFUSALS):
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Add an entry to `state.log_history` and hand it to the callbacks."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.remove_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        return self.world.is_main
+
+    # -- how it is put together -------------------------------------------------------------------------------------
+
+    def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
+        loaded = load_for_training(
+            model,
+            self.args,
+            self.world.device,
+            tokenizer=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self.model, self.processing_class, self.eos_ids = loaded.model, loaded.tokenizer, loaded.eos_ids
+
+    def _build_callbacks(self, callbacks: Sequence[Any] | None) -> lean.CallbackHandler:
+        self.trackers = Trackers(self.args.report_to)
+        chosen: list[Any] = [lean.DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
+        chosen += list(callbacks or [])
+        if self.args.early_stopping_patience is not None:
+            chosen.append(lean.EarlyStoppingCallback(self.args.early_stopping_patience))
+        handler = lean.CallbackHandler(chosen, self.model, self.processing_class, None, None)
+        handler.train_dataloader = handler.eval_dataloader = None
+        self.trackers.callbacks = handler.callbacks
+        return handler
+
+    @property
+    def _given(self) -> Given:
+        return Given(
+            args=self.args,
+            model=self.model,
+            tokenizer=self.processing_class,
+            eos_ids=self.eos_ids,
+            algorithm=self.algorithm,
+            scorer=self.scorer,
+            train_dataset=self.train_dataset,
+            world=self.world,
+        )
+
+    def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
+        folder = self._folder(start) if self.world.is_main else None
+        session = partial(self._build_session, stop=stop, folder=folder)
+        for said in advice_for(self.args, self.model) if self.world.is_main else ():
+            logger.warning("advice: %s", said)
+        return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
+
+    def _folder(self, start: Path | None) -> RunFolder:
+        return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
+
+    def _parts_without_training(self) -> Parts:
+        """Parts to evaluate a model that has not been trained in this process."""
+        given = replace(self._given, train_dataset=None)
+        return build_parts(given, self._idle_session, self.optimizers, num_prompts=2**20)  # no step is ever taken
+
+    def _idle_session(self, learner: Learner, total_steps: int, steps_per_epoch: float) -> Session:
+        return self._build_session(learner, total_steps, steps_per_epoch, stop=StopRequest(), folder=None)
+
+    def _build_session(
+        self, learner: Learner, total_steps: int, steps_per_epoch: float, *, stop: StopRequest, folder: RunFolder | None
+    ) -> Session:
+        args = self.args
+        self.optimizer, self.lr_scheduler = learner.optimizer, learner.scheduler
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // max(1, int(steps_per_epoch)))
+        self.state.train_batch_size = args.per_device_train_batch_size
+        self.state.compute_steps(args, total_steps)
+        is_shown = self.world.is_main and not args.disable_tqdm
+        display = Progress(total_steps, enabled=is_shown, every=max(1, int(self.state.logging_steps)))
+        outlets: list[Any] = (
+            [] if folder is None else [folder.append_alert, self.trackers, alert_shower(display, is_shown)]
+        )
+        monitor = build_monitor(args, self.scorer.names, learner, outlets)
+        learner.before_update = partial(self._event, "on_pre_optimizer_step", monitor.before_update)
+        learner.after_update = partial(self._event, "on_optimizer_step", monitor.after_update)
+        saver = Saver(args, self.model, self.processing_class, self.callback_handler, self.state)
+        session = Session(
+            args=args,
+            handler=self.callback_handler,
+            trainer_state=self.state,
+            control=self.control,
+            recorder=Recording(folder, self.scorer.names, args.rollout_log_steps, args.rollout_total_limit),
+            display=display,
+            monitor=monitor,
+            lower_learning_rate=partial(lower_learning_rate, learner),
+            stop=stop,
+            evaluate=self._evaluate_in_training,
+            save=lambda state: saver.save(self._running, state),
+            look_at_saving=lambda: saver.poll(self._running),
+            finish_saving=lambda: saver.finish(self._running),
+            steps_per_epoch=steps_per_epoch,
+            agree=self.world.any,
+            show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
+        )
+        if folder is not None:
+            described = folder.describe(
+                args=args,
+                algorithm=self.algorithm,
+                rewards=[spec.call for spec in self.scorer.rewards],
+                dataset=self.train_dataset,
+                model=self.model,
+            )
+            self.trackers.run_id, self.trackers.is_hurried = described["id"], lambda: session.is_asked_to_stop
+        return session
+
+    def _event(self, name: str, measure: Callable[[], None]) -> None:
+        measure()
+        self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def _run(self, parts: Parts, state: TrainState) -> TrainState:
+        """The loop; whatever ends it early on purpose leaves a checkpoint of the last whole step."""
+        parts.session.latest = state
+        try:
+            parts.session.begin(state)
+            return loop.run(parts, state)
+        except BaseException as error:
+            is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
+            saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)
+            saves = saves and self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved
+            if is_shared and saves:
+                parts.session.save_after_error()
+            parts.session.fail(error)
+            raise
+        finally:
+            parts.close()
+
+    def _evaluate_in_training(self) -> dict[str, float]:
+        return self.evaluate()
+
+    def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
+        if self._parts is None:
+            self._parts = self._parts_without_training()
+        evaluator: Evaluator = build_evaluator(self._given, self._parts)
+        count = _length(dataset)
+        if count is None:
+            raise DataError("eval_dataset is a stream without length; pass a finite Dataset, such as stream.take(200).")
+        prompts = build_prompts(self._given, dataset, shuffle=False)
+        latest = self._parts.session.latest
+        evaluate = partial(evaluator, prompts, count, latest.controllers, prefix)
+        return self._parts.session.recorder.evaluation(latest.step, prefix, self.scorer.weights.tolist(), evaluate)
+
+    @property
+    def _running(self) -> Parts:
+        assert self._parts is not None
+        return self._parts
+
+    def _resume(self, parts: Parts, start: Path) -> TrainState:
+        state = restore_tree(parts, start)
+        restore_history(parts.session, start)
+        self.state.num_input_tokens_seen = state.num_tokens
+        more = ": nothing to do, all steps are done" if state.step >= self.state.max_steps else ""
+        parts.session.display.show(f"resumed at step {state.step}, from {start}{more}")
+        return state
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"GRPOTrainer({name}=...) cannot be honoured: {_NOT_YET[name]}.")
+
+
+def _short_name(model: Any) -> str:
+    return Path(str(model if isinstance(model, (str, Path)) else model.config._name_or_path)).name or "model"
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None

@@ -1,0 +1,92 @@
+"""Values that flow through a step, and metrics that know how they merge."""
+
+from covey.types.metrics import (
+    EffectiveSize as EffectiveSize,
+)
+from covey.types.metrics import (
+    Last as Last,
+)
+from covey.types.metrics import (
+    Max as Max,
+)
+from covey.types.metrics import (
+    Mean as Mean,
+)
+from covey.types.metrics import (
+    Metric as Metric,
+)
+from covey.types.metrics import (
+    Min as Min,
+)
+from covey.types.metrics import (
+    Spread as Spread,
+)
+from covey.types.metrics import (
+    Sum as Sum,
+)
+from covey.types.metrics import (
+    merge_metrics as merge_metrics,
+)
+from covey.types.values import (
+    Advantage as Advantage,
+)
+from covey.types.values import (
+    Aggregate as Aggregate,
+)
+from covey.types.values import (
+    Alert as Alert,
+)
+from covey.types.values import (
+    Completion as Completion,
+)
+from covey.types.values import (
+    Estimator as Estimator,
+)
+from covey.types.values import (
+    Event as Event,
+)
+from covey.types.values import (
+    Finish as Finish,
+)
+from covey.types.values import (
+    Group as Group,
+)
+from covey.types.values import (
+    Message as Message,
+)
+from covey.types.values import (
+    Objective as Objective,
+)
+from covey.types.values import (
+    Prompt as Prompt,
+)
+from covey.types.values import (
+    ReferenceRule as ReferenceRule,
+)
+from covey.types.values import (
+    Regularizer as Regularizer,
+)
+from covey.types.values import (
+    Reward as Reward,
+)
+from covey.types.values import (
+    Scores as Scores,
+)
+from covey.types.values import (
+    StepReport as StepReport,
+)
+from covey.types.values import (
+    TokenBatch as TokenBatch,
+)
+from covey.types.values import (
+    TokenNumbers as TokenNumbers,
+)
+from covey.types.values import (
+    Totals as Totals,
+)
+from covey.types.values import (
+    Weight as Weight,
+)
+from covey.types.values import (
+    stack_tokens as stack_tokens,
+)

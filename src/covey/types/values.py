@@ -1,0 +1,390 @@
+"""The values that flow from a prompt to a gradient: frozen, so that no stage can reach back into an earlier one.
+
+Letters, here and everywhere: **P** prompts a step, **G** completions a prompt, **N = P * G**, **T** longest
+completion, **L** prompt length, **R** reward functions, **V** vocabulary, **W** processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from covey.types.metrics import Metric, merge_metrics
+
+Message = Mapping[str, Any]
+"""One chat message: `{"role": "user", "content": "What is 2 + 2?"}`."""
+
+Finish = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """What a group of completions answers.
+
+    Example: `Prompt(uid="0:17", text="2 + 2 =", token_ids=(17, 5, 17, 9), columns={"answer": "4"})`.
+    """
+
+    uid: str
+    """Identity of this draw from the data: `epoch:row`. Two rows with the same text are two prompts."""
+    token_ids: tuple[int, ...]
+    """[L], what the model reads; the text is never encoded a second time."""
+    text: str | None = None
+    """The prompt as written, for a plain prompt."""
+    messages: tuple[Message, ...] | None = None
+    """The prompt as chat messages, for a conversational one."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the data set's row; rewards receive them by name."""
+
+    @property
+    def raw(self) -> str | list[Message]:
+        """The prompt as a reward function sees it: text, or a list of messages."""
+        return list(self.messages) if self.messages is not None else (self.text or "")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """One answer, in token ids, with what was known when it was drawn. All tensors are on the CPU.
+
+    Example: `Completion(token_ids=tensor([20, 2]), text="4", finish="stop", logprobs=tensor([-0.2, -0.01]))`.
+    """
+
+    token_ids: Tensor
+    """[T_i] int64, the end-of-sequence token included when one was drawn."""
+    text: str
+    finish: Finish
+    """`stop`: it ended by itself. `length`: it was cut at the limit. `error`: the sampler or a tool failed."""
+    logprobs: Tensor | None = None
+    """[T_i] float32, as drawn: after temperature, penalties and truncation of the distribution (`sampler_logp`)."""
+    mask: Tensor | None = None
+    """[T_i] bool, False where the model did not write the token (tool results). None: it wrote all of them."""
+    old_logp: Tensor | None = None
+    """[T_i] float32, the learner's own log-probability at the time of the rollout. None: not measured."""
+    ref_logp: Tensor | None = None
+    """[T_i] float32, the reference model's. None: nothing asked for it."""
+    values: Tensor | None = None
+    """[T_i] float32, the critic's estimates. None: no critic."""
+    version: int = 0
+    """The optimizer step whose weights wrote it."""
+    source: str = "policy"
+    """Which model wrote it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.numel())
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish == "length"
+
+    @property
+    def written(self) -> Tensor:
+        """[T_i] bool, True where the model wrote the token."""
+        return torch.ones(self.num_tokens, dtype=torch.bool) if self.mask is None else self.mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened and should be seen: a reward that failed, a prompt that was dropped."""
+
+    kind: str
+    said: str
+    """One sentence."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """A prompt and everything that belongs to its completions. Filters drop groups, never entries of one of several lists.
+
+    Example: `Group(prompt=p, completions=(a, b), rewards=tensor([[1.0], [nan]]))`: `b` was not scored.
+    """
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    rewards: Tensor | None = None
+    """[G, R] float32, NaN where a function did not score. None: not scored yet."""
+    advantages: Tensor | None = None
+    """[G] or [G, T] float32. None: not computed yet."""
+    totals: Tensor | None = None
+    """[G] float32, the weighted sum of the rewards that advantages were made of, NaN: not scored. None: not computed yet."""
+    returns: Tensor | None = None
+    """[G, T] float32, targets of the critic. None: no critic."""
+    greedy_rewards: Tensor | None = None
+    """[R] float32, rewards of the greedy answer, for estimators that use it as baseline (ReMax)."""
+    events: tuple[Event, ...] = ()
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns that rewards added with `log_extra`, G values each."""
+
+    @property
+    def size(self) -> int:
+        return len(self.completions)
+
+    def take(self, indices: Sequence[int]) -> Group:
+        """The same prompt with only these completions, in this order; everything that belongs to them comes along."""
+        keep = torch.as_tensor(list(indices), dtype=torch.long)
+        pick = lambda x: None if x is None else x[keep]
+        return replace(
+            self,
+            completions=tuple(self.completions[i] for i in indices),
+            rewards=pick(self.rewards),
+            advantages=pick(self.advantages),
+            totals=pick(self.totals),
+            returns=pick(self.returns),
+            extras={name: [values[i] for i in indices] for name, values in self.extras.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """What an advantage estimator sees: the rewards of P groups of G completions.
+
+    Groups of unequal size are padded with NaN rewards and empty masks.
+    """
+
+    per_function: Tensor
+    """[P, G, R], NaN: not scored by that function."""
+    weights: Tensor
+    """[R]"""
+    mask: Tensor
+    """[P, G, T] bool, tokens that the model wrote."""
+    values: Tensor | None = None
+    """[P, G, T], the critic's estimates."""
+    kl: Tensor | None = None
+    """[P, G, T], already weighted penalty to subtract from the reward of each token. None: the KL is not in the reward."""
+    greedy: Tensor | None = None
+    """[P], weighted reward of each prompt's greedy answer."""
+    per_token: Tensor | None = None
+    """[P, G, T], rewards given at single tokens, besides those of the functions. None: there are none."""
+
+    @cached_property
+    def total(self) -> Tensor:
+        """[P, G], weighted sum over functions, NaN counting 0; NaN only where no function scored."""
+        scored = ~self.per_function.isnan()
+        total = (self.per_function.nan_to_num(0.0) * self.weights).sum(-1)
+        return total.masked_fill(~scored.any(-1), math.nan)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[P, G] int64, tokens that the model wrote."""
+        return self.mask.sum(-1)
+
+    @staticmethod
+    def of(groups: Sequence[Group], weights: Tensor | None = None, kl: Tensor | None = None) -> Scores:
+        """Stack scored groups. `weights` [R] defaults to ones.
+
+        Raises ValueError when a group has no rewards yet, or when there are no groups.
+        """
+        if not groups:
+            raise ValueError("Scores.of needs at least one group; every group of this step was filtered out.")
+        if any(group.rewards is None for group in groups):
+            raise ValueError("Scores.of needs scored groups; pass them through the scorer first.")
+        rewards = [group.rewards for group in groups if group.rewards is not None]
+        size, functions = max(group.size for group in groups), rewards[0].shape[-1]
+        per_function = rewards[0].new_full((len(groups), size, functions), math.nan)  # [P, G, R]
+        for p, reward in enumerate(rewards):
+            per_function[p, : reward.shape[0]] = reward
+        weights = torch.ones(functions) if weights is None else weights
+        values = None
+        if all(completion.values is not None for group in groups for completion in group.completions):
+            values = stack_tokens(groups, lambda completion: completion.values)
+        greedy = None
+        if all(group.greedy_rewards is not None for group in groups):
+            stacked = torch.stack([group.greedy_rewards for group in groups if group.greedy_rewards is not None])
+            greedy = (stacked.nan_to_num(0.0) * weights).sum(-1)
+        return Scores(
+            per_function=per_function,
+            weights=weights,
+            mask=stack_tokens(groups, lambda completion: completion.written),
+            values=values,
+            kl=kl,
+            greedy=greedy,
+        )
+
+
+def stack_tokens(groups: Sequence[Group], pick: Callable[[Completion], Tensor | None]) -> Tensor:
+    """[P, G, T] of one per-token quantity of every completion, zero (False) beyond its end."""
+    rows = [[pick(completion) for completion in group.completions] for group in groups]
+    present = [row for group_rows in rows for row in group_rows if row is not None]
+    size = max(len(group_rows) for group_rows in rows)
+    longest = max((row.shape[0] for row in present), default=0)
+    dtype = present[0].dtype if present else torch.float32
+    out = torch.zeros(len(groups), size, longest, dtype=dtype)
+    for p, group_rows in enumerate(rows):
+        for g, row in enumerate(group_rows):
+            if row is not None:
+                out[p, g, : row.shape[0]] = row
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenBatch:
+    """What objectives, KL terms and regularizers see: N completions padded to T tokens. They never meet packing.
+
+    Only `logp`, `entropy`, `full_kl` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
+    """
+
+    logp: Tensor
+    """[N, T], the policy that is being trained."""
+    old_logp: Tensor
+    """[N, T], the policy at the time of the rollout, by the learner; on-policy it is `logp.detach()`."""
+    advantages: Tensor
+    """[N, 1] or [N, T]"""
+    mask: Tensor
+    """[N, T] bool, tokens that count."""
+    group: Tensor
+    """[N] int64, which prompt the row answers; rows of one prompt need not be adjacent."""
+    sampler_logp: Tensor | None = None
+    """[N, T], as drawn by the sampler, NaN where it returned none. None: the sampler is the learner."""
+    ref_logp: Tensor | None = None
+    """[N, T], the reference model."""
+    full_kl: Tensor | None = None
+    """[N, T], distance to the reference over the whole vocabulary, with gradient, where a KL term asks for it."""
+    entropy: Tensor | None = None
+    """[N, T], entropy of the policy's distribution at each token, in nats."""
+    values: Tensor | None = None
+    """[N, T], the critic now."""
+    old_values: Tensor | None = None
+    """[N, T], the critic at the time of the rollout."""
+    returns: Tensor | None = None
+    """[N, T], targets of the critic."""
+    row: Tensor | None = None
+    """[N] int64, which completion of the optimizer step it is, whatever micro-batch it is in: what a random draw hangs on."""
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """[N, T], `logp - old_logp`, 0 off the mask."""
+        return torch.where(self.mask, self.logp - self.old_logp, torch.zeros_like(self.logp))
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """[N, T], `exp(log_ratio)`, 1 off the mask. A log-ratio above 60 counts as 60, so that float32 stays finite."""
+        return self.log_ratio.clamp(max=60.0).exp()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[N, 1], tokens that count in each row, at least 1."""
+        return self.mask.sum(-1, keepdim=True).clamp(min=1).to(self.logp.dtype)
+
+    def per_sequence(self, x: Tensor) -> Tensor:
+        """[N, 1], the mean of `x` [N, T] over the tokens that count of each row (0 for a row without any)."""
+        return torch.where(self.mask, x, torch.zeros_like(x)).sum(-1, keepdim=True) / self.lengths
+
+    def rows(self, start: int, stop: int) -> TokenBatch:
+        """Rows `start` to `stop` of everything."""
+        cut = {name: value[start:stop] for name, value in self.tensors().items()}
+        return TokenBatch(**cut)
+
+    def detached(self) -> TokenBatch:
+        """The same numbers without gradient."""
+        return TokenBatch(**{name: value.detach() for name, value in self.tensors().items()})
+
+    @staticmethod
+    def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Rows of all batches below each other, padded with zeros (False) to the longest."""
+        parts = [batch.tensors() for batch in batches]
+        longest = max(batch.mask.shape[1] for batch in batches)
+        joined = {}
+        for name in parts[0]:
+            wide = any(part[name].ndim == 2 and part[name].shape[1] > 1 for part in parts) or name == "mask"
+            joined[name] = torch.cat([_widen(part[name], longest) if wide else part[name] for part in parts])
+        return TokenBatch(**joined)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that is present, by field name."""
+        names = self.__dataclass_fields__
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """[N, width] from [N, T] with zeros at the end; a 1-d tensor stays as it is."""
+    return x if x.ndim == 1 else torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Denominators of one optimizer step: counted over all micro-batches and all processes before the first backward."""
+
+    tokens: int
+    """Tokens that count."""
+    sequences: int
+    """Completions, fully masked ones included."""
+    nonempty_sequences: int
+    """Completions with at least one token that counts."""
+    prompts: int
+    max_length: int
+    """`max_completion_length`, the constant of Dr. GRPO."""
+    tokens_by_prompt: Mapping[int, int] = field(default_factory=dict)
+    """Tokens that count of each prompt, by its number in `TokenBatch.group`. Empty: not counted."""
+
+    @staticmethod
+    def of(mask: Tensor, group: Tensor, max_length: int) -> Totals:
+        """Count a step held in one batch: `mask` [N, T], `group` [N]."""
+        return Totals(
+            tokens=int(mask.sum()),
+            sequences=int(mask.shape[0]),
+            nonempty_sequences=int(mask.any(-1).sum()),
+            prompts=int(group.unique().numel()),
+            max_length=max_length,
+            tokens_by_prompt={int(g): int(mask[group == g].sum()) for g in group.unique()},
+        )
+
+
+TokenNumbers = Mapping[str, Sequence[Sequence[Tensor | None]]]
+"""By name: for each group, for each of its completions, one number a token [T]; None where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did. `report["kl"]` is a plain float, NaN when the metric is absent."""
+
+    step: int
+    metrics: Mapping[str, Metric]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by phase: rollout, reward, learn, ..."""
+    events: tuple[Event, ...] = ()
+    tokens: TokenNumbers = field(default_factory=dict)
+    """What was measured of single tokens, of a step whose rollouts are written down."""
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name].value if name in self.metrics else math.nan
+
+    def merged(self, metrics: Mapping[str, Metric]) -> StepReport:
+        """The same report with more metrics added."""
+        return replace(self, metrics=merge_metrics([self.metrics, metrics]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """What a monitor saw, with the evidence and what to try."""
+
+    rule: str
+    severity: Literal["info", "warning", "error"]
+    said: str
+    step: int
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    try_this: tuple[str, ...] = ()
+
+
+# The callables that an algorithm is made of. A slot takes a function; a class only when it has parameters.
+Advantage = Callable[[Scores], Tensor]
+"""-> [P, G] or [P, G, T]; NaN in, 0 out."""
+Objective = Callable[[TokenBatch], Tensor]
+"""-> [N, T] (or [N, 1], broadcast), the loss of each token; never a mean."""
+Estimator = Callable[[Tensor, Tensor], Tensor]
+"""(logp, ref_logp) -> [N, T]"""
+Weight = Callable[[TokenBatch], Tensor]
+"""-> [N, T] or [N, 1], multiplies the objective, without gradient: importance corrections, masks."""
+Regularizer = Callable[[TokenBatch], Tensor]
+"""-> [N, T], already weighted, added to the loss."""
+Aggregate = Callable[[Tensor, TokenBatch, Totals], Tensor]
+"""-> scalar, this micro-batch's share; shares add up."""
+ReferenceRule = Callable[[StepReport], float]
+"""-> alpha: ref <- (1 - alpha) ref + alpha policy"""
+Reward = Callable[..., Any]
+"""TRL's contract: keyword lists `prompts`, `completions`, `completion_ids`, every data set column; -> list of float or None."""

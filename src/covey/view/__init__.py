@@ -1,6 +1,0 @@
-"""A local web page that shows runs while they train: curves, alerts, what the model wrote, and what differs between runs."""
-
-from covey.view.app import make_app
-from covey.view.reading import Library
-
-__all__ = ["Library", "make_app"]
