@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import misbehaving as bad
@@ -328,5 +329,6 @@ def test_a_child_that_a_reward_forks_does_not_go_on_as_a_second_run(tmp_path):
         "def forks(completions):\n    os.fork()\n    return [1.0 for _ in completions]\n"
         "Scorer([forks], timeout_seconds=None).score([group(['a'])])\nprint('trained', flush=True)\n"
     )
+    script = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{script}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.count("trained") == 1

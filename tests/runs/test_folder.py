@@ -283,7 +283,8 @@ def test_versions_hardware_and_data_are_stored(tmp_path: Path) -> None:
 
     dataset = datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]})
     found = described(tmp_path, args={"seed": 3, "data_seed": None}, dataset=dataset)
-    assert found["dataset"] == {"fingerprint": dataset._fingerprint, "rows": 2, "columns": ["prompt", "answer"]}
+    what = {"fingerprint": dataset._fingerprint, "rows": 2, "columns": ["prompt", "answer"], "system_prompt": None}
+    assert found["dataset"] == what
     assert (
         found["versions"]["torch"] == torch.__version__.partition("+")[0]
         or found["versions"]["torch"] == torch.__version__

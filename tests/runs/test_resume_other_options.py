@@ -104,9 +104,9 @@ def test_the_command_line_refuses_before_the_model_is_loaded(
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n' * 6)
-    words = ["train", "--model", str(tmp_path / "no model"), "--dataset", str(rows), "--reward", "format"]
+    words = ["train", "--model", str(tmp_path / "model"), "--dataset", str(rows), "--reward", "format"]
     words += ["--output-dir", str(run), "--resume", "auto", "--seed", "9"]
     assert main(words) == CoveyError.exit_code + 1 == 2
     said = capsys.readouterr().err
     assert "had seed=7 and this one has 9" in said
-    assert "no model" not in said
+    assert "config.json" not in said, "the folder holds no model"

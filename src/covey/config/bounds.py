@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from covey.errors import ConfigError, did_you_mean
@@ -204,10 +205,16 @@ _TRACKERS: Mapping[str, tuple[tuple[str, ...], str]] = {
 """Trackers that transformers knows: the packages of which one is needed, and what installs it."""
 
 
+def _registered_trackers() -> Collection[str]:
+    """Trackers that somebody added to transformers' table, which then has been imported."""
+    table = getattr(sys.modules.get("transformers.integrations.integration_utils"), "INTEGRATION_TO_CALLBACK", {})
+    return set(table) - set(_TRACKERS)
+
+
 def refuse_absent_trackers(names: str | Sequence[str] | None) -> None:
     """Raise ConfigError for a tracker of `report_to` that nobody knows, or whose package is not installed."""
     for name in (names,) if isinstance(names, str) else names or ():
-        if name in ("none", "all"):
+        if name in ("none", "all") or name in _registered_trackers():
             continue
         if name not in _TRACKERS:
             hint = did_you_mean(str(name), _TRACKERS) or f" It is one of none, all, {', '.join(_TRACKERS)}."

@@ -108,7 +108,8 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
     """
     reason = why_refused(error)
     if reason is None:
-        return None
+        strange = next((link for link in _chain(error) if isinstance(link, NotPlainError)), None)
+        return strange and StorageError(f"{what} was not written to {strange.filename}: {strange.strerror}.")
     return StorageError(
         f"{what} could not be written to {path}: {reason} ({_free(path)} free). Whatever was saved before is intact; "
         "free some space, lower save_total_limit, or choose another output_dir."
@@ -179,8 +180,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException) -> str | None:
-    if isinstance(error, NotPlainError):
-        return str(error.strerror)
     if isinstance(error, OSError) and error.errno in REFUSALS:
         return REFUSALS[error.errno]
     text = str(error)
