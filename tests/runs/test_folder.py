@@ -260,7 +260,7 @@ def test_ones_own_parts_are_stored_with_source_parameters_and_what_they_hold(tmp
 def test_built_in_parts_are_named_without_their_source(tmp_path: Path) -> None:
     found = described(tmp_path, args={}, algorithm=[torch.sigmoid, Prompt, Group.take], rewards=[len])
     assert found["sources"] == {}
-    assert found["algorithm"][1] == {"name": "covey.types:Prompt"}
+    assert found["algorithm"][1] == {"name": "covey.types.values:Prompt"}
     assert found["rewards"][0]["name"] == "builtins:len"
 
 
