@@ -75,7 +75,7 @@ def test_the_names_for_the_tab_key_are_the_real_ones():
     from covey.rewards import BUILTIN
 
     assert set(names_in("algorithms/presets.py", "PRESETS")) == set(PRESETS)
-    assert set(names_in("rewards/builtin.py", "BUILTIN")) == set(BUILTIN)
+    assert set(names_in("rewards/builtin/registry.py", "BUILTIN")) == set(BUILTIN)
 
 
 def test_the_header_says_what_is_trained_and_where_it_goes_on(tmp_path):

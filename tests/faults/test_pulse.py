@@ -131,7 +131,7 @@ def test_a_wait_that_cannot_be_woken_ends_the_process_with_exit_code_76() -> Non
     script = """
 import time
 from torch.distributed import HashStore
-from covey.pulse import Pulse
+from covey.process.heartbeat import Pulse
 store = HashStore()
 mine, other = [Pulse(store, r, 2, silence=60.0, patience=60.0, is_pollable=r == 1) for r in range(2)]
 mine.start(), other.start()

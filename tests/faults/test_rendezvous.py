@@ -94,7 +94,7 @@ import torch, torch.distributed as dist
 atexit.register(lambda: print("there" if dist.is_initialized() else "left", flush=True))  # called last
 from accelerate import PartialState
 PartialState(cpu=True, backend="gloo")
-from covey.world import World
+from covey.process.world import World
 world = World.of(types.SimpleNamespace(device=torch.device("cpu"), ddp_timeout=60))
 assert world.sum(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 """

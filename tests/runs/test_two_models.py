@@ -15,8 +15,8 @@ import sys
 import torch
 from covey import GRPOConfig
 from covey.errors import InvariantError
-from covey.invariants import expect_same_weights
-from covey.world import World
+from covey.training.invariants import expect_same_weights
+from covey.process.world import World
 
 world = World.of(GRPOConfig(output_dir=sys.argv[1], use_cpu=True, bf16=False, report_to="none"))
 torch.manual_seed(0)

@@ -26,7 +26,7 @@ def _known() -> Mapping[str, tuple[str, ...]]:
         "lr_scheduler_type": enum_values("trainer_utils", "SchedulerType"),
         "optim": enum_values("training_args", "OptimizerNames"),
         "algorithm": names_in("algorithms/presets.py", "PRESETS"),
-        "reward": (*names_in("rewards/builtin.py", "BUILTIN"), "demo"),
+        "reward": (*names_in("rewards/builtin/registry.py", "BUILTIN"), "demo"),
         "report_to": trackers,
         "dtype": _DTYPES,
         "resume": ("auto", "never"),
