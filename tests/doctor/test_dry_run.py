@@ -90,6 +90,7 @@ def test_weights_gradients_and_state_are_counted_by_what_holds_them(tmp_path):
     assert adapted.reference == adapted.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"bf16": True}, {"max_tokens_per_microbatch": 120}])
 def test_options_that_save_memory_do(more, tmp_path):
     config = tiny_model(layers=4, hidden=64).config
