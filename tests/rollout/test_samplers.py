@@ -331,3 +331,12 @@ def test_what_a_batch_computes_beyond_a_completions_end_is_no_error(new_sampler,
 
 def test_no_prompts_give_no_groups(new_sampler, tokenizer):
     assert list(new_sampler(tiny_model(), tokenizer).sample([], 2, SamplingParams())) == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": "hot"}, {"max_tokens": 3.5}, {"top_k": None}, {"seed": "1"}, {"stop": 3}, {"stop": [1]}]
+)
+def test_a_value_of_another_type_is_named_in_a_sentence(wrong):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"^{name} is "):
+        SamplingParams(**wrong)

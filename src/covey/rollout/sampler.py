@@ -39,10 +39,23 @@ class SamplingParams:
     """None: drawn from torch's default generator."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for is_right, said in self._checks():
             if not is_right:
                 raise ConfigError(said)
+
+    def _check_types(self) -> None:
+        for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"):
+            value = getattr(self, name)
+            is_whole = name in ("max_tokens", "top_k", "seed")
+            if value is None and name in ("min_p", "seed"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
+                raise ConfigError(f"{name} is {value!r}; give a {'whole ' if is_whole else ''}number.")
+        stop = self.stop
+        if not isinstance(stop, str) and not (isinstance(stop, Sequence) and all(isinstance(one, str) for one in stop)):
+            raise ConfigError(f"stop is {stop!r}; give a text, or a list of texts.")
 
     def _checks(self) -> list[tuple[bool, str]]:
         min_p = 0.0 if self.min_p is None else self.min_p

@@ -109,7 +109,8 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
     reason = why_refused(error)
     if reason is None:
         strange = next((link for link in _chain(error) if isinstance(link, NotPlainError)), None)
-        return strange and StorageError(f"{what} was not written to {strange.filename}: {strange.strerror}.")
+        said = strange and f"{what} was not written to {strange.filename}: {strange.strerror}."
+        return StorageError(said) if said else None
     return StorageError(
         f"{what} could not be written to {path}: {reason} ({_free(path)} free). Whatever was saved before is intact; "
         "free some space, lower save_total_limit, or choose another output_dir."

@@ -202,7 +202,7 @@ def sampling_params(args: GRPOConfig) -> SamplingParams:
         extra["temperature"] = 0.0
     if "stop_strings" in extra:
         stop = extra.pop("stop_strings")
-        extra["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        extra["stop"] = tuple(stop) if isinstance(stop, list) else stop
     known = set(inspect.signature(SamplingParams).parameters)
     for name in extra:
         if name not in known:
