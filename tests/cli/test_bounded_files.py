@@ -95,3 +95,19 @@ def test_an_imported_name_that_is_no_algorithm_is_refused_without_calling_a_buil
 
     with pytest.raises(ConfigError, match=r"Algorithm"):
         from_name(name)
+
+
+@pytest.mark.parametrize(
+    "words", [["eval", "demo", "--dataset", "demo", "--reward", "demo"], ["chat", "demo"], ["demo"]]
+)
+@pytest.mark.parametrize("seed", ["-1", "4294967296"])
+def test_a_seed_that_no_generator_takes_is_refused_by_every_verb(words, seed, capsys):
+    assert main([*words, "--seed", seed]) == 2
+    assert capsys.readouterr().err == f"error: --seed {seed} must be between 0 and 4294967295.\n"
+
+
+def test_the_data_check_refuses_a_line_without_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("covey.doctor.data_check.rows.LONGEST_LINE", 1 << 20)
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"a" * (1 << 20) + b'"}\n')
+    assert main(["data", "check", str(tmp_path / "rows.jsonl")]) != 0
+    assert "line 2 is longer than 1 MiB; a row is one line" in capsys.readouterr().err

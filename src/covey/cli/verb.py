@@ -64,7 +64,11 @@ class Verb:
         types: dict[str, Any] = {flag.name: _PLAIN.get(flag.kind, flag.type) for flag in flags}
         if any(isinstance(types.get(name, str), str) for name in given):
             types |= self.types()
-        return self.run(typed(given, {**dict.fromkeys(self.positional, str), **types})) or 0
+        wanted = typed(given, {**dict.fromkeys(self.positional, str), **types})
+        seed = wanted.get("seed", 0)
+        if isinstance(seed, int) and not 0 <= seed < 2**32:
+            raise ConfigError(f"--seed {seed} must be between 0 and {2**32 - 1}.")
+        return self.run(wanted) or 0
 
     def _from_file(self, config: str | None, flags: Sequence[Flag]) -> Mapping[str, Any]:
         if config is None:

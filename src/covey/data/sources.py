@@ -15,6 +15,7 @@ import datasets
 
 from covey.data import gym
 from covey.errors import CoveyError, DataError, did_you_mean
+from covey.files.bounded import LONGEST_LINE
 from covey.files.hub import bounded_hub
 from covey.files.places import looks_local
 
@@ -128,7 +129,6 @@ def _refuse_nulls(files: Sequence[Path]) -> None:
                     raise DataError(f'{file} begins with null where an object such as {{"prompt": ...}} was wanted.')
 
 
-_LONGEST_LINE = 64 << 20
 _DEEPEST = 500
 _NESTED = re.compile(rb'(?:[\[{]\s*(?:"[^"\\]*"\s*:\s*)?){%d}' % _DEEPEST)
 
@@ -145,11 +145,11 @@ def _refuse_wild(files: Sequence[Path]) -> None:
                         raise DataError(f"{file} is nested more than {_DEEPEST} deep.")
                 continue
             number = 0
-            while line := content.readline(_LONGEST_LINE + 1):
+            while line := content.readline(LONGEST_LINE + 1):
                 number += 1
-                if len(line) > _LONGEST_LINE:
+                if len(line) > LONGEST_LINE:
                     raise DataError(
-                        f"{file}, line {number} is longer than {_LONGEST_LINE >> 20} MiB; a row is one line."
+                        f"{file}, line {number} is longer than {LONGEST_LINE >> 20} MiB; a row is one line."
                     )
                 if len(line) > _DEEPEST and _NESTED.search(line):
                     raise DataError(f"{file}, line {number} is nested more than {_DEEPEST} deep.")

@@ -16,6 +16,8 @@ from covey.errors import ConfigError, CoveyError
 
 MOST_BYTES = 4 << 20
 """Of a file of options or a configuration."""
+LONGEST_LINE = 64 << 20
+"""Bytes of one line of JSON lines."""
 MOST_DEPTH = 60
 MOST_NODES = 100_000
 """Values of a YAML text, each counted as often as an alias repeats it."""

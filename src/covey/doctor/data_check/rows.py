@@ -7,12 +7,15 @@ import glob
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from covey.errors import DataError
+from covey.files.bounded import LONGEST_LINE
 
 _LINES = (".jsonl", ".ndjson")
 
@@ -95,10 +98,15 @@ class Rows:
             raise DataError(f"{self.source} cannot be read {where}: {reason.rstrip('.')}.") from error
 
 
-def _whole(lines: Iterable[bytes], source: str) -> Iterator[bytes]:
-    """The lines; a file that breaks off or cannot be read is named."""
+def _whole(lines: gzip.GzipFile | BufferedReader, source: str) -> Iterator[bytes]:
+    """The lines; a file that breaks off, cannot be read or holds an endless line is named."""
     try:
-        yield from lines
+        for number in count(1):
+            if not (line := lines.readline(LONGEST_LINE + 1)):
+                return
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{source}, line {number} is longer than {LONGEST_LINE >> 20} MiB; a row is one line.")
+            yield line
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{source} cannot be read to its end: {error}.") from error
 
