@@ -11,7 +11,7 @@ from typing import TextIO
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 2.0
-"""Where lines stay, the least time between two."""
+"""Least time between two lines that stay."""
 
 
 class Counter:
@@ -22,7 +22,7 @@ class Counter:
         self._what = ""
         self._begun = self._drawn = 0.0
         self._first = 0
-        """How many were done when the counting began."""
+        """Count that was done when the counting began."""
         self._tenth = 0
         self._is_new = False
         self._is_drawn = False

@@ -1,4 +1,4 @@
-"""What can be said of options before torch is imported, which takes seconds: their types, words and ranges, and files that are missing."""
+"""Checks of options before torch is imported, which takes seconds: their types, words and ranges, and files that are missing."""
 
 from __future__ import annotations
 

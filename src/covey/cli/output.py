@@ -54,7 +54,7 @@ def _finite(value: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """What the user should know meanwhile; nobody is told where the terminal is gone."""
+    """A message to the user on stderr; lost where the terminal is gone."""
     counter.clear()
     stream = Lasting(sys.stderr)
     stream.write(safe(text) + "\n")

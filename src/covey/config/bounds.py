@@ -1,4 +1,4 @@
-"""Which values an option may have: its words, and the range of its number. Light to import, so that the command line can ask first."""
+"""Values that an option may have: its words, and the range of its number. Light to import, so that the command line can ask first."""
 
 from __future__ import annotations
 

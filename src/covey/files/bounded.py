@@ -22,7 +22,7 @@ MOST_DEPTH = 60
 MOST_NODES = 100_000
 """Values of a YAML text, each counted as often as an alias repeats it."""
 _PATIENCE_SECONDS = 10.0
-"""How long a pipe may say nothing."""
+"""Longest silence of a pipe."""
 _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
@@ -132,7 +132,7 @@ def _size(node: Any, known: dict[int, float]) -> float:
 
 
 def read_json(path: str | Path, error: type[CoveyError] = ConfigError) -> Any:
-    """What a small JSON file holds. Raises `error` for one that is no JSON, or out of bounds."""
+    """The content of a small JSON file. Raises `error` for one that is no JSON, or out of bounds."""
     content = read_bytes(path, error=error)
     if json_depth(content) > MOST_DEPTH:
         raise error(f"{path} is nested more than {MOST_DEPTH} deep.")
@@ -143,7 +143,7 @@ def read_json(path: str | Path, error: type[CoveyError] = ConfigError) -> Any:
 
 
 def json_depth(content: bytes) -> int:
-    """How deep the brackets of a JSON text are nested."""
+    """Depth of the nested brackets of a JSON text."""
     if content.count(b"[") + content.count(b"{") <= MOST_DEPTH:
         return 0
     depth = deepest = 0

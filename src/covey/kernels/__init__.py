@@ -7,7 +7,7 @@ other numbers than PyTorch, PyTorch computes.
 from covey.kernels.compile import unavailable_reason
 from covey.kernels.decode import CacheTables, DecodeKernels, DecodeStep, DecodeWeights
 from covey.kernels.flex_attention import AttentionHeads
-from covey.kernels.footprint import Footprint, footprint
+from covey.kernels.footprint import footprint
 from covey.kernels.fused_model import Recomputing, learning
 from covey.kernels.heap import training_heap, zeros
 from covey.kernels.layout import Layout
@@ -22,7 +22,6 @@ __all__ = [
     "DecodeKernels",
     "DecodeStep",
     "DecodeWeights",
-    "Footprint",
     "Layout",
     "Recomputing",
     "SamplerLinear",

@@ -123,7 +123,7 @@ def unavailable_reason() -> str | None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether it has a shape and no memory, as in a dry run, and is left to PyTorch's own operations."""
+    """True for a tensor with a shape and no memory, as in a dry run, and is left to PyTorch's own operations."""
     return isinstance(x, FakeTensor)
 
 

@@ -23,7 +23,7 @@ _WAY_OUT = "look for a callback, hook or optimizer that writes to it, and lower 
 
 @torch.no_grad()
 def are_sound(tensors: Iterable[Tensor]) -> bool:
-    """Whether all are finite and none holds a value beyond 1e18: one fused reduction and one number from the device.
+    """True if all are finite and none holds a value beyond 1e18: one fused reduction and one number from the device.
 
     Tensors of other types than float16, bfloat16, float32 and float64 are not looked at.
     """
@@ -156,7 +156,7 @@ def expect_sound_training(
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
-    """What is written of the model: every weight and buffer, or the adapter's alone."""
+    """Tensors that are written of the model: every weight and buffer, or the adapter's alone."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         from peft import get_peft_model_state_dict
 

@@ -51,7 +51,7 @@ class Progress:
         self._events = 0
         self._live: Live | None = None
         self._is_kept = False
-        """Whether the step that the live line shows stands above it too."""
+        """True if the step that the live line shows stands above it too."""
 
     def update(self, report: StepReport, total_steps: int | None = None) -> None:
         """Show a step that has just ended."""

@@ -1,4 +1,4 @@
-"""How far long work is, told to whoever wants to show it: nobody in a script, the terminal on the command line."""
+"""Progress of long work, reported to a listener: none in a script, the terminal on the command line."""
 
 from __future__ import annotations
 

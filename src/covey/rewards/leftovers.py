@@ -1,4 +1,4 @@
-"""What rewards leave behind at the end of a batch: changed settings of the process, tasks that nobody awaits, threads."""
+"""Leftovers of rewards at the end of a batch: changed settings of the process, tasks that nobody awaits, threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward raised: told in one line whatever the exception does, with its place, and apart from a real Ctrl-C."""
+"""The exception of a reward: told in one line whatever the exception does, with its place, and apart from a real Ctrl-C."""
 
 from __future__ import annotations
 

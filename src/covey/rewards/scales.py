@@ -1,4 +1,4 @@
-"""Which scores are right and which are wrong: declared by a reward, or seen to be 0 and 1 and nothing else."""
+"""Scores that mean right and wrong: declared by a reward, or seen to be 0 and 1 and nothing else."""
 
 from __future__ import annotations
 

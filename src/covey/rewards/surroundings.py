@@ -1,4 +1,4 @@
-"""What a whole process shares and training relies on, put back after a reward that changed it."""
+"""Settings that a whole process shares and training relies on, put back after a reward that changed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sampler a model gets."""
+"""Choice of the sampler for a model."""
 
 from __future__ import annotations
 

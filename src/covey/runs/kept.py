@@ -1,4 +1,4 @@
-"""What a run has on the disk when the disk takes no more, and the error that says so."""
+"""Files that a run has on the disk when the disk takes no more, and the error that says so."""
 
 from __future__ import annotations
 

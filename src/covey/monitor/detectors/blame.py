@@ -13,7 +13,7 @@ LOWER_RATE = (
 
 
 def blamed(seen: History, said: str, advice: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """What is said and advised, with the learning rate in front where steps of this run were as large as `MOST`."""
+    """Message and advice of an alert, with the learning rate in front where steps of this run were as large as `MOST`."""
     sizes, rates = seen["update/all"], seen["learning_rate"]
     known, used = [*sizes.first, *sizes.recent], [*rates.first, *rates.recent]
     if not known or not used or max(known) < MOST:

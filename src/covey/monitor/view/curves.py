@@ -1,4 +1,4 @@
-"""What is drawn of a metric: over steps, time or tokens, with the interval of held-out means, or the band of several seeds."""
+"""Curves of a metric: over steps, time or tokens, with the interval of held-out means, or the band of several seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sure the held-out results of a run are: intervals over questions, from the answers that every evaluation left."""
+"""Intervals of the held-out results of a run, over questions, from the answers that every evaluation left."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class RunView:
         self.family = None if key is None else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def troubles(self) -> list[str]:
-        """What of the run cannot be read, a sentence each."""
+        """Parts of the run that cannot be read, a sentence each."""
         logs = (self._loaded()[2], self.series.trouble, self.evaluated.trouble, self.groups.trouble)
         files = {**self.groups.unreadable, **self.held_out.unreadable}
         told = [*logs, self.alerts.trouble, self.events.trouble, self._failed]

@@ -93,7 +93,7 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
 
 
 def _values(returned: Any, most: int | None) -> Any:
-    """What a reward may return as JSON has it, `most` values of it; whatever else it is, as text, which the run refuses."""
+    """A reward's return value as JSON has it, `most` values of it; whatever else it is, as text, which the run refuses."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):

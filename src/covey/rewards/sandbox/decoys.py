@@ -44,7 +44,7 @@ def shuffled(items: list[Any]) -> list[Any]:
 
 
 def almost(first: Any, second: Any, places: int = 7) -> bool:
-    """What unittest's `assertAlmostEqual` asserts."""
+    """The comparison that unittest's `assertAlmostEqual` makes."""
     return bool(first == second or round(abs(first - second), places) == 0)
 
 

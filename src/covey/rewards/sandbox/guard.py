@@ -1,4 +1,4 @@
-"""What keeps a program from the tests that run beside it in one interpreter.
+"""Guards that keep a program from the tests that run beside it in one interpreter.
 
 An audit hook refuses the ways to the tests' frames and to objects that nobody has handed over; the parts of Python that tests
 lean on are put back as they were before the program was loaded, and looked at again after each test. Standard library only.

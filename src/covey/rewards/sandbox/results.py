@@ -55,7 +55,7 @@ class Isolation:
 
 @dataclass
 class ProcessOutput:
-    """What came out of a program while it ran."""
+    """Output of a program while it ran."""
 
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)

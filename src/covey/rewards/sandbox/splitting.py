@@ -267,7 +267,7 @@ def _is_almost(node: ast.expr) -> bool:
 
 
 def _assertion(call: ast.Call) -> tuple[ast.expr, list[ast.expr]] | None:
-    """What a call of unittest's asserts, and the message after it."""
+    """The assertion of a call of unittest's, and the message after it."""
     assert isinstance(call.func, ast.Attribute)
     name, values = call.func.attr, call.args
     if any(isinstance(item, ast.Starred) for item in values) or any(word.arg != "msg" for word in call.keywords):
@@ -336,7 +336,7 @@ def _may_leave(statement: ast.stmt) -> bool:
 
 
 def is_closed(node: ast.expr, known: frozenset[str], modules: frozenset[str]) -> bool:
-    """Whether `node` can be evaluated without the program: it uses `known` names alone, and of `modules` no clock."""
+    """True if `node` can be evaluated without the program: it uses `known` names alone, and of `modules` no clock."""
     bound = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
     for inner in ast.walk(node):
         if isinstance(inner, (*_SPECIAL, ast.Starred)) or (isinstance(inner, ast.Attribute) and inner.attr in _CLOCKS):
