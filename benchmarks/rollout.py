@@ -38,7 +38,7 @@ from covey.kernels.decode import decode_kernels
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.forward import Forward, plain_cache
-from covey.rollout.kv_cache import Decode, KeyValues, Prefill, rounded
+from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, rounded
 from covey.types import Group
 
 DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))
@@ -254,14 +254,14 @@ def step_seconds(
     slots = cache.add_prompts([length] * prompts)
     for slot in slots:
         ids = torch.zeros(1, rounded(length), dtype=torch.int64)
-        forward.prefill(ids, torch.arange(rounded(length))[None], Prefill(cache, slots[slot : slot + 1]))
+        forward.prefill(ids, torch.arange(rounded(length))[None], PrefillBatch(cache, slots[slot : slot + 1]))
     cache.add_rows(prompts * group)
     cache.arrange([p for p in range(prompts) for _ in range(group)])
     tokens, seconds = torch.zeros(cache.num_computed, dtype=torch.int64), []
     for step in range(written):
         cache.begin_step()
         started = now()
-        forward.decode(tokens, tokens + length + step, Decode(cache))
+        forward.decode(tokens, tokens + length + step, DecodeBatch(cache))
         seconds.append(now() - started)
         cache.end_step()
     return statistics.median(seconds[-10:])
@@ -331,14 +331,14 @@ def memory(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     forward, held = sampler.forward, [0]
     products = [forward.head, *(getattr(block, name) for block in forward.blocks for name in PRODUCTS)]
     copied = sum(2 * product.weight.numel() for product in products) / 2**20
-    begin = KeyValues.begin_step
+    begin = KVCache.begin_step
 
-    def watched(cache: KeyValues) -> bool:
+    def watched(cache: KVCache) -> bool:
         grew = begin(cache)
         held.append(sum(slab.nbytes for slab in (*cache.prefix, *cache.suffix)))
         return grew
 
-    with mock.patch.object(KeyValues, "begin_step", watched), peak_since() as peak:
+    with mock.patch.object(KVCache, "begin_step", watched), peak_since() as peak:
         params = SamplingParams(max_tokens=options.max_tokens, seed=1)
         by_sampler(sampler, prompts, options.group, params)
         highest = peak() - before

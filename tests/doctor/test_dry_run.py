@@ -15,7 +15,7 @@ from covey.learner.policy import Policy
 from covey.learner.preparation import prepare_for_training
 from covey.models import with_adapter
 from covey.process.world import World
-from covey.training.build import Given, build_algorithm, build_learner
+from covey.training.build import RunInputs, build_algorithm, build_learner
 from kit import tiny_model
 
 PROMPT = 40
@@ -62,7 +62,7 @@ def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
     with LiveBytes() as live:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         model = prepare_for_training(with_adapter(model, lora(name)), args)
-        parts = Given(args, model, module._NoTokenizer(), (), build_algorithm(args), None, None, World())
+        parts = RunInputs(args, model, module._NoTokenizer(), (), build_algorithm(args), None, None, World())
         learner = build_learner(parts, 1, (None, None), is_off_policy=False)
         held, peak, _ = module._step(learner, args, live, PROMPT)
     found = predicted(args, config, lora(name))

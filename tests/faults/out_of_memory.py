@@ -42,7 +42,7 @@ def small_learner(rows, checkpoints):
         max_completion_length=900,
         max_rows=rows,
         max_grad_norm=0.0,
-        last_resort=partial(checkpoint_once, policy) if checkpoints else lambda: False,
+        enable_recomputation=partial(checkpoint_once, policy) if checkpoints else lambda: False,
     )
 
 
@@ -80,7 +80,7 @@ def learn(spare_mib, is_warm=True, checkpoints=False, size=300, giant=None, is_g
             if "completions/left_out" in one.metrics
         ],
         "later_events": [event.kind for event in again.events],
-        "rows": learner.room.max_rows,
+        "rows": learner.micro_batcher.max_rows,
         "checkpoints": learner.policy.is_checkpointing,
     }
 

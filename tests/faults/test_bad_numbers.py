@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from covey import algorithms as alg
 from covey.errors import NumericsError
-from covey.learner.update_guard import Ladder, Rungs
+from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.training.recovery import bad_batch
 from covey.types import Last, Sum
 
@@ -218,7 +218,7 @@ def test_a_callback_may_ask_to_go_back(tmp_path: Path) -> None:
     assert "a person did not like it" in back[0]["said"]
 
 
-def healthy(ladder: Ladder, steps: int, seed: int = 0, norm: float = 1.0) -> int:
+def healthy(guard: UpdateGuard, steps: int, seed: int = 0, norm: float = 1.0) -> int:
     """Steps like a real run's: log-normal gradient norms, a KL that grows. Returns how many were not left alone."""
     draw = random.Random(seed)
     count = 0
@@ -227,17 +227,17 @@ def healthy(ladder: Ladder, steps: int, seed: int = 0, norm: float = 1.0) -> int
             "grad_norm": norm * math.exp(draw.gauss(0, 0.5)),
             "kl": 1e-3 * (step + 1) * math.exp(draw.gauss(0, 0.3)),
         }
-        verdict = ladder.judge({"loss": Sum(0.1), **{n: Last(v) for n, v in values.items()}}, step)
+        verdict = guard.check({"loss": Sum(0.1), **{n: Last(v) for n, v in values.items()}}, step)
         count += bool(verdict.events)
     return count
 
 
-def spike(ladder: Ladder, norm: float = 1e4, kl: float = 0.01) -> Any:
-    return ladder.judge({"loss": Sum(0.1), "grad_norm": Last(norm), "kl": Last(kl)}, 101)
+def spike(guard: UpdateGuard, norm: float = 1e4, kl: float = 0.01) -> Any:
+    return guard.check({"loss": Sum(0.1), "grad_norm": Last(norm), "kl": Last(kl)}, 101)
 
 
 def test_healthy_runs_are_left_alone() -> None:
-    assert sum(healthy(Ladder(), 300, seed) for seed in range(20)) <= 1
+    assert sum(healthy(UpdateGuard(), 300, seed) for seed in range(20)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -245,41 +245,41 @@ def test_healthy_runs_are_left_alone() -> None:
     [("log", False, False), ("clip", False, True), ("skip", True, False), ("roll_back", True, False)],
 )
 def test_a_gradient_ten_thousand_times_the_usual_gets_what_was_asked_for(rung, is_left_out, clips) -> None:
-    ladder = Ladder(Rungs(on_spike=rung))
-    healthy(ladder, 100)
-    verdict = spike(ladder)
+    guard = UpdateGuard(GuardPolicy(on_spike=rung))
+    healthy(guard, 100)
+    verdict = spike(guard)
     assert verdict.is_left_out == is_left_out
     assert (verdict.max_norm < 2.0) == clips
     assert "grad_norm 1e+04 where" in verdict.events[0].said
-    assert spike(ladder).events, "a spike does not become what is usual"
+    assert spike(guard).events, "a spike does not become what is usual"
 
 
 def test_a_jump_of_the_kl_is_a_spike_and_its_slow_growth_is_not() -> None:
-    ladder = Ladder(Rungs(on_spike="skip"))
-    assert healthy(ladder, 300) == 0
-    assert spike(ladder, norm=1.0, kl=300.0).is_left_out
+    guard = UpdateGuard(GuardPolicy(on_spike="skip"))
+    assert healthy(guard, 300) == 0
+    assert spike(guard, norm=1.0, kl=300.0).is_left_out
 
 
-def test_a_ladder_that_is_saved_judges_as_before() -> None:
-    one, other = Ladder(Rungs(on_spike="clip")), Ladder(Rungs(on_spike="clip"))
+def test_a_guard_that_is_saved_decides_as_before() -> None:
+    one, other = UpdateGuard(GuardPolicy(on_spike="clip")), UpdateGuard(GuardPolicy(on_spike="clip"))
     healthy(one, 100)
     other.load_state_dict(one.state_dict())
     assert spike(one) == spike(other)
 
 
 def test_a_level_that_moved_for_good_is_learnt_when_spikes_are_only_skipped() -> None:
-    ladder = Ladder(Rungs(on_spike="skip", bad_steps_limit=3))
-    healthy(ladder, 100)
+    guard = UpdateGuard(GuardPolicy(on_spike="skip", bad_steps_limit=3))
+    healthy(guard, 100)
     for bad in (1, 2, 3):
-        assert ladder.next_move(bad, bad, 0, spike(ladder).events) == "go_on"
-    assert not spike(ladder).events
+        assert guard.next_action(bad, bad, 0, spike(guard).events) == "go_on"
+    assert not spike(guard).events
 
 
 def test_an_overflow_of_float16_is_not_a_bad_number_until_the_scale_is_one() -> None:
-    ladder = Ladder()
+    guard = UpdateGuard()
     overflow = {"loss": Sum(0.1), "grad_norm": Last(math.inf)}
-    assert [event.kind for event in ladder.judge(overflow, 1, loss_scale=65536.0).events] == ["float16_overflow"]
-    assert [event.kind for event in ladder.judge(overflow, 1, loss_scale=1.0).events] == ["non_finite_step"]
+    assert [event.kind for event in guard.check(overflow, 1, loss_scale=65536.0).events] == ["float16_overflow"]
+    assert [event.kind for event in guard.check(overflow, 1, loss_scale=1.0).events] == ["non_finite_step"]
 
 
 @pytest.mark.parametrize("rung", ["log", "clip", "skip", "roll_back"])
@@ -316,7 +316,7 @@ def test_rungs_that_do_not_exist_are_refused(wrong: dict[str, Any], tmp_path: Pa
 def test_a_verdict_is_the_same_on_every_process_that_holds_the_same_metrics() -> None:
     verdicts = []
     for _ in range(2):
-        ladder = Ladder(Rungs(on_spike="clip"))
-        healthy(ladder, 60)
-        verdicts.append(replace(spike(ladder)))
+        guard = UpdateGuard(GuardPolicy(on_spike="clip"))
+        healthy(guard, 60)
+        verdicts.append(replace(spike(guard)))
     assert verdicts[0] == verdicts[1]

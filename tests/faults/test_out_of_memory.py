@@ -106,7 +106,7 @@ def test_memory_that_runs_out_while_the_rollout_is_measured_costs_nothing(fails,
     short = trainer(tmp_path / "short", **options)
     short.train()
     assert not left
-    assert short._running.learner.room.max_rows < free._running.learner.room.max_rows
+    assert short._running.learner.micro_batcher.max_rows < free._running.learner.micro_batcher.max_rows
     assert [line["kind"] for line in lines(tmp_path / "short", "events.jsonl")] == ["out_of_memory"]
     norms = [[line["grad_norm"] for line in lines(tmp_path / name)] for name in ("free", "short")]
     assert norms[0][:1] == pytest.approx(norms[1][:1], rel=1e-5)

@@ -64,7 +64,7 @@ def test_a_signal_is_heard_between_tokens_and_micro_batches(
     where: type, n: int, undisturbed: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = SignalAt(n)
-    monkeypatch.setattr(where, "between", watch, raising=False)
+    monkeypatch.setattr(where, "check_stop", watch, raising=False)
     run = trainer(tmp_path / "run", **OPTIONS)
     stopped(run)
     assert run.stopped_by == "SIGTERM"
@@ -81,7 +81,7 @@ def test_a_signal_is_heard_between_tokens_and_micro_batches(
 
 def test_the_transformers_sampler_hears_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = SignalAt(4, signal.SIGINT)
-    monkeypatch.setattr(TransformersSampler, "between", watch, raising=False)
+    monkeypatch.setattr(TransformersSampler, "check_stop", watch, raising=False)
     run = trainer(tmp_path / "run", rollout_backend="transformers", **OPTIONS)
     stopped(run)
     assert (run.stopped_by, run.exit_code, watch.passed_after) == ("SIGINT", 130, 0)

@@ -142,7 +142,7 @@ def test_the_head_multiplies_by_onednn_too_with_the_same_gradients(always, monke
     def run(is_faster):
         monkeypatch.setattr(products, "is_onednn_faster", lambda: is_faster)
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        shape = lm_head.Shape(1.0, None, 0.7, 16)
+        shape = lm_head.LogitTransform(1.0, None, 0.7, 16)
         logp, entropy = lm_head.LinearLogProbability.apply(*leaves, targets, shape, True)
         return [logp, entropy, *torch.autograd.grad((logp + 0.3 * entropy).sum(), leaves)]
 

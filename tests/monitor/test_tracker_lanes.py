@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
 from small_runs import lines, reward_len, trainer
 
 from covey.errors import CoveyError
-from covey.monitor.call_queue import Lane
+from covey.monitor.call_queue import CallQueue
 from covey.monitor.trackers import reads_checkpoints
 
 RUN = {"logging_steps": 1, "save_strategy": "no", "max_completion_length": 3}
@@ -216,7 +216,7 @@ def test_a_tracker_that_takes_long_to_start_is_named(
 def test_no_more_than_so_many_calls_wait_and_the_rest_is_counted(
     caplog: pytest.LogCaptureFixture, released: threading.Event
 ) -> None:
-    lane, done = Lane("Mine", most=3, patience_seconds=60), list[int]()
+    lane, done = CallQueue("Mine", most=3, patience_seconds=60), list[int]()
     lane.put("the first", released.wait)
     for _ in range(2000):
         if not lane._waiting:
@@ -242,7 +242,7 @@ def test_a_thread_that_could_not_be_prepared_is_prepared_again_before_the_next_c
         if len(attempts) == 1:
             raise OSError("away")
 
-    lane = Lane("Mine", prepare=lambda: begin)
+    lane = CallQueue("Mine", prepare=lambda: begin)
     for what in ("one", "two", "three"):
         lane.put(what, lambda what=what: done.append(what))  # type: ignore[misc]
     lane.close()

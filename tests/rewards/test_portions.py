@@ -8,7 +8,7 @@ from torch import Tensor
 
 from covey.errors import MemoryLimitError
 from covey.rewards import ModelReward, RewardSpec, Scorer
-from covey.rewards.adaptive_batches import Portions
+from covey.rewards.adaptive_batches import AdaptiveBatches
 from kit import tiny_reward_model, tiny_tokenizer
 
 LENGTHS = [9, 2, 30, 4, 4, 11, 7, 1, 0, 30]
@@ -28,7 +28,7 @@ class Memory:
         return torch.tensor([float(i) for i in held])
 
 
-def places(portions: Portions, memory: Memory) -> list[int]:
+def places(portions: AdaptiveBatches, memory: Memory) -> list[int]:
     found = list(portions.run(LENGTHS, memory.read))
     assert [values.tolist() for _, values in found] == [held for held, _ in found]
     return [place for held, _ in found for place in held]
@@ -36,12 +36,12 @@ def places(portions: Portions, memory: Memory) -> list[int]:
 
 def test_each_text_is_read_once_the_shortest_first() -> None:
     memory = Memory(1000)
-    assert places(Portions("m", 4), memory) == sorted(range(10), key=lambda i: LENGTHS[i])
+    assert places(AdaptiveBatches("m", 4), memory) == sorted(range(10), key=lambda i: LENGTHS[i])
     assert memory.sizes == [4, 4, 2]
 
 
 def test_after_memory_ran_out_batches_are_smaller_for_good_and_short_texts_still_go_together() -> None:
-    portions, memory = Portions("m", 8), Memory(40)
+    portions, memory = AdaptiveBatches("m", 8), Memory(40)
     assert sorted(places(portions, memory)) == list(range(10))
     assert [event.kind for event in portions.take_events()] == ["out_of_memory"] * 2
     memory.sizes.clear()
@@ -52,21 +52,21 @@ def test_after_memory_ran_out_batches_are_smaller_for_good_and_short_texts_still
 
 def test_a_text_that_does_not_fit_alone_is_told_with_its_length() -> None:
     with pytest.raises(MemoryLimitError, match="a text of 30 tokens does not fit in memory with 'm', even alone"):
-        places(Portions("m", 8), Memory(29))
+        places(AdaptiveBatches("m", 8), Memory(29))
 
 
 def test_what_else_goes_wrong_is_raised_as_it_is() -> None:
     def read(held: list[int]) -> Tensor:
         raise RuntimeError("shapes")
 
-    portions = Portions("m", 8)
+    portions = AdaptiveBatches("m", 8)
     with pytest.raises(RuntimeError, match="shapes"):
         list(portions.run(LENGTHS, read))
     assert portions.max_tokens is None
 
 
 def test_a_scorer_keeps_the_bound_and_the_smaller_one_wins() -> None:
-    def scorer() -> tuple[Scorer, Portions]:
+    def scorer() -> tuple[Scorer, AdaptiveBatches]:
         reward = ModelReward.of(tiny_reward_model(), tiny_tokenizer())
         return Scorer([RewardSpec(name="own", call=reward)]), reward.portions
 

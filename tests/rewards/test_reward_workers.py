@@ -17,13 +17,15 @@ import torch
 from covey.errors import RewardError
 from covey.rewards import RewardSpec, Scorer, resolve
 from covey.rewards.calling.workers import WorkerPool
-from covey.rewards.decorators import Manner
+from covey.rewards.decorators import CallOptions
 from covey.types import Mean, Sum
 from kit import group
 
 
 def apart(call, **options):
-    return RewardSpec(name=getattr(call, "__name__", "reward"), call=call, manner=Manner(isolated=True, **options))
+    return RewardSpec(
+        name=getattr(call, "__name__", "reward"), call=call, call_options=CallOptions(isolated=True, **options)
+    )
 
 
 def pids(scorer):

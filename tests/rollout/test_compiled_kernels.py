@@ -11,7 +11,7 @@ from covey.errors import ConfigError
 from covey.kernels import compile as compiled
 from covey.kernels.decode import SOURCE, DecodeKernels, decode_kernels, defines
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.kv_cache import KeyValues, LayerShape
+from covey.rollout.kv_cache import KVCache, LayerShape
 from kit import AVX2_ALONE, forgotten, threads, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -35,17 +35,17 @@ def nothing_known(monkeypatch, tmp_path):
 def filled_cache(kernels, dtype, width, *, heads=2, steps=70, lengths=(5, 0, 600), seed=0):
     """Prompts of these lengths, the first of which has rows of two ages, after some steps; then one row has left."""
     generator = torch.Generator().manual_seed(seed)
-    cache = KeyValues([LayerShape(heads, width)], CPU, dtype, 4096, kernels)
+    cache = KVCache([LayerShape(heads, width)], CPU, dtype, 4096, kernels)
     cache.add_prompts(list(lengths))
     cache.add_rows(4)
-    cache.arrange([0, 1, 2, 2])
+    cache.set_row_owners([0, 1, 2, 2])
     for step in range(steps):
         if step == 20:
             cache.add_rows(2)
-            cache.arrange([0, 1, 2, 2, 0, 1])
+            cache.set_row_owners([0, 1, 2, 2, 0, 1])
         if step == 40:
             cache.drop_rows([1], [5], 5)
-            cache.arrange([0, 1, 2, 2, 0])
+            cache.set_row_owners([0, 1, 2, 2, 0])
         cache.begin_step()
         cache.end_step()
     for slab in (cache.prefix[0], cache.suffix[0]):
@@ -61,7 +61,7 @@ def attended(kernels, dtype, width, repeats, **shape):
     new = lambda count: torch.randn(cache.num_computed, count, width, generator=generator).to(dtype)
     query, key, value = new(heads * repeats), new(heads), new(heads)
     out = cache.attend_decode(0, query, key, value, width**-0.5, None)[: cache.num_rows]
-    return out.float(), cache.suffix[0][:, : cache.num_rows, :, : cache.clock + 1].float()
+    return out.float(), cache.suffix[0][:, : cache.num_rows, :, : cache.step_column + 1].float()
 
 
 @needs_kernels

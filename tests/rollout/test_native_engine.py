@@ -9,9 +9,9 @@ from test_samplers import TEXTS, collect, favour, ids_of, plain_logprobs
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
-from covey.rollout.attention import HIDDEN, Part, Places, by_flash, by_one_softmax, wide
-from covey.rollout.kv_cache import KeyValues
-from covey.rollout.scheduler import Flight
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, by_flash, by_one_softmax, wide
+from covey.rollout.kv_cache import KVCache
+from covey.rollout.scheduler import Scheduler
 from kit import tiny_model, tiny_tokenizer
 
 SHAPE = {
@@ -165,7 +165,7 @@ def test_rows_of_finished_completions_are_given_away_before_their_group_is_finis
     model.lm_head.bias.data[5] += 2.0
     sampler = NativeSampler(model, tokenizer, dtype="float32", max_rows=8)
     under_way = []
-    step = Flight._step
+    step = Scheduler._step
 
     def watched(self):
         assert self.num_rows <= 8
@@ -174,7 +174,7 @@ def test_rows_of_finished_completions_are_given_away_before_their_group_is_finis
 
     params = SamplingParams(max_tokens=100, seed=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flight, "_step", watched)
+        patch.setattr(Scheduler, "_step", watched)
         groups = collect(sampler, [[5]] * 20, 4, params)
     assert max(under_way) > 2
     assert ids_of(groups) == ids_of(collect(NativeSampler(model, tokenizer, dtype="float32"), [[5]] * 20, 4, params))
@@ -207,7 +207,7 @@ def test_memory_held_follows_what_is_in_flight(tokenizer):
     model = favour(tiny_model(max_position_embeddings=4096), [5, 2], bias=30.0)
     sampler = NativeSampler(model, tokenizer, dtype="float32")
     widths = []
-    original = KeyValues.begin_step
+    original = KVCache.begin_step
 
     def watched(self):
         grew = original(self)
@@ -215,7 +215,7 @@ def test_memory_held_follows_what_is_in_flight(tokenizer):
         return grew
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KeyValues, "begin_step", watched)
+        patch.setattr(KVCache, "begin_step", watched)
         list(sampler.sample([[5]] * 40, 2, SamplingParams(max_tokens=4000, seed=0)))
     assert max(widths) <= 64
 
@@ -233,21 +233,21 @@ def test_two_parts_equal_one_softmax_over_all_keys(merge, softcap):
     scores = query @ all_keys.transpose(2, 3) * 0.3
     scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     expected = (scores + torch.cat((bias[owners], own_bias), 1)[:, None, None]).softmax(-1) @ all_values
-    own = Part(own_keys, own_values, own_bias, wide(own_bias, heads))
-    shared = Part(keys, values, bias, wide(bias, heads))
-    places = Places.of(owners, 3, torch.device("cpu"))
-    torch.testing.assert_close(merge(query, own, shared, places, 0.3, softcap), expected)
+    own = AttentionPart(own_keys, own_values, own_bias, wide(own_bias, heads))
+    shared = AttentionPart(keys, values, bias, wide(bias, heads))
+    row_map = RowMap.of(owners, 3, torch.device("cpu"))
+    torch.testing.assert_close(merge(query, own, shared, row_map, 0.3, softcap), expected)
 
 
 def test_rows_are_gathered_by_prompt_and_scattered_back():
-    places = Places.of([2, 0, 2, 1, 0, 2], 3, torch.device("cpu"))
+    row_map = RowMap.of([2, 0, 2, 1, 0, 2], 3, torch.device("cpu"))
     query = torch.randn(6, 2, 3, 4)
-    grouped = places.gather(query)
+    grouped = row_map.gather(query)
     assert grouped.shape == (3, 2, 9, 4)
     torch.testing.assert_close(grouped[0, :, 3:6], query[4])
-    torch.testing.assert_close(places.scatter(grouped, 3), query)
-    assert not places.is_regular
-    assert Places.of([0, 0, 1, 1], 2, torch.device("cpu")).is_regular
+    torch.testing.assert_close(row_map.scatter(grouped, 3), query)
+    assert not row_map.is_regular
+    assert RowMap.of([0, 0, 1, 1], 2, torch.device("cpu")).is_regular
 
 
 def test_ambiguous_prompts_are_read_as_their_ids(tokenizer):

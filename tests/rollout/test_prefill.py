@@ -7,7 +7,7 @@ from covey.kernels import compile as compiled
 from covey.kernels import packed_attention
 from covey.kernels.decode import decode_kernels
 from covey.rollout.attention import causal
-from covey.rollout.kv_cache import KeyValues, LayerShape, Prefill
+from covey.rollout.kv_cache import KVCache, LayerShape, PrefillBatch
 
 CPU = torch.device("cpu")
 REASON = compiled.unavailable_reason()
@@ -26,9 +26,9 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 def prefill(dtype, by_kernels, lengths=LENGTHS, context=4096):
     kernels = decode_kernels(CPU, dtype, WIDTH) if by_kernels else None
-    cache = KeyValues([LayerShape(HEADS, WIDTH)], CPU, dtype, context, kernels)
+    cache = KVCache([LayerShape(HEADS, WIDTH)], CPU, dtype, context, kernels)
     cache.add_prompts([3])  # one that is there already
-    return Prefill(cache, cache.add_prompts(list(lengths)))
+    return PrefillBatch(cache, cache.add_prompts(list(lengths)))
 
 
 def numbers(dtype, tokens=TOKENS):

@@ -61,7 +61,7 @@ def test_compiled_kernels_equal_one_softmax_over_all_keys(shapes, dtype, bound):
 def test_long_prompts_split_over_programs_give_the_same(shapes):
     from covey.rollout import triton_attention
 
-    long = shapes.PLAIN | {"lengths": [3000, 4096], "columns": 2048, "clock": 2000, "starts": [0, 1999, 700, 1]}
+    long = shapes.PLAIN | {"lengths": [3000, 4096], "columns": 2048, "step_column": 2000, "starts": [0, 1999, 700, 1]}
     whole, expected = shapes.both(triton_attention, device="cuda", **long)
     torch.testing.assert_close(whole, expected, atol=2e-5, rtol=0)
 

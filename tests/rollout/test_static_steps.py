@@ -16,9 +16,9 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.attention import HIDDEN
 from covey.rollout.cuda_graphs import Captured
-from covey.rollout.graph_scheduler import StaticFlight
+from covey.rollout.graph_scheduler import GraphScheduler
 from covey.rollout.kv_cache import LayerShape
-from covey.rollout.static_kv_cache import NEVER, StaticKeyValues, bucket, columns_for, rows_for
+from covey.rollout.static_kv_cache import NEVER, StaticKVCache, bucket, columns_for, rows_for
 from kit import tiny_model, tiny_tokenizer
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 7, 70, 2, 33, 12, 5)]
@@ -216,7 +216,7 @@ def test_an_environment_answers_between_static_steps(tokenizer):
 
 def test_rows_that_have_ended_wait_until_some_can_be_taken_out_together(tokenizer):
     waiting = []
-    retire = StaticFlight._retire
+    retire = GraphScheduler._retire
 
     def watched(self, ends, stops):
         waiting.append((int(ends.sum()), self.num_rows))
@@ -224,7 +224,7 @@ def test_rows_that_have_ended_wait_until_some_can_be_taken_out_together(tokenize
 
     params = SamplingParams(max_tokens=120, seed=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StaticFlight, "_retire", watched)
+        patch.setattr(GraphScheduler, "_retire", watched)
         groups = collect(sampler_of(writer(), tokenizer), TEXTS, 64, params)
     assert len({c.num_tokens for group in groups for c in group.completions}) > 2 * len(waiting)
     assert sum(ended for ended, _ in waiting) == 64 * len(TEXTS)
@@ -242,7 +242,7 @@ def test_buckets_are_few_and_at_most_half_too_large():
 
 def new_cache(**options):
     sizes = {"group_size": 2, "most_rows": 12, "longest": 200} | options
-    return StaticKeyValues([LayerShape(1, 4)], torch.device("cpu"), torch.float32, 1000, **sizes)
+    return StaticKVCache([LayerShape(1, 4)], torch.device("cpu"), torch.float32, 1000, **sizes)
 
 
 def step(cache, value):
@@ -266,7 +266,7 @@ def test_buffers_stay_until_they_are_full_and_keep_what_is_seen_when_they_grow()
     cache = new_cache()
     cache.add_prompts([3])
     cache.add_rows(2)
-    cache.arrange([0, 0])
+    cache.set_row_owners([0, 0])
     slab, epoch = cache.suffix[0].data_ptr(), cache.epoch
     for t in range(64):
         step(cache, t)
@@ -276,7 +276,7 @@ def test_buffers_stay_until_they_are_full_and_keep_what_is_seen_when_they_grow()
     assert cache.epoch > epoch
     assert cache.suffix_bias.shape[1] == 128
     assert seen_by(cache, 0) == seen_by(cache, 1) == list(range(100))
-    assert int(cache.now) == cache.clock == 100
+    assert int(cache.now) == cache.step_column == 100
     assert cache.first.tolist()[:3] == [0, 0, NEVER]
 
 
@@ -285,18 +285,18 @@ def test_columns_that_no_row_sees_any_more_are_used_again():
     cache = new_cache()
     cache.add_prompts([3])
     cache.add_rows(2)
-    cache.arrange([0, 0])
+    cache.set_row_owners([0, 0])
     for t in range(40):
         step(cache, t)
     cache.drop_rows([0], [1], 1)
     cache.add_rows(1)
-    cache.arrange([0, 0])
+    cache.set_row_owners([0, 0])
     for t in range(40, 400):
         step(cache, t)
         if t % 40 == 0:  # the elder of the two rows makes place for a new one
             cache.drop_rows([0], [1], 1)
             cache.add_rows(1)
-            cache.arrange([0, 0])
+            cache.set_row_owners([0, 0])
     assert cache.suffix_bias.shape[1] <= 128
     assert seen_by(cache, 0) == list(range(321, 400))
     assert seen_by(cache, 1) == list(range(361, 400))
@@ -307,7 +307,7 @@ def test_the_cache_never_grows_beyond_what_its_oldest_row_can_need():
     cache = new_cache(longest=100)
     cache.add_prompts([1])
     cache.add_rows(1)
-    cache.arrange([0])
+    cache.set_row_owners([0])
     for t in range(100):
         step(cache, t)
     assert cache.suffix_bias.shape[1] <= cache.most_columns == 192

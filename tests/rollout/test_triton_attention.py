@@ -13,7 +13,7 @@ from test_samplers import TEXTS, collect, ids_of
 
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
-from covey.rollout.attention import HIDDEN, Part, Places, by_one_softmax, wide
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, by_one_softmax, wide
 from kit import tiny_model, tiny_tokenizer
 
 pytest.importorskip("triton", reason="triton is not installed (286 MB, so not among the development tools)")
@@ -42,7 +42,7 @@ def both(
     owners,
     lengths,
     starts,
-    clock,
+    step_column,
     columns,
     dtype=torch.float32,
     **options,
@@ -54,7 +54,7 @@ def both(
     own, shared = own.to(dtype), shared.to(dtype)
     own_bias = torch.full((rows + 2, columns), HIDDEN).to(dtype)
     for row, start in enumerate(starts):
-        own_bias[row, start : clock + 1] = 0
+        own_bias[row, start : step_column + 1] = 0
     bias = torch.where(torch.arange(held) < torch.tensor(lengths)[:, None], 0.0, HIDDEN).to(dtype)
     members = [[row for row, owner in enumerate(owners) if owner == p] for p in range(prompts)]
     size = max(map(len, members))
@@ -64,7 +64,7 @@ def both(
         lengths=torch.tensor(lengths, dtype=torch.int32),
         owned=torch.ones(rows, dtype=torch.int32),
         first=torch.tensor(starts, dtype=torch.int32),
-        clock=torch.tensor([clock]),
+        step_column=torch.tensor([step_column]),
     )
     scale, softcap = width**-0.5, options.pop("softcap", None)
     there = lambda x: x.to(device)
@@ -72,12 +72,12 @@ def both(
     given = map(there, (query, own, own_bias, shared, bias))
     out = kernels.decode(*given, spans, scale, softcap, **options).cpu()
     parts = [
-        Part(slab[0].float(), slab[1].float(), bias.float(), wide(bias.float(), heads))
+        AttentionPart(slab[0].float(), slab[1].float(), bias.float(), wide(bias.float(), heads))
         for slab, bias in ((own[:, :rows], own_bias[:rows]), (shared, bias))
     ]
-    places = Places.of(owners, prompts, torch.device("cpu"))
+    row_map = RowMap.of(owners, prompts, torch.device("cpu"))
     grouped = query.float().view(rows, heads, repeats, width)
-    return out, by_one_softmax(grouped, *parts, places, scale, softcap).view(out.shape)
+    return out, by_one_softmax(grouped, *parts, row_map, scale, softcap).view(out.shape)
 
 
 PLAIN = {
@@ -87,7 +87,7 @@ PLAIN = {
     "owners": [1, 0, 1, 1],
     "lengths": [7, 39],
     "starts": [0, 5, 17, 36],
-    "clock": 36,
+    "step_column": 36,
     "columns": 64,
 }
 SHAPES = {
@@ -100,12 +100,12 @@ SHAPES = {
     "a prompt without rows": {"lengths": [7, 39, 12]},
     "no prompt has keys": {"lengths": [0, 0]},
     "rows with one key": {"starts": [36, 36, 36, 36]},
-    "the last column": {"clock": 63},
+    "the last column": {"step_column": 63},
     "more queries than a program takes": {"owners": [0] * 12 + [1], "starts": [0] * 13, "heads": 1},
     "more queries of a row than a program takes": {"repeats": 40, "heads": 1, "owners": [0, 1], "starts": [3, 0]},
     "capped scores": {"softcap": 2.0},
     "split prompts": {"lengths": [7, 150], "splits": (3, 1)},
-    "split rows": {"columns": 160, "clock": 140, "starts": [0, 130, 77, 140], "splits": (1, 3)},
+    "split rows": {"columns": 160, "step_column": 140, "starts": [0, 130, 77, 140], "splits": (1, 3)},
 }
 
 
@@ -132,7 +132,7 @@ def test_a_row_that_belongs_to_no_prompt_is_finite_and_disturbs_nobody(kernels):
         lengths=torch.tensor([8], dtype=torch.int32),
         owned=torch.tensor([1, 1, 0], dtype=torch.int32),
         first=torch.tensor([0, 0, 2**30], dtype=torch.int32),
-        clock=torch.tensor([4]),
+        step_column=torch.tensor([4]),
     )
     biases = torch.zeros(rows, 32), torch.zeros(1, 8)
     out = kernels.decode(query, own, biases[0], shared, biases[1], spans, 0.25)
@@ -216,7 +216,7 @@ for target, dtype, queries, keys in ((80, "fp32", 32, 32), (90, "bf16", 64, 64))
         tensors = ("query", "keys", "values", "bias")
         done = compiled(kernels._part, target, "*" + dtype, integers, tensors, fixed)
         print(dtype, "mma" in done.asm["ptx"], done.metadata.shared)
-    compiled(kernels._append, target, "*" + dtype, {"clock": "*i64"}, ("key", "value", "keys", "values"), {"BLOCK_D": 64})
+    compiled(kernels._append, target, "*" + dtype, {"step_column": "*i64"}, ("key", "value", "keys", "values"), {"BLOCK_D": 64})
     others = {"outs": "*fp32", "lses": "*fp32", "owned": "*i32"}
     compiled(kernels._merge, target, "*" + dtype, others, ("result",), {"BLOCK_S": 4, "BLOCK_D": 64})
 """

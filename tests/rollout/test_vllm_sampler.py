@@ -104,9 +104,9 @@ def test_leaving_in_the_middle_leaves_nothing_behind(sampler: VLLMSampler) -> No
     def stop() -> None:
         raise EnoughError
 
-    sampler.between = stop
+    sampler.check_stop = stop
     with pytest.raises(EnoughError):
         list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=50)))
-    sampler.between = lambda: None
+    sampler.check_stop = lambda: None
     assert not sampler.engine.llm_engine.has_unfinished_requests()
     assert len(list(sampler.sample(PROMPTS, 2, SamplingParams(max_tokens=4)))) == 3

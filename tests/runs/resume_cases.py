@@ -102,7 +102,7 @@ SETTINGS = [
         {"algorithm": alg.grpo().replace(kl=alg.KL(alg.k3, coefficient=alg.AdaptiveKL(target=1e-4)))},
     ),
     Case("an adaptive entropy coefficient", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
-    Case("the ladder's memory, roll-backs allowed", {"on_spike": "clip", "on_bad_numbers": "roll_back"}),
+    Case("the update guard's memory, roll-backs allowed", {"on_spike": "clip", "on_bad_numbers": "roll_back"}),
     Case(
         "in the middle of a rollout of 4 steps, used twice",
         {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 8},

@@ -176,13 +176,13 @@ class Gaps(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         learner = self.one._running.learner
-        watch = learner.look_at_first
+        watch = learner.before_first_update
 
         def look(metrics: Any, version: int) -> None:
             self.seen.append([metrics[name].value for name in (FIRST_UPDATE, "sampling/sampling_logp_difference/mean")])
             watch(metrics, version)
 
-        learner.look_at_first = look
+        learner.before_first_update = look
 
 
 @pytest.mark.parametrize(

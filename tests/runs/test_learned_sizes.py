@@ -9,10 +9,10 @@ from typing import Any
 from resume_cases import Case, trainer
 from transformers import TrainerCallback
 
-from covey.learner.micro_batches import Room
+from covey.learner.micro_batches import MicroBatcher
 
 
-def runs_out(room: Room, times: int) -> None:
+def runs_out(room: MicroBatcher, times: int) -> None:
     """Memory that runs out `times` times in a row, on a micro-batch of 8 completions and 80 tokens."""
     left = [times]
 
@@ -32,7 +32,7 @@ class RunsOut(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
             parts = self.one._running
-            runs_out(parts.learner.room, 2)
+            runs_out(parts.learner.micro_batcher, 2)
             parts.sampler._halve(n=4, rows=8, held=2**20, said="no room")
 
 
@@ -43,24 +43,24 @@ def test_a_resumed_run_begins_with_the_sizes_that_were_found_to_fit(tmp_path: Pa
     one.train()
     other = trainer(case, tmp_path / "other")
     assert other.train(str(tmp_path / "one" / "checkpoint-1")).global_step == 2
-    room, sampler = other._running.learner.room, other._running.sampler
+    room, sampler = other._running.learner.micro_batcher, other._running.sampler
     assert (room.max_rows, room.max_tokens) == (2, 20)
     assert (sampler.max_rows, sampler.cache_bytes) == (4, 2**19)
 
 
 def test_smaller_options_win_over_what_was_learned() -> None:
-    room = Room(max_rows=1, max_tokens=100)
+    room = MicroBatcher(max_rows=1, max_tokens=100)
     room.load_state_dict({"max_rows": 4, "max_tokens": None})
     assert (room.max_rows, room.max_tokens) == (1, 100)
 
 
 def test_the_last_resort_is_taken_again_at_once() -> None:
     taken: list[int] = []
-    before = Room(max_rows=1, last_resort=lambda: not taken.append(1))  # type: ignore[func-returns-value]
+    before = MicroBatcher(max_rows=1, enable_recomputation=lambda: not taken.append(1))  # type: ignore[func-returns-value]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runs_out(before, 1)
-    after = Room(max_rows=1, last_resort=lambda: not taken.append(2))  # type: ignore[func-returns-value]
+    after = MicroBatcher(max_rows=1, enable_recomputation=lambda: not taken.append(2))  # type: ignore[func-returns-value]
     after.load_state_dict(before.state_dict())
     assert taken == [1, 2]
     assert after.is_last_resort

@@ -19,7 +19,7 @@ ALLOWED = {
     r"\.display\.": "what is on the screen",
     r"history\.series: names": "the series of clocks are not kept; the others are compared one by one",
     r"\.sampler\.version": "given by the loop before it samples",
-    r"\.room\.largest": "the newest micro-batch, for a sentence about it",
+    r"\.micro_batcher\.largest": "the newest micro-batch, for a sentence about it",
     r"\.outputs\.": "what sampling leaves for the first update after it, before which no checkpoint is written",
     r"\.reference\.moves": "counts within one process, to know whether it moved between two looks",
     r"\.session\.last_saved": "a stop before the next step writes the same checkpoint again",

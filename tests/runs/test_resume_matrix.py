@@ -30,7 +30,7 @@ HOLDS_STATE = (
     "dynamic sampling",
     "an adaptive KL coefficient",
     "an adaptive entropy coefficient",
-    "the ladder's memory, roll-backs allowed",
+    "the update guard's memory, roll-backs allowed",
     "a curriculum by what was learned",
     "rewards with running statistics",
     "two processes",

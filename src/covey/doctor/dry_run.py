@@ -20,7 +20,7 @@ from covey.learner.worst_case import groups_of
 from covey.models import disable_dropout, dtype_of, with_adapter
 from covey.process.world import World
 from covey.rollout.engine import BFLOAT16_FROM
-from covey.training.build import Given, as_dict, build_algorithm, build_learner
+from covey.training.build import RunInputs, as_dict, build_algorithm, build_learner
 from covey.types import Completion, Prompt
 
 CPU = torch.device("cpu")
@@ -108,10 +108,10 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # a copy of a model does it
         model = prepare_for_training(_on_fakes(model), args)
         algorithm, nothing = build_algorithm(args), None
-        parts = Given(plain, model, _NoTokenizer(), (), algorithm, nothing, nothing, World(device=CPU))  # type: ignore[arg-type]
+        parts = RunInputs(plain, model, _NoTokenizer(), (), algorithm, nothing, nothing, World(device=CPU))  # type: ignore[arg-type]
         learner = build_learner(parts, 1, (None, None), is_off_policy=False)
-    learner.room.max_tokens = starting_tokens(args.max_tokens_per_microbatch, learner.policy, on_cpu=on_cpu)
-    learner.room.enough_tokens = enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu)
+    learner.micro_batcher.max_tokens = starting_tokens(args.max_tokens_per_microbatch, learner.policy, on_cpu=on_cpu)
+    learner.micro_batcher.enough_tokens = enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu)
     return learner
 
 
@@ -151,14 +151,14 @@ def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: in
 
     peak_of(size, 4, 4)
     held = live.now
-    batches = learner.room.batches(_rows(args, prompt_tokens))
+    batches = learner.micro_batcher.batches(_rows(args, prompt_tokens))
     count = len(batches[0])
     for parameter in learner.trainable() if len(batches) > 1 else ():
         parameter.grad = torch.zeros_like(parameter)  # of the micro-batch before
     tokens = tokens_in(batches[0], learner.policy.shares_prompts())
     if length <= _LONG:
         return held, peak_of(count, prompt_tokens, length), tokens
-    learner.room.max_tokens = learner.room.enough_tokens = None  # so many rows in one micro-batch
+    learner.micro_batcher.max_tokens = learner.micro_batcher.enough_tokens = None  # so many rows in one micro-batch
     half, whole = (peak_of(count, prompt_tokens, answer) for answer in (_LONG // 2, _LONG))
     return held, whole + (length - _LONG) * (whole - half) // (_LONG - _LONG // 2), tokens
 

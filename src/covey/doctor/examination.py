@@ -19,7 +19,7 @@ from covey.process.counting import counted
 from covey.process.lean import set_seed
 from covey.process.memory import is_out_of_memory
 from covey.process.world import World
-from covey.training.build import Given, advice_for, build_algorithm, build_scorer, checked_dataset
+from covey.training.build import RunInputs, advice_for, build_algorithm, build_scorer, checked_dataset
 from covey.training.loading import load_for_training
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
@@ -220,7 +220,7 @@ def _longest(bench: trial.Bench, so_far: _Loaded) -> Finding:
 
 def _bench(so_far: _Loaded) -> trial.Bench:
     args = so_far.args
-    given = Given(
+    given = RunInputs(
         args=args,
         model=so_far.model,
         tokenizer=so_far.tokenizer,

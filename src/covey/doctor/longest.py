@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from covey.config import GRPOConfig
 from covey.doctor import plan
@@ -10,7 +10,7 @@ from covey.doctor.finding import Finding, attempt, failed
 from covey.learner.worst_case import Longest, try_longest
 from covey.models import context_limit
 from covey.process.world import World
-from covey.training.build import Given, build_algorithm, build_learner
+from covey.training.build import RunInputs, build_algorithm, build_learner
 from covey.training.loading import load_for_training
 
 
@@ -23,9 +23,14 @@ def try_without_data(model: str, args: GRPOConfig, peft_config: Any, prompt_toke
 def _tried(model: str, args: GRPOConfig, peft_config: Any, prompt_tokens: int) -> Longest:
     loaded = load_for_training(model, args, args.device, peft_config=peft_config)
     limit = context_limit(loaded.model)
-    algorithm, no_rewards, no_data = build_algorithm(args), None, None
-    given = Given(args, loaded.model, loaded.tokenizer, loaded.eos_ids, algorithm, no_rewards, no_data, World.of(args))  # type: ignore[arg-type]
-    learner = build_learner(given, 1, (None, None), is_off_policy=False)
+    algorithm, nothing = (
+        build_algorithm(args),
+        cast(Any, None),
+    )  # no rewards and no data are needed for one forward pass
+    inputs = RunInputs(
+        args, loaded.model, loaded.tokenizer, loaded.eos_ids, algorithm, nothing, nothing, World.of(args)
+    )
+    learner = build_learner(inputs, 1, (None, None), is_off_policy=False)
     return try_longest(
         learner,
         algorithm.resolve(algorithm.initial_controllers()),

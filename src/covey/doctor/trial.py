@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from covey.learner import Learner
 from covey.rollout import Backend, Sampler, choose_sampler
-from covey.training.build import Given, build_learner, build_prompts, sampler_options, sampling_params
+from covey.training.build import RunInputs, build_learner, build_prompts, sampler_options, sampling_params
 from covey.training.credit import with_advantages, with_greedy_rewards
 from covey.types import Group, Prompt, StepReport
 
@@ -36,12 +36,12 @@ class Trial:
 class Bench:
     """What a trial works with: the run's sampler, scorer and learner."""
 
-    given: Given
+    given: RunInputs
     sampler: Sampler
     learner: Learner
 
     @staticmethod
-    def of(given: Given, total_steps: int) -> Bench:
+    def of(given: RunInputs, total_steps: int) -> Bench:
         args = given.args
         return Bench(
             given=given,

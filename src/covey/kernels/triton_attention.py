@@ -2,7 +2,7 @@
 
 The keys of a prompt are read once for all queries of its group, those of a completion for its own; long parts are split
 over programs (split-K). Every split leaves its output and log-sum-exp in float32, and a last kernel merges them. Nothing
-depends on values that only the host knows: lengths, owners and the clock are read from tensors, so that a CUDA graph can
+depends on values that only the host knows: lengths, owners and the step column are read from tensors, so that a CUDA graph can
 replay a step. `by_one_softmax` and `by_flash` in `attention.py` compute the same with PyTorch's own operations.
 """
 
@@ -37,18 +37,20 @@ class Spans:
     """[R] int32, 1 for a row that belongs to a prompt, 0 for one whose result means nothing."""
     first: Tensor
     """[R] int32, first column of each row's own keys."""
-    clock: Tensor
+    step_column: Tensor
     """[1] int64, the last column of every row."""
 
 
 @triton.jit
-def _append(key, value, keys, values, clock, from_row, from_head, row_stride, head_stride, D, BLOCK_D: tl.constexpr):
-    """One key and one value of a row and head go to the clock's column."""
+def _append(
+    key, value, keys, values, step_column, from_row, from_head, row_stride, head_stride, D, BLOCK_D: tl.constexpr
+):
+    """One key and one value of a row and head go to the step column."""
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, BLOCK_D)
     inside = at < D
     source = row * from_row + head * from_head + at
-    to = row.to(tl.int64) * row_stride + head * head_stride + tl.load(clock) * D + at
+    to = row.to(tl.int64) * row_stride + head * head_stride + tl.load(step_column) * D + at
     tl.store(keys + to, tl.load(key + source, mask=inside), mask=inside)
     tl.store(values + to, tl.load(value + row * D * tl.num_programs(1) + head * D + at, mask=inside), mask=inside)
 
@@ -140,16 +142,16 @@ def _merge(outs, lses, owned, result, shared, splits, D, BLOCK_S: tl.constexpr, 
     tl.store(result + (row.to(tl.int64) * heads + head) * D + d, merged.to(result.dtype.element_ty), mask=d < D)
 
 
-def append(key: Tensor, value: Tensor, slab: Tensor, clock: Tensor) -> None:
-    """Write the new `key` and `value` [R, Hkv, D] of each row into the clock's column of `slab` [2, rows, Hkv, C, D]."""
+def append(key: Tensor, value: Tensor, buffer: Tensor, step_column: Tensor) -> None:
+    """Write the new `key` and `value` [R, Hkv, D] of each row into the step column of `buffer` [2, rows, Hkv, C, D]."""
     rows, heads, width = key.shape
     if key.stride(2) != 1:
         key = key.contiguous()
     value = value.contiguous()
-    keys, values = slab[0], slab[1]
+    keys, values = buffer[0], buffer[1]
     # fmt: off
     _append[(rows, heads)](
-        key, value, keys, values, clock, key.stride(0), key.stride(1), keys.stride(0), keys.stride(1), width,
+        key, value, keys, values, step_column, key.stride(0), key.stride(1), keys.stride(0), keys.stride(1), width,
         BLOCK_D=triton.next_power_of_2(width),
     )
     # fmt: on
@@ -207,7 +209,7 @@ def decode(
 
 def _attend(
     query: Tensor,
-    slab: Tensor,
+    buffer: Tensor,
     bias: Tensor,
     spans: Spans,
     out: tuple[Tensor, Tensor],
@@ -218,16 +220,16 @@ def _attend(
 ) -> None:
     """Launch one part: the prompts' with at most `group` rows each, or every row's own. `splits`: the first, how many."""
     rows, heads, width = query.shape
-    is_shared, repeats = group is not None, heads // slab.shape[2]
+    is_shared, repeats = group is not None, heads // buffer.shape[2]
     queries = (group or 1) * repeats
     block_q = _queries(queries, query)
     parts = len(spans.members) if is_shared else rows
     # fmt: off
-    _part[(parts, slab.shape[2], triton.cdiv(queries, block_q) * splits[1])](
-        query, slab[0], slab[1], bias, spans.members, spans.counts, spans.first,
-        spans.lengths if is_shared else spans.clock, *out,
+    _part[(parts, buffer.shape[2], triton.cdiv(queries, block_q) * splits[1])](
+        query, buffer[0], buffer[1], bias, spans.members, spans.counts, spans.first,
+        spans.lengths if is_shared else spans.step_column, *out,
         scale, 1.0 if softcap is None else softcap, repeats, group or 1, splits[1], query.stride(0),
-        slab.stride(1), slab.stride(2), bias.stride(0), int(is_shared), int(not is_shared), splits[0], rows, width,
+        buffer.stride(1), buffer.stride(2), bias.stride(0), int(is_shared), int(not is_shared), splits[0], rows, width,
         HAS_FIRST=not is_shared, HAS_MEMBERS=is_shared, HAS_SOFTCAP=softcap is not None,
         WIDEN=query.dtype == torch.bfloat16 and is_interpreted(),
         BLOCK_D=max(16, triton.next_power_of_2(width)), BLOCK_Q=block_q, BLOCK_K=BLOCK_KEYS // _halves(query),

@@ -44,13 +44,13 @@ class TritonDecode:
         lengths: Tensor,
         owned: Tensor,
         first: Tensor,
-        clock: Tensor,
+        step_column: Tensor,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        """[R, Hq, D]: writes `key` and `value` [R, Hkv, D] into the cache column `clock`, then attends; see `Spans` for the tables."""
+        """[R, Hq, D]: writes `key` and `value` [R, Hkv, D] into the cache column `step_column`, then attends; see `Spans` for the tables."""
         from covey.kernels import triton_attention
 
-        triton_attention.append(key, value, own, clock)
-        spans = triton_attention.Spans(members, counts, lengths, owned, first, clock)
+        triton_attention.append(key, value, own, step_column)
+        spans = triton_attention.Spans(members, counts, lengths, owned, first, step_column)
         return triton_attention.decode(query, own, own_bias, prompts, prompt_bias, spans, scale, softcap)

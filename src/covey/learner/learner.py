@@ -13,15 +13,15 @@ from torch import Tensor
 from covey.algorithms import Algorithm
 from covey.learner.critic import Critic, no_critic
 from covey.learner.gradients import clip, grad_norm
-from covey.learner.micro_batches import Room
-from covey.learner.noting import TokenNotes
+from covey.learner.micro_batches import MicroBatcher
+from covey.learner.noting import TokenEntropies
 from covey.learner.optimizer_memory import check_room
 from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.learner.soundness import expect_rates, expect_sound_training
-from covey.learner.token_metrics import difference, effective_size
-from covey.learner.update_guard import Ladder
+from covey.learner.token_metrics import effective_size, sampler_mismatch
+from covey.learner.update_guard import UpdateGuard
 from covey.process.world import World
 from covey.types import (
     Completion,
@@ -68,26 +68,26 @@ class Learner:
     scaler: Any = None
     """torch.amp.GradScaler, for float16 only."""
     critic: Critic = field(default_factory=no_critic)
-    ladder: Ladder = field(default_factory=Ladder)
+    guard: UpdateGuard = field(default_factory=UpdateGuard)
     """Judges the numbers of an update before it is made."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
-    last_resort: Callable[[], bool] = lambda: False
+    enable_recomputation: Callable[[], bool] = lambda: False
     """Makes a single completion need less memory, once; False when it cannot."""
-    between: Callable[[], None] = lambda: None
+    check_stop: Callable[[], None] = lambda: None
     """Called before each micro-batch; what it raises ends the step, of which `forget` leaves nothing."""
-    look_at_first: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
+    before_first_update: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
     """Sees the metrics of a rollout's first update, and the version of its weights, before it is made; may refuse it."""
-    token_notes: TokenNotes = field(default_factory=TokenNotes)
-    room: Room = field(init=False)
+    token_entropies: TokenEntropies = field(default_factory=TokenEntropies)
+    micro_batcher: MicroBatcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.room = Room(
+        self.micro_batcher = MicroBatcher(
             self.max_rows,
             self.max_tokens,
             shares_prompts=self.policy.shares_prompts,
             enough_tokens=self.enough_tokens,
-            last_resort=self.last_resort,
+            enable_recomputation=self.enable_recomputation,
         )
 
     # -- before the advantages ------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class Learner:
         ]
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
-        self.room.left_out.begin(0)  # what is measured here is needed of all
-        notes = self.room.attempt(lambda: self._notes([rows[i] for i in mine], algorithm, wants_old))
+        self.micro_batcher.left_out.begin(0)  # what is measured here is needed of all
+        notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], algorithm, wants_old))
         done = self.world.interleave(notes)
         assert len(done) == len(flat)
         return _regroup(groups, done)
@@ -114,8 +114,8 @@ class Learner:
     def _notes(self, rows: Sequence[Row], algorithm: Algorithm, wants_old: bool) -> list[Completion]:
         """The completions of `rows` with what `annotate` measures."""
         needs, notes = algorithm.needs, dict[int, Completion]()
-        for batch in self.room.each(rows, factor=2):
-            self.between()
+        for batch in self.micro_batcher.each(rows, factor=2):
+            self.check_stop()
             old = self.policy.measure(batch) if wants_old or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
@@ -137,11 +137,11 @@ class Learner:
         Gradients are those of `algorithm.loss` over all completions of all processes, whatever the micro-batches.
         A step whose loss or gradient is not finite changes nothing and says so in the report's events.
         """
-        self.token_notes.begin(step)
+        self.token_entropies.begin(step)
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
-        self.room.left_out.begin(len(rows))
+        self.micro_batcher.left_out.begin(len(rows))
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         is_loud = [self.policy.auxiliary_coefficient != 0 or teaches(row, algorithm) for row in mine]
         known = [not loud and self._is_known(row, algorithm) for row, loud in zip(mine, is_loud, strict=True)]
@@ -150,16 +150,16 @@ class Learner:
         algorithm = self._prepared(algorithm, (silent, loud), totals)
         parts = [{**algorithm.metrics(_as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
         with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
-            parts += self.room.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
-        parts += self.room.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self.forget)
-        metrics = self.world.merge(merge_metrics([*parts, self.room.left_out.end()]))
+            parts += self.micro_batcher.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
+        parts += self.micro_batcher.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self.forget)
+        metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
-            self.look_at_first(metrics, step - 1)
+            self.before_first_update(metrics, step - 1)
         metrics.pop(FIRST_UPDATE, None)
         metrics["num_tokens"] = Sum(float(sum(row.num_tokens for row in rows)))
         report = self._update(metrics, step)
-        events = (*self.room.take_events(), *report.events)
-        return replace(report, events=events, tokens=self.token_notes.gathered(self.world, groups))
+        events = (*self.micro_batcher.take_events(), *report.events)
+        return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
 
     def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
         """Whether what is shown of a completion that teaches nothing follows from how it was drawn, without a forward."""
@@ -173,10 +173,10 @@ class Learner:
         rows = rows_of(groups, mask_truncated=self.mask_truncated)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
-        self.room.left_out.begin(0)
+        self.micro_batcher.left_out.begin(0)
         mine = self.world.share(rows)
         algorithm = self._prepared(algorithm, (mine,), totals)
-        parts = self.room.attempt(lambda: self._evaluate_all(mine, algorithm, totals))
+        parts = self.micro_batcher.attempt(lambda: self._evaluate_all(mine, algorithm, totals))
         metrics = self.world.merge(merge_metrics(parts))
         metrics.pop(FIRST_UPDATE, None)
         return metrics
@@ -190,15 +190,17 @@ class Learner:
             return algorithm
         look = lambda batch: _moved(self._tokens(batch, algorithm)[0].detached(), "cpu")
         with torch.no_grad():
-            seen = self.room.attempt(lambda: [look(batch) for rows in parts for batch in self.room.each(rows)])
+            seen = self.micro_batcher.attempt(
+                lambda: [look(batch) for rows in parts for batch in self.micro_batcher.each(rows)]
+            )
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(_moved(everywhere, self.policy.device), totals)
 
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        return [self._evaluate(batch, algorithm, totals)[1] for batch in self.room.each(rows)]
+        return [self._evaluate(batch, algorithm, totals)[1] for batch in self.micro_batcher.each(rows)]
 
     def _accumulate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        return [self._accumulate(batch, algorithm, totals) for batch in self.room.each(rows)]
+        return [self._accumulate(batch, algorithm, totals) for batch in self.micro_batcher.each(rows)]
 
     def rehearse(self, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
         """The largest micro-batch of a step forward and backward, without an update: what ran out of memory on the way."""
@@ -207,10 +209,12 @@ class Learner:
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         algorithm = self._prepared(algorithm, (rows,), totals)
         try:
-            self.room.attempt(lambda: self._accumulate(self.room.batches(rows)[0], algorithm, totals), self.forget)
+            self.micro_batcher.attempt(
+                lambda: self._accumulate(self.micro_batcher.batches(rows)[0], algorithm, totals), self.forget
+            )
         finally:
             self.forget()
-        return self.room.take_events()
+        return self.micro_batcher.take_events()
 
     def forget(self) -> None:
         """Drop the gradients of a step that was begun."""
@@ -224,7 +228,7 @@ class Learner:
 
     def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, dict[str, Metric]]:
         tokens, measured = self._tokens(batch, algorithm)
-        self.token_notes.take(batch, measured.entropy)
+        self.token_entropies.take(batch, measured.entropy)
         loss = algorithm.loss(tokens, totals)
         metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
         if algorithm.critic is not None:
@@ -237,14 +241,16 @@ class Learner:
             loss = loss + self.policy.auxiliary_coefficient * share * measured.auxiliary_loss
         metrics["loss"] = Sum(loss.item())
         gap = (tokens.logp.detach() - tokens.old_logp).abs()
-        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | difference(tokens) | effective_size(tokens)
+        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | sampler_mismatch(tokens) | effective_size(
+            tokens
+        )
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
         against = (
             self.reference.against(algorithm.kl.estimator) if algorithm.kl and algorithm.needs.distribution else None
         )
-        self.between()
+        self.check_stop()
         measured = self.policy.measure(batch, entropy=True, against=against)
         device, shape = measured.logp.device, measured.logp.shape
         spread = lambda values, fill=0.0: _spread(values, shape, device, fill)
@@ -281,7 +287,7 @@ class Learner:
         if trained[1]:
             metrics["value_grad_norm"] = Last(norms[1])
         metrics |= {"grad_norm": Last(norm), "learning_rate": Last(self.scheduler.get_last_lr()[0])}
-        verdict = self.ladder.judge(metrics, step, loss_scale=None if self.scaler is None else self.scaler.get_scale())
+        verdict = self.guard.check(metrics, step, loss_scale=None if self.scaler is None else self.scaler.get_scale())
         if verdict.is_left_out:
             self.optimizer.zero_grad(set_to_none=True)
             if self.scaler is not None:

@@ -13,7 +13,7 @@ _SHARE = 8
 
 
 @dataclass(eq=False)
-class LeftOut:
+class SkippedCompletions:
     """The completions that a step had to do without. Their share of the gradient is zero; denominators still count them."""
 
     most: int = 0

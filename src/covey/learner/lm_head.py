@@ -22,7 +22,7 @@ CHUNK_ELEMENTS = 2**23
 
 
 @dataclass(frozen=True)
-class Shape:
+class LogitTransform:
     """What stands between the product with the weight and the softmax."""
 
     multiply: float
@@ -87,7 +87,7 @@ class Workspace:
     def gradient(
         self,
         rows: Tensor,
-        shape: Shape,
+        shape: LogitTransform,
         known: tuple[Tensor, Tensor, Tensor],
         slopes: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
@@ -102,7 +102,7 @@ class Workspace:
 def _gradient(
     logits: Tensor,
     gradient: Tensor,
-    shape: Shape,
+    shape: LogitTransform,
     known: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
@@ -138,7 +138,13 @@ class LinearLogProbability(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: Shape, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        shape: LogitTransform,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logp, normalizer, entropy = (hidden.new_zeros(hidden.shape[0], dtype=wide) for _ in range(3))
@@ -163,7 +169,7 @@ class LinearLogProbability(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Any:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        shape: Shape = ctx.shape
+        shape: LogitTransform = ctx.shape
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         wide = torch.promote_types(weight.dtype, torch.float32)
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from covey.kernels import Recomputing, WeightMatmul
-from covey.learner.lm_head import LinearLogProbability, Shape, chunk_for
+from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_for
 
 R = TypeVar("R")
 
@@ -107,7 +107,7 @@ def _fused(
     dtype = linear.weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    shape = Shape(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
+    shape = LogitTransform(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
     count = hidden.shape[0]
     hidden = hidden.to(dtype).contiguous()
     weight: Tensor = linear.weight

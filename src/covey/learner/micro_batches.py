@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from covey.errors import MemoryLimitError
-from covey.learner.left_out import LeftOut, sentence
+from covey.learner.left_out import SkippedCompletions, sentence
 from covey.learner.packing import Row, microbatches, tokens_in
 from covey.process.memory import until_it_fits
 from covey.types import Event
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Room:
+class MicroBatcher:
     """The size of a micro-batch: memory and speed only, never a gradient."""
 
     max_rows: int
@@ -28,14 +28,14 @@ class Room:
     """Whether the rows of a group share their prompt."""
     enough_tokens: int | None = None
     """Tokens up to which groups are joined; None: up to `max_tokens`."""
-    last_resort: Callable[[], bool] = lambda: False
+    enable_recomputation: Callable[[], bool] = lambda: False
     """Makes a single completion need less; False when there is nothing left to do."""
     is_last_resort: bool = False
     """Whether it came to that."""
     largest: tuple[int, int] = (0, 0)
     """Rows and tokens of the largest micro-batch of the attempt that runs, for work that does not go through `each`."""
     events: list[Event] = field(default_factory=list)
-    left_out: LeftOut = field(default_factory=LeftOut)
+    left_out: SkippedCompletions = field(default_factory=SkippedCompletions)
     """Within a step: completions that did not fit even alone."""
     _current: Sequence[Row] = ()
     """The micro-batch that is being worked on."""
@@ -80,7 +80,7 @@ class Room:
     def _halve(self, said: str) -> None:
         current = self._current
         rows, tokens = (len(current), tokens_in(current, self.shares_prompts())) if current else self.largest
-        if rows <= 1 and self.last_resort():
+        if rows <= 1 and self.enable_recomputation():
             self.is_last_resort = True
             self._tell(
                 f"Memory ran out on one completion ({tokens} tokens); activations are computed again from now on.", said
@@ -121,7 +121,7 @@ class Room:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sizes that were found to fit; those of the options win where they are smaller."""
         if state.get("is_last_resort") and not self.is_last_resort:
-            self.is_last_resort = self.last_resort()
+            self.is_last_resort = self.enable_recomputation()
         self.max_rows = min(self.max_rows, state["max_rows"])
         known = [limit for limit in (self.max_tokens, state["max_tokens"]) if limit is not None]
         self.max_tokens = min(known, default=None)

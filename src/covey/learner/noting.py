@@ -11,7 +11,7 @@ from covey.process.world import World
 from covey.types import Group, TokenNumbers
 
 
-class TokenNotes:
+class TokenEntropies:
     """Entropies of the tokens of a step, on the processor, as the policy that made the gradient had them."""
 
     def __init__(self, is_wanted: Callable[[int], bool] = lambda step: False) -> None:

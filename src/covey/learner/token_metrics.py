@@ -7,7 +7,7 @@ import math
 from covey.types import EffectiveSize, Max, Mean, Metric, TokenBatch
 
 
-def difference(tokens: TokenBatch) -> dict[str, Metric]:
+def sampler_mismatch(tokens: TokenBatch) -> dict[str, Metric]:
     """How far the sampler's log-probabilities are from the learner's: 0 when both are the same model in the same numbers."""
     if tokens.sampler_logp is None:
         return {}

@@ -1,7 +1,7 @@
 """Numbers gone bad: what becomes of an update whose loss, gradient or KL is not finite, or far from what it has been.
 
-The rungs, in order: say so, clip, leave the update out, go back to the last good checkpoint, stop. `judge` decides before
-the weights are touched, from numbers that every process has; `next_move` decides after the step.
+The actions, in order: say so, clip, leave the update out, go back to the last good checkpoint, stop. `check` decides before
+the weights are touched, from numbers that every process has; `next_action` decides after the step.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LEFT_OUT = frozenset({"non_finite_step", "spike_skipped"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rungs:
-    """How far each trouble may go up the ladder."""
+class GuardPolicy:
+    """Limits of the guard: what a bad number or a spike leads to, and how often."""
 
     on_bad_numbers: Literal["skip", "roll_back", "stop"] = "skip"
     """What NaN and infinities lead to: their update is always left out; then go on, go back, or stop."""
     on_spike: Literal["log", "clip", "skip", "roll_back", "stop"] = "log"
     """What a gradient norm or KL far above its recent values leads to."""
     bad_steps_limit: int = 3
-    """Updates left out in a row before the next rung."""
+    """Updates left out in a row before the next action."""
     roll_backs_limit: int = 2
     """Times that a run goes back before it stops."""
     roll_back_learning_rate: float = 0.5
@@ -55,16 +55,16 @@ class Verdict:
 
 
 @dataclass(eq=False)
-class Ladder:
+class UpdateGuard:
     """Remembers what healthy steps looked like. Every process holds the same, for metrics are merged before they are judged."""
 
-    rungs: Rungs = field(default_factory=Rungs)
+    policy: GuardPolicy = field(default_factory=GuardPolicy)
     seen: dict[str, deque[float]] = field(default_factory=dict)
     """Logarithms of the last healthy values, by metric."""
     overflows: int = 0
     """Updates left out in a row because float16 overflowed, which a smaller loss scale cures."""
 
-    def judge(self, metrics: Mapping[str, Metric], step: int, *, loss_scale: float | None = None) -> Verdict:
+    def check(self, metrics: Mapping[str, Metric], step: int, *, loss_scale: float | None = None) -> Verdict:
         """What to do with the update that `metrics` (loss, grad_norm, kl ...) describe. Remembers them if they are healthy.
 
         `loss_scale`: with float16, what the loss was multiplied by: an overflow is then no fault of the numbers until the
@@ -84,21 +84,21 @@ class Ladder:
             return Verdict()
         return self._on_spike(step, spikes, values)
 
-    def next_move(self, step: int, bad_steps: int, roll_backs: int, events: tuple[Event, ...]) -> Move:
+    def next_action(self, step: int, bad_steps: int, roll_backs: int, events: tuple[Event, ...]) -> Move:
         """After a step, with so many left out in a row: go on, or go back. Raises NumericsError where the run must stop."""
         kinds = {event.kind for event in events}
         if not kinds & (_LEFT_OUT | {"spike"}):
             return "go_on"
         is_bad = "non_finite_step" in kinds
-        rung = self.rungs.on_bad_numbers if is_bad else self.rungs.on_spike
+        action = self.policy.on_bad_numbers if is_bad else self.policy.on_spike
         said = next(event.said for event in events if event.kind in _LEFT_OUT | {"spike"})
-        if rung == "stop":
+        if action == "stop":
             raise NumericsError(f"{said} {'on_bad_numbers' if is_bad else 'on_spike'}='stop' ends the run here.")
-        if bad_steps < self.rungs.bad_steps_limit:
+        if bad_steps < self.policy.bad_steps_limit:
             return "go_on"
-        if rung == "roll_back" and roll_backs < self.rungs.roll_backs_limit:
+        if action == "roll_back" and roll_backs < self.policy.roll_backs_limit:
             return "roll_back"
-        if rung == "skip" and not is_bad:
+        if action == "skip" and not is_bad:
             self.seen.clear()  # the level has moved for good; a run that is merely different is not ended
             return "go_on"
         raise NumericsError(
@@ -126,12 +126,12 @@ class Ladder:
         usual = {name: math.exp(median(self.seen[name])) for name in spikes}
         told = " and ".join(f"{name} {values[name]:.3g} where {usual[name]:.3g} is usual" for name in spikes)
         details = {"spikes": {name: [values[name], usual[name]] for name in spikes}}
-        rung = self.rungs.on_spike
-        if rung in ("skip", "roll_back", "stop"):
+        action = self.policy.on_spike
+        if action in ("skip", "roll_back", "stop"):
             event = Event(kind="spike_skipped", said=f"step {step}: {told}; the update was left out.", details=details)
             return Verdict(is_left_out=True, events=(event,))
         done, limit = "", math.inf
-        if rung == "clip" and "grad_norm" in spikes:
+        if action == "clip" and "grad_norm" in spikes:
             limit = usual["grad_norm"]
             done = f"; the gradient was clipped to {limit:.3g}"
         return Verdict(
@@ -144,7 +144,7 @@ class Ladder:
             return False
         middle = median(known)
         deviation = max(1.4826 * median(abs(x - middle) for x in known), _SMALLEST_DEVIATION)
-        return math.log(value) - middle > self.rungs.spike_threshold * deviation
+        return math.log(value) - middle > self.policy.spike_threshold * deviation
 
     def _remember(self, name: str, value: float) -> None:
         if value > 0 and math.isfinite(value):  # a step without signal has norm 0, which says nothing about the others

@@ -35,7 +35,7 @@ def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, g
     """
     make = lambda count: groups_of(count, prompt_tokens, learner.max_completion_length, group, vocabulary)
     started = time.perf_counter()
-    first = learner.room.batches(rows_of(make(learner.room.max_rows)))[0]
+    first = learner.micro_batcher.batches(rows_of(make(learner.micro_batcher.max_rows)))[0]
     groups = learner.annotate(make(len(first)), algorithm)
     events = learner.rehearse(groups, algorithm)
     return Longest(

@@ -18,7 +18,7 @@ def nothing() -> None:
 
 
 @dataclass(eq=False)
-class Lane:
+class CallQueue:
     """The calls of one tracker, one at a time and in order. What they raise is told and never raised.
 
     The thread starts with the first call and ends with `close`; it sees the context variables of whoever started it.

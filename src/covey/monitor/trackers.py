@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.bounds import refuse_absent_trackers
-from covey.monitor.call_queue import Lane, nothing
+from covey.monitor.call_queue import CallQueue, nothing
 from covey.monitor.watch import lines_of
 from covey.process.lean import TrainerCallback
 from covey.types import Alert
@@ -34,7 +34,7 @@ class Trackers(TrainerCallback):
     W&B and Trackio get a name or an id that is the same after a resume; MLflow's run is found by its tag and opened again.
     As an outlet of alerts: `wandb.alert` and `trackio.alert`, a tag of the MLflow run, a text in TensorBoard.
 
-    While training goes on, each tracker is called on a thread of its own (`Lane`), so none holds up a step. What a tracker
+    While training goes on, each tracker is called on a thread of its own (`CallQueue`), so none holds up a step. What a tracker
     raises is a warning, and training goes on. Before and after, a tracker is called as ever.
     """
 
@@ -47,7 +47,7 @@ class Trackers(TrainerCallback):
         """How long one call of a tracker may take before it is told, and before the end of a run waits no longer."""
         self.is_hurried: Callable[[], bool] = lambda: False
         """Whether a signal asked the run to end: trackers get no more than `patience_seconds` in all then."""
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, CallQueue] = {}
         """By the name of the tracker's callback class."""
         self.is_training = False
         self._name_made: str | None = None
@@ -60,11 +60,11 @@ class Trackers(TrainerCallback):
         refuse_absent_trackers(self.names)
         return [_guarded(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
 
-    def lane(self, tracker: str) -> Lane:
+    def lane(self, tracker: str) -> CallQueue:
         """The line in which this tracker's calls wait."""
         if tracker not in self.lanes:
             prepare = _same_mlflow_run if tracker in _OF_A_THREAD else lambda: nothing
-            self.lanes[tracker] = Lane(tracker, prepare=prepare, patience_seconds=self.patience_seconds)
+            self.lanes[tracker] = CallQueue(tracker, prepare=prepare, patience_seconds=self.patience_seconds)
         return self.lanes[tracker]
 
     def hand_over(self, tracker: str, what: str, call: Callable[[], object]) -> None:

@@ -42,7 +42,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatState:
     """What a process tells of itself."""
 
     beat: int = 0
@@ -59,16 +59,16 @@ class Beat:
     process: str = ""
 
     @staticmethod
-    def parse(text: bytes) -> Beat:
+    def parse(text: bytes) -> HeartbeatState:
         found = json.loads(text)
-        return Beat(**{item.name: found[item.name] for item in fields(Beat) if item.name in found})
+        return HeartbeatState(**{item.name: found[item.name] for item in fields(HeartbeatState) if item.name in found})
 
 
-class Pulse:
-    """Beats for this process and listens to the others, in a thread; `meet` makes a collective that cannot wait for ever.
+class Heartbeat:
+    """Beats for this process and listens to the others, in a thread; `collective` makes a collective that cannot wait for ever.
 
     A process is given up when it said that it ended, when it was silent for `silence` seconds, or when it did not come to
-    a meeting within `patience` seconds. `meet` then raises RankError, which names it and where it was last.
+    a meeting within `patience` seconds. `collective` then raises RankError, which names it and where it was last.
     `is_pollable` is False for collectives that must run on the calling thread (NCCL): there the thread that listens says
     the same and ends the process with RankError's exit code.
     """
@@ -78,23 +78,23 @@ class Pulse:
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.silence, self.patience, self.is_pollable = silence, patience, is_pollable
-        self.others: dict[int, Beat] = {}
+        self.others: dict[int, HeartbeatState] = {}
         self.heard: dict[int, float] = dict.fromkeys((r for r in range(size) if r != rank), time.monotonic())
         self.is_abandoned = False
         """Whether a collective was left that may never end: the process must not wait for its threads."""
-        self._mine = Beat(process=f"process {os.getpid()} on {_HOST}")
+        self._mine = HeartbeatState(process=f"process {os.getpid()} on {_HOST}")
         self._waits_since: float | None = None
         self._main = threading.main_thread().ident
         self._lock = threading.Lock()
         self._stop, self._wake, self._told = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="covey-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="covey-heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     # -- the main thread --------------------------------------------------------------------------------------------
 
-    def meet(self, call: Callable[[], R]) -> R:
+    def collective(self, call: Callable[[], R]) -> R:
         """What `call`, a collective, returns. Raises RankError when another process does not come."""
         self._waits_since = time.monotonic()
         self._now(meetings=self._mine.meetings + 1, meeting=_caller(sys._getframe(1)), error="")
@@ -125,7 +125,7 @@ class Pulse:
 
         threading.Thread(target=work, name="covey-collective", daemon=True).start()
         while not done.wait(_LOOK_SECONDS):
-            why = self.verdict()
+            why = self.failure_reason()
             if why is not None:
                 self.is_abandoned = True
                 raise RankError(why)
@@ -142,7 +142,7 @@ class Pulse:
         self._tell(error=said)
         deadline = time.monotonic() + BROKEN_SECONDS
         while time.monotonic() < deadline and not isinstance(error, RankError):
-            states = [self.others.get(r, Beat()) for r in self.heard]
+            states = [self.others.get(r, HeartbeatState()) for r in self.heard]
             if all(one.error and one.meetings == self._mine.meetings for one in states):
                 return True
             if any(one.ended or (one.meeting and one.meetings > self._mine.meetings) for one in states):
@@ -167,7 +167,7 @@ class Pulse:
 
     # -- what is known of the others --------------------------------------------------------------------------------
 
-    def verdict(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Why the meeting that this process waits in will not happen; None: it still may."""
         since, mine = self._waits_since, self._mine
         if since is None:
@@ -175,7 +175,7 @@ class Pulse:
         now = time.monotonic()
         waited = now - since
         for rank, heard in self.heard.items():
-            other = self.others.get(rank, Beat())
+            other = self.others.get(rank, HeartbeatState())
             if other.ended and (other.meetings < mine.meetings or now - heard > PARTED_SECONDS):
                 return f"{self._name(rank)} {other.ended}. {self._we(waited)}"
             if now - heard > self.silence:
@@ -197,21 +197,21 @@ class Pulse:
         broke = time.monotonic()
         since = self._waits_since or broke
         while time.monotonic() < broke + 2 * BROKEN_SECONDS:
-            why = self.verdict()
+            why = self.failure_reason()
             if why is not None:
                 return why
             for rank, heard in self.heard.items():
                 if time.monotonic() - max(heard, broke - 2 * BEAT_SECONDS) > BROKEN_SECONDS:
-                    last = self._last(self.others.get(rank, Beat()))
+                    last = self._last(self.others.get(rank, HeartbeatState()))
                     return f"{self._name(rank)} ended without a word (killed?); {last}. {self._we(broke - since)}"
             time.sleep(_LOOK_SECONDS)
         return f"the connection to another process broke: {_first_line(error)} {self._we(broke - since)}"
 
     def _name(self, rank: int) -> str:
-        process = self.others.get(rank, Beat()).process
+        process = self.others.get(rank, HeartbeatState()).process
         return f"rank {rank}" + (f" ({process})" if process else "")
 
-    def _last(self, other: Beat) -> str:
+    def _last(self, other: HeartbeatState) -> str:
         return f"it was last in {other.meeting or other.place or 'its start'}"
 
     def _we(self, waited: float) -> str:
@@ -251,22 +251,22 @@ class Pulse:
 
     def _beat(self) -> None:
         self._now(beat=self._mine.beat + 1, place=_place(sys._current_frames().get(self._main or 0)))
-        self.store.set(f"covey/pulse/{self.rank}", json.dumps(asdict(self._mine)))
+        self.store.set(f"covey/heartbeat/{self.rank}", json.dumps(asdict(self._mine)))
         self._told.set()
 
     def _listen(self) -> None:
         for rank in self.heard:
-            key = f"covey/pulse/{rank}"
+            key = f"covey/heartbeat/{rank}"
             if not self.store.check([key]):
                 continue
-            beat = Beat.parse(self.store.get(key))
+            beat = HeartbeatState.parse(self.store.get(key))
             if beat != self.others.get(rank):
                 self.others[rank] = beat
                 self.heard[rank] = time.monotonic()
 
     def _guard(self) -> None:
         """End a process that waits where it cannot be woken."""
-        why = None if self.is_pollable else self.verdict()
+        why = None if self.is_pollable else self.failure_reason()
         if why is not None:
             logger.error("%s", why)
             leave_now()

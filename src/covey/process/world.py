@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from covey.errors import DataError
-from covey.process.heartbeat import SILENCE_SECONDS, Pulse, leave_now
+from covey.process.heartbeat import SILENCE_SECONDS, Heartbeat, leave_now
 from covey.process.rendezvous import agree
 from covey.types import Metric, Totals, merge_metrics
 
 T = TypeVar("T")
 R = TypeVar("R")
-_PULSES: dict[int, Pulse] = {}
+_PULSES: dict[int, Heartbeat] = {}
 """One a process group, by its identity: every world of a process shares it."""
 
 
@@ -33,7 +33,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    pulse: Pulse | None = field(default=None, repr=False, compare=False)
+    heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
     """Notices when another process is gone; None: every collective waits as long as torch does."""
 
     @staticmethod
@@ -44,8 +44,8 @@ class World:
         device = args.device  # initialises the process group on first use
         state = PartialState()
         size = int(state.num_processes)
-        pulse = _pulse_of(state.process_index, size, float(args.ddp_timeout)) if size > 1 else None
-        return World(rank=state.process_index, size=size, device=device, pulse=pulse)
+        heartbeat = _pulse_of(state.process_index, size, float(args.ddp_timeout)) if size > 1 else None
+        return World(rank=state.process_index, size=size, device=device, heartbeat=heartbeat)
 
     @property
     def is_main(self) -> bool:
@@ -138,11 +138,11 @@ class World:
 
     def fails_together(self, error: BaseException) -> bool:
         """Tell the others of an error that ends the run here; whether all have it, so that they may meet once more."""
-        return self.pulse is None or self.pulse.fails_together(error)
+        return self.heartbeat is None or self.heartbeat.fails_together(error)
 
     def _meet(self, call: Callable[[], R]) -> R:
         """A collective. Raises RankError when another process does not come to it."""
-        return call() if self.pulse is None else self.pulse.meet(call)
+        return call() if self.heartbeat is None else self.heartbeat.collective(call)
 
 
 def is_on_cpu_with_others() -> bool:
@@ -174,8 +174,8 @@ def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
     PartialState(cpu=cpu, backend=backend, timeout=timeout, store=own, rank=rank, world_size=size)  # picks the backend
 
 
-def _pulse_of(rank: int, size: int, patience: float) -> Pulse | None:
-    """The pulse of this process group, beating; None where its store cannot be asked from a second thread."""
+def _pulse_of(rank: int, size: int, patience: float) -> Heartbeat | None:
+    """Heartbeat of this process group, started; None where its store cannot be asked from a second thread."""
     group = dist.group.WORLD
     if id(group) not in _PULSES:
         clone = getattr(dist.distributed_c10d._get_default_store(), "clone", None)
@@ -183,10 +183,12 @@ def _pulse_of(rank: int, size: int, patience: float) -> Pulse | None:
             return None
         is_gloo = dist.get_backend(group) == "gloo"
         store = _of_this_attempt(clone())
-        pulse = Pulse(store, rank, size, silence=min(SILENCE_SECONDS, patience), patience=patience, is_pollable=is_gloo)
-        _PULSES[id(group)] = pulse
-        pulse.start()
-        atexit.register(_leave, pulse)
+        heartbeat = Heartbeat(
+            store, rank, size, silence=min(SILENCE_SECONDS, patience), patience=patience, is_pollable=is_gloo
+        )
+        _PULSES[id(group)] = heartbeat
+        heartbeat.start()
+        atexit.register(_leave, heartbeat)
     _PULSES[id(group)].begin()
     return _PULSES[id(group)]
 
@@ -201,12 +203,12 @@ def _of_this_attempt(store: Any) -> Any:
     return store if attempt is None else dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def _leave(pulse: Pulse) -> None:
+def _leave(heartbeat: Heartbeat) -> None:
     """At the end of the process: say so; one that left a collective behind must not wait for it."""
     error = getattr(sys, "last_value", None)  # what ended the process uncaught
-    pulse.end(f"ended with {type(error).__name__}: {error}" if error is not None else "has ended before the others")
-    pulse.stop()
-    if pulse.is_abandoned:
+    heartbeat.end(f"ended with {type(error).__name__}: {error}" if error is not None else "has ended before the others")
+    heartbeat.stop()
+    if heartbeat.is_abandoned:
         leave_now()
     if dist.is_initialized() and dist.get_backend() == "gloo":
         # while Python is still whole: threads of gloo that outlive it abort the process, after a run that ended well

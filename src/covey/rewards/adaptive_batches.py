@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Portions:
+class AdaptiveBatches:
     """Batches of at most `batch_size` texts, and of `max_tokens` with padding once memory has set a bound.
 
     The bound stays for the rest of the run and beyond a resume. A smaller batch changes no score, but for rounding.
@@ -83,7 +83,7 @@ class Portions:
         self.max_tokens = min(known, default=None)
 
 
-def portions_of(reward: Any) -> Portions | None:
+def portions_of(reward: Any) -> AdaptiveBatches | None:
     """Those of a reward that asks a model in this process; None: it asks none."""
     found = getattr(reward, "portions", None) or getattr(getattr(reward, "frozen", None), "portions", None)
-    return found if isinstance(found, Portions) else None
+    return found if isinstance(found, AdaptiveBatches) else None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import DataError, RewardError, did_you_mean
-from covey.rewards.decorators import Manner, manner_of
+from covey.rewards.decorators import CallOptions, call_options_of
 from covey.rewards.inputs import own_inputs
 from covey.rewards.raised import describe, is_ctrl_c
 from covey.types import Group, Reward
@@ -46,7 +46,7 @@ class RewardSpec:
     weight: float = 1.0
     timeout_seconds: float | None = None
     """Its own limit for one call; `None`: the scorer's; `math.inf`: none."""
-    manner: Manner | None = None
+    call_options: CallOptions | None = None
     """How to call it; `None`: as its decorator says."""
     scale: tuple[float, float] | None = None
     """The score of a wrong and that of a right completion; `None`: as its decorator says, or not known."""
@@ -57,8 +57,8 @@ class RewardSpec:
         return self.how.scale if self.scale is None else self.scale
 
     @property
-    def how(self) -> Manner:
-        return manner_of(self.call) if self.manner is None else self.manner
+    def how(self) -> CallOptions:
+        return call_options_of(self.call) if self.call_options is None else self.call_options
 
 
 def name_of(reward: Any) -> str:
@@ -175,7 +175,7 @@ def arguments(reward: Reward, batch: Batch, logged: Logged, trainer_state: Any) 
         "log_extra": logged.extra,
         "log_metric": logged.metric,
     }
-    if manner_of(reward).is_singular:
+    if call_options_of(reward).is_singular:
         offered = _singular(offered, batch)
     named, takes_all = _parameters(reward)
     kept = offered if takes_all else {name: value for name, value in offered.items() if name in named}
@@ -218,7 +218,7 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
     named, _ = _parameters(spec.call)
     if columns is None:
         return
-    always = [*ALWAYS, "prompt", "completion"] if manner_of(spec.call).is_singular else [*ALWAYS]
+    always = [*ALWAYS, "prompt", "completion"] if call_options_of(spec.call).is_singular else [*ALWAYS]
     given = [*always, *(column for column in columns if column not in NOT_PASSED)]
     missing = [name for name, parameter in named.items() if name not in given and parameter.default is parameter.empty]
     any_of = getattr(spec.call, "needs_one_of", ())

@@ -16,7 +16,7 @@ _MARK = "__covey_reward__"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class CallOptions:
     """How one reward is called. The default is TRL's contract: one call with the whole batch, in this process."""
 
     unit: Literal["batch", "group", "completion"] = "batch"
@@ -69,7 +69,7 @@ def reward(
             f"reward(scale={scale!r}) is no scale; give the score of a wrong and of a right completion, as (0, 1)."
         )
     return _marker(
-        Manner(
+        CallOptions(
             unit="group" if streams else "batch",
             pure=pure,
             isolated=isolated,
@@ -90,21 +90,21 @@ def per_completion(function: T | None = None, *, pure: bool = True, **options: A
 
     def mark(target: T) -> T:
         reward(pure=pure, **options)(target)
-        return _marker(replace(manner_of(target), unit="completion", is_singular=True))(target)
+        return _marker(replace(call_options_of(target), unit="completion", is_singular=True))(target)
 
     return mark if function is None else mark(function)
 
 
-def manner_of(target: Any) -> Manner:
+def call_options_of(target: Any) -> CallOptions:
     """How a reward wants to be called, through `functools.partial`."""
     while isinstance(target, functools.partial):
         target = target.func
-    return getattr(target, _MARK, None) or Manner()
+    return getattr(target, _MARK, None) or CallOptions()
 
 
-def _marker(manner: Manner) -> Callable[[T], T]:
+def _marker(call_options: CallOptions) -> Callable[[T], T]:
     def mark(target: T) -> T:
-        setattr(target, _MARK, manner)
+        setattr(target, _MARK, call_options)
         return target
 
     return mark

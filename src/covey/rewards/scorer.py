@@ -282,7 +282,7 @@ class Scoring:
         """Start the rewards that stream on this group."""
         batch: Batch | None = None
         for index, caller in enumerate(self._callers):
-            if caller.manner.streams and group.size:
+            if caller.call_options.streams and group.size:
                 batch = batch or self._scorer.checked(Batch.of([group]))
                 self._started[index, id(group)] = caller.submit(batch, self._states[index])
 
@@ -315,7 +315,7 @@ class Scoring:
         caller = self._callers[index]
         if not caller.is_beside:
             return None
-        if not caller.manner.streams:
+        if not caller.call_options.streams:
             return list(caller.submit(batch, self._states[index]))
         pieces: list[tuple[Sequence[int], Future[Outcome]]] = []
         start = 0
@@ -337,7 +337,7 @@ def isolated(spec: RewardSpec) -> RewardSpec:
     except RewardError as reason:
         logger.warning("reward_workers: %s It runs in the process of training.", reason)
         return spec
-    return replace(spec, manner=replace(spec.how, isolated=True))
+    return replace(spec, call_options=replace(spec.how, isolated=True))
 
 
 def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | None) -> list[RewardSpec]:

@@ -109,7 +109,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Places:
+class RowMap:
     """Where the rows of a decode step sit: which of the R rows belong to which of the P prompts.
 
     Between two changes of the batch it stays the same, so it is made once for many steps and layers.
@@ -123,7 +123,7 @@ class Places:
     """The rows lie in the order of `members` without padding: no gathering is needed."""
 
     @staticmethod
-    def of(owners: list[int], num_prompts: int, device: torch.device, num_rows: int | None = None) -> Places:
+    def of(owners: list[int], num_prompts: int, device: torch.device, num_rows: int | None = None) -> RowMap:
         """From the prompt of each row. Rows beyond them, up to `num_rows`, belong to none and get anything."""
         members: list[list[int]] = [[] for _ in range(num_prompts)]
         for row, owner in enumerate(owners):
@@ -136,7 +136,7 @@ class Places:
         is_regular = back == list(range(num_prompts * size))
         padded = [rows + [0] * (size - len(rows)) for rows in members]
         members_of = torch.tensor(padded, dtype=torch.int64, device=device)
-        return Places(members_of, torch.tensor(back, dtype=torch.int64, device=device), is_regular)
+        return RowMap(members_of, torch.tensor(back, dtype=torch.int64, device=device), is_regular)
 
     def gather(self, query: Tensor) -> Tensor:
         """[P, H, Gmax * repeats, D] from the rows' `query` [R, H, repeats, D]."""
@@ -154,7 +154,7 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class AttentionPart:
     """Keys that some queries attend to."""
 
     keys: Tensor
@@ -172,40 +172,42 @@ def wide(bias: Tensor, heads: int) -> Tensor:
     return bias[:, None].expand(-1, heads, -1).reshape(-1, 1, bias.shape[1])
 
 
-Merge = Callable[[Tensor, Part, Part, Places, float, "float | None"], Tensor]
+Merge = Callable[[Tensor, AttentionPart, AttentionPart, RowMap, float, "float | None"], Tensor]
 """(query [R, H, repeats, D], own [R ..], shared [P ..], places, scale, softcap) -> [R, H, repeats, D]"""
 
 
 def by_one_softmax(
-    query: Tensor, own: Part, shared: Part, places: Places, scale: float, softcap: float | None
+    query: Tensor, own: AttentionPart, shared: AttentionPart, row_map: RowMap, scale: float, softcap: float | None
 ) -> Tensor:
     """Scores of both parts side by side, one softmax in float32, two products with the values."""
     rows, heads, repeats = query.shape[:3]
     own_scores = _scores(_flat(query), _flat(own.keys).transpose(1, 2), own.wide_bias, scale, softcap)
-    grouped = places.gather(query)  # [P, H, Gmax * repeats, D]
+    grouped = row_map.gather(query)  # [P, H, Gmax * repeats, D]
     shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.wide_bias, scale, softcap)
-    shared_scores = places.scatter(shared_scores.view(*grouped.shape[:3], -1), repeats)  # [R, H, repeats, K]
+    shared_scores = row_map.scatter(shared_scores.view(*grouped.shape[:3], -1), repeats)  # [R, H, repeats, K]
     scores = torch.cat((shared_scores, own_scores.view(rows, heads, repeats, -1)), -1)
     weights = scores.softmax(-1, dtype=torch.float32)
     split = shared_scores.shape[-1]
-    to_shared = places.gather(weights[..., :split].to(query.dtype))  # [P, H, Gmax * repeats, K]
+    to_shared = row_map.gather(weights[..., :split].to(query.dtype))  # [P, H, Gmax * repeats, K]
     to_own = weights[..., split:].to(query.dtype)
     from_shared = torch.bmm(_flat(to_shared), _flat(shared.values)).view(grouped.shape)
     from_own = torch.bmm(_flat(to_own), _flat(own.values)).view(query.shape)
-    return from_own + places.scatter(from_shared, repeats)
+    return from_own + row_map.scatter(from_shared, repeats)
 
 
-def by_flash(query: Tensor, own: Part, shared: Part, places: Places, scale: float, softcap: float | None) -> Tensor:
+def by_flash(
+    query: Tensor, own: AttentionPart, shared: AttentionPart, row_map: RowMap, scale: float, softcap: float | None
+) -> Tensor:
     """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it gives."""
     if softcap is not None:
-        return by_one_softmax(query, own, shared, places, scale, softcap)
+        return by_one_softmax(query, own, shared, row_map, scale, softcap)
     repeats = query.shape[2]
     own_out, own_lse = _flash(query, own, scale)
-    shared_out, shared_lse = _flash(places.gather(query), shared, scale)
-    return merged(places.scatter(shared_out, repeats), places.scatter(shared_lse, repeats), own_out, own_lse)
+    shared_out, shared_lse = _flash(row_map.gather(query), shared, scale)
+    return merged(row_map.scatter(shared_out, repeats), row_map.scatter(shared_lse, repeats), own_out, own_lse)
 
 
-def _flash(query: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(query: Tensor, part: AttentionPart, scale: float) -> tuple[Tensor, Tensor]:
     """[B, H, Q, D] and log-sum-exp [B, H, Q]."""
     mask = part.bias[:, None, None]  # [B, 1, 1, K]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

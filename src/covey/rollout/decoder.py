@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, SamplerLinear
 from covey.rollout.forward import ModulesForward
-from covey.rollout.kv_cache import Decode, KeyValues, LayerShape, Prefill
+from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
 from covey.rollout.mode import unwrapped
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
@@ -128,9 +128,9 @@ class DecoderForward:
         self._rotate_up_to(positions)
         self.is_reserved = True
 
-    def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
+    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
         """The prompts' own tokens are computed end to end; only attention may see padding."""
-        real = batch.places(ids.shape[1])
+        real = batch.token_indices(ids.shape[1])
         # by the first token again, which nobody looks at
         real = F.pad(real, (0, -len(real) % PACKED)).to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
@@ -144,15 +144,15 @@ class DecoderForward:
 
         self._run(ids.reshape(-1)[real], attend, batch.cache.kernels)
 
-    def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
         if cache.kernels and self.weights:
             step = self._step(cache, positions)
-            return cache.kernels.decode(step, self.weights, cache.slabs, self.embedding[ids].float())
+            return cache.kernels.decode(step, self.weights, cache.cache_tables, self.embedding[ids].float())
         attend = self._by_kernels(cache, positions) if cache.kernels else self._by_operations(cache, positions)
         return self.head(self._run(ids, attend, cache.kernels))
 
-    def _by_operations(self, cache: KeyValues, positions: Tensor) -> Attend:
+    def _by_operations(self, cache: KVCache, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)
 
         def attend(layer: int, h: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class DecoderForward:
 
         return attend
 
-    def _by_kernels(self, cache: KeyValues, positions: Tensor) -> Attend:
+    def _by_kernels(self, cache: KVCache, positions: Tensor) -> Attend:
         """Norms of the heads, rotation, keeping and attending in one pass."""
         kernels = cache.kernels
         assert kernels is not None
@@ -175,7 +175,7 @@ class DecoderForward:
 
         return attend
 
-    def _step(self, cache: KeyValues, positions: Tensor) -> DecodeStep:
+    def _step(self, cache: KVCache, positions: Tensor) -> DecodeStep:
         """This step with its rotations, for the kernels."""
         if not self.is_reserved:
             self._rotate_up_to(int(positions.max()) + 1)

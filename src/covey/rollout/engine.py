@@ -17,13 +17,13 @@ from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.decoder import CopyForward, DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.forward import Forward, ModulesForward
-from covey.rollout.graph_scheduler import StaticFlight
+from covey.rollout.graph_scheduler import GraphScheduler
 from covey.rollout.kernel_choice import AttentionChoice, captures, verified_attention, verified_kernels
 from covey.rollout.mode import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
-from covey.rollout.scheduler import Flight, Job
+from covey.rollout.scheduler import GroupRequest, Scheduler
 from covey.rollout.static_kv_cache import Attention
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group
@@ -101,7 +101,7 @@ class NativeSampler:
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.cache_bytes, self.environment = max_rows, cache_bytes, environment
-        self.between: Callable[[], None] = lambda: None
+        self.check_stop: Callable[[], None] = lambda: None
         """Called between tokens; what it raises ends the sampling."""
         self.asked_graphs, self.asked_attention = cuda_graphs, attention
         self._take(model)
@@ -139,21 +139,21 @@ class NativeSampler:
         context = context_of(unwrapped(self.model))
         known = as_prompts(prompts, self.tokenizer, context)
         seed = fresh_seed(params)
-        jobs: deque[Job] = deque()
+        requests: deque[GroupRequest] = deque()
         for prompt, occurrence in zip(known, occurrences(known), strict=True):
             room = params.max_tokens if context is None else min(params.max_tokens, context - len(prompt.token_ids))
             keys = tuple(sequence_key(seed, prompt.uid, occurrence, sample) for sample in range(n))
-            jobs.append(Job(prompt, keys, room))
-        return self._groups(jobs, n, params)
+            requests.append(GroupRequest(prompt, keys, room))
+        return self._groups(requests, n, params)
 
-    def _groups(self, jobs: deque[Job], n: int, params: SamplingParams) -> Iterator[Group]:
-        while jobs:
-            flight = self._flight(jobs, params)
+    def _groups(self, requests: deque[GroupRequest], n: int, params: SamplingParams) -> Iterator[Group]:
+        while requests:
+            scheduler = self._scheduler(requests, params)
             failed = None
-            while flight.is_busy and failed is None:
+            while scheduler.is_busy and failed is None:
                 try:
                     with self.forward.evaluating():
-                        groups = flight.run()
+                        groups = scheduler.run()
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
@@ -161,11 +161,11 @@ class NativeSampler:
                 else:
                     yield from groups
             if failed is None:
-                del flight
+                del scheduler
                 self._give_back()
                 return
-            jobs, rows, held = deque(flight.unfinished), flight.max_rows, flight.budget
-            del flight
+            requests, rows, held = deque(scheduler.unfinished), scheduler.max_rows, scheduler.budget
+            del scheduler
             release()
             self._halve(n, rows, held, failed)
 
@@ -175,7 +175,7 @@ class NativeSampler:
             torch.cuda.empty_cache()
 
     def _halve(self, n: int, rows: int, held: int, said: str) -> None:
-        """Half as much in flight from now on. Every completion hangs on its own seed, so none of them changes."""
+        """Run half as many rows at once from now on. Each completion has its own seed, so none of them changes."""
         if rows <= n:
             raise MemoryLimitError(
                 f"One group of {n} completions does not fit in memory while it is drawn ({said.splitlines()[0]}); lower "
@@ -194,7 +194,7 @@ class NativeSampler:
         known = [bound for bound in (self.cache_bytes, state["cache_bytes"]) if bound is not None]
         self.cache_bytes = min(known, default=None)
 
-    def _flight(self, jobs: deque[Job], params: SamplingParams) -> Flight:
+    def _scheduler(self, requests: deque[GroupRequest], params: SamplingParams) -> Scheduler:
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "eos_ids": self.eos_ids,
@@ -203,14 +203,16 @@ class NativeSampler:
             "context": context_of(unwrapped(self.model)),
             "version": self.version,
             "environment": self.environment,
-            "between": self.between,
+            "check_stop": self.check_stop,
         }
         if not self.is_static:
-            return Flight(self.forward, jobs, params, **options, kernels=self.kernels)
-        return StaticFlight(self.forward, jobs, params, **options, steps=self._new_steps(), attention=self.attention)
+            return Scheduler(self.forward, requests, params, **options, kernels=self.kernels)
+        return GraphScheduler(
+            self.forward, requests, params, **options, steps=self._new_steps(), attention=self.attention
+        )
 
     def _new_steps(self) -> Eager | Captured:
-        """A flight has captures of its own, for its buffers are its own and are given back with it."""
+        """Each scheduler captures its own graphs, because its buffers are its own and are freed with it."""
         return Captured(self.new_capture(), self._refuse_graphs) if self.cuda_graphs else Eager()
 
     def _refuse_graphs(self) -> None:

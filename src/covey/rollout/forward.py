@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels
 from covey.rollout.attention import NAME, Batch, causal, register
-from covey.rollout.kv_cache import Decode, KeyValues, LayerShape, Prefill
+from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
 from covey.rollout.mode import accepts, evaluating, unwrapped
 from covey.rollout.stopping import context_of
 
@@ -41,11 +41,11 @@ class Forward(Protocol):
         """What comes stays below this position: tables are made for it now, and not looked at in every step."""
         ...
 
-    def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
+    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
         """Run `ids` [A, L]; the batch keeps their keys and values."""
         ...
 
-    def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
         """[R, V] logits after one more token `ids` [R] a row."""
         ...
 
@@ -75,10 +75,10 @@ class ModulesForward:
     def reserve(self, positions: int) -> None:
         """The modules have tables of their own."""
 
-    def prefill(self, ids: Tensor, positions: Tensor, batch: Prefill) -> None:
+    def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
         self._run(ids, positions, batch)
 
-    def decode(self, ids: Tensor, positions: Tensor, batch: Decode) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
         logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
         return logits
 
@@ -147,12 +147,12 @@ def refuse_known(model: Any) -> None:
         raise Unsupported(f"{name} does not take position_ids")
 
 
-NewCache = Callable[[Forward, int], KeyValues]
+NewCache = Callable[[Forward, int], KVCache]
 """A cache for a forward pass and a context."""
 
 
-def plain_cache(forward: Forward, context: int, kernels: DecodeKernels | None = None) -> KeyValues:
-    return KeyValues(forward.layers, forward.device, forward.dtype, context, kernels)
+def plain_cache(forward: Forward, context: int, kernels: DecodeKernels | None = None) -> KVCache:
+    return KVCache(forward.layers, forward.device, forward.dtype, context, kernels)
 
 
 def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cache: NewCache = plain_cache) -> None:
@@ -188,7 +188,7 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cac
         )
 
 
-def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[int], cache: KeyValues) -> list[Tensor]:
+def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[int], cache: KVCache) -> list[Tensor]:
     """[steps, V] logits of each sequence's last tokens, two rows a prompt, both checked by averaging."""
     forward.reserve(max(map(len, rows)))
     slots = cache.add_prompts(lengths)
@@ -196,15 +196,15 @@ def _engine_logits(forward: Forward, rows: Sequence[Tensor], lengths: Sequence[i
     for p, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         ids[p, :length] = row[:length]
     positions = torch.arange(max(lengths)).expand(len(rows), -1)
-    forward.prefill(ids.to(forward.device), positions.to(forward.device), Prefill(cache, slots))
+    forward.prefill(ids.to(forward.device), positions.to(forward.device), PrefillBatch(cache, slots))
     cache.add_rows(2 * len(rows))
-    cache.arrange([0, 1, 0, 1])
+    cache.set_row_owners([0, 1, 0, 1])
     out = []
     for step in range(len(rows[0]) - lengths[0]):
         tokens = torch.stack([row[length + step] for row, length in zip(rows, lengths, strict=True)] * 2)
         at = torch.tensor([length + step for length in lengths] * 2)
         cache.begin_step()
-        out.append(forward.decode(tokens.to(forward.device), at.to(forward.device), Decode(cache)))
+        out.append(forward.decode(tokens.to(forward.device), at.to(forward.device), DecodeBatch(cache)))
         cache.end_step()
     stacked = torch.stack(out, 1).float()  # [4, steps, V]
     return [(stacked[p] + stacked[p + 2]) / 2 for p in range(len(rows))]

@@ -1,4 +1,4 @@
-"""The flight for a GPU: a decode step on static buffers, replayed as a CUDA graph, looked at by the host only now and then.
+"""Scheduler for a GPU: a decode step on static buffers, replayed as a CUDA graph, looked at by the host only now and then.
 
 A step reads and writes tensors that keep their places, for the rows of a bucket. Rows that have ended stay in the batch and
 change nothing until the host, every few steps, takes them out. What a completion is does not hang on any of this.
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from covey.rollout.cuda_graphs import Captured, Eager
-from covey.rollout.kv_cache import Decode
+from covey.rollout.kv_cache import DecodeBatch
 from covey.rollout.sampling import Draw, draw
-from covey.rollout.scheduler import LIMIT, POSITION, SEAT, TOKEN, WRITTEN, Flight, Job
-from covey.rollout.static_kv_cache import NEVER, Attention, StaticKeyValues, rows_for
+from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, Scheduler
+from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
 from covey.types import Group
 
 WINDOW = 4
@@ -26,30 +26,30 @@ PATIENCE = 16
 """... and at the latest after this many looks."""
 
 
-class StaticFlight(Flight):
-    """`Flight` whose steps are runs of `steps`: as they are written, or captured."""
+class GraphScheduler(Scheduler):
+    """`Scheduler` whose steps are runs of `steps`: as they are written, or captured."""
 
     def __init__(self, *args: Any, steps: Eager | Captured, attention: Attention = "torch", **options: Any) -> None:
-        """As `Flight`; `steps` runs them, `attention` says whose kernels."""
+        """As `Scheduler`; `steps` runs them, `attention` says whose kernels."""
         self.attention: Attention = attention
-        self.cache: StaticKeyValues
+        self.cache: StaticKVCache
         super().__init__(*args, **options)
         self.steps = steps
         self.window = 1 if self.environment is not None or self.params.stop else WINDOW
         self.looks = 0
         device, rows = self.forward.device, rows_for(self.max_rows, self.max_rows)
-        self.nobody = torch.tensor(len(self.tokens), device=device)  # a seat for what is written in vain
+        self.nobody = torch.tensor(len(self.tokens), device=device)  # an output row for what is written in vain
         self.tokens, self.logprobs, self.uniforms = map(_with_one_more, (self.tokens, self.logprobs, self.uniforms))
         self.outside = None if self.outside is None else _with_one_more(self.outside, -1)
         self.rows = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.seen = None if self.seen is None else self.seen.new_zeros(rows, self.seen.shape[1])
-        self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # in flight, and not ended
+        self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # running, and not ended
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # ended by itself
         self.said = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token is an environment's
 
-    def _new_cache(self, longest: int) -> StaticKeyValues:
+    def _new_cache(self, longest: int) -> StaticKVCache:
         forward = self.forward
-        return StaticKeyValues(
+        return StaticKVCache(
             forward.layers,
             forward.device,
             forward.dtype,
@@ -60,9 +60,9 @@ class StaticFlight(Flight):
             attention=self.attention,
         )
 
-    def _seat(self, job: Job, slot: int) -> None:
+    def _place(self, request: GroupRequest, slot: int) -> None:
         rows = slice(self.num_rows, self.num_rows + self.n)
-        super()._seat(job, slot)
+        super()._place(request, slot)
         self.live[rows], self.stopped[rows] = True, False
 
     # -- a few tokens -----------------------------------------------------------------------------------------------
@@ -95,26 +95,26 @@ class StaticFlight(Flight):
     def _forward(self, rows: int) -> Tensor:
         """[rows, V] logits. Tensors only: nothing here may ask the device for a value."""
         self.cache.begin_step()
-        logits = self.forward.decode(self.rows[TOKEN, :rows], self.rows[POSITION, :rows], Decode(self.cache))
+        logits = self.forward.decode(self.rows[TOKEN, :rows], self.rows[POSITION, :rows], DecodeBatch(self.cache))
         self.cache.end_step()
         return logits
 
     def _write(self, logits: Tensor, rows: int) -> None:
         """Draw and note one token for each live row. Tensors only."""
         row, live = self.rows[:, :rows], self.live[:rows]
-        seat, written = (
-            torch.where(live, row[SEAT], self.nobody),
+        output_row, written = (
+            torch.where(live, row[OUTPUT_ROW], self.nobody),
             row[WRITTEN] * live,
         )  # a plain 0 would come from the host
         seen = None if self.seen is None else self.seen[:rows]
-        uniforms = self.uniforms[seat, written]
+        uniforms = self.uniforms[output_row, written]
         drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs
         if self.outside is not None:
-            outside = self.outside[seat, written]
+            outside = self.outside[output_row, written]
             self.said[:rows] = outside >= 0
             tokens, logprobs = torch.where(outside >= 0, outside, tokens), logprobs.masked_fill(outside >= 0, 0.0)
-        self.tokens[seat, written], self.logprobs[seat, written] = tokens, logprobs
+        self.tokens[output_row, written], self.logprobs[output_row, written] = tokens, logprobs
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         row[TOKEN] = tokens
@@ -144,5 +144,5 @@ class StaticFlight(Flight):
 
 
 def _with_one_more(table: Tensor, value: int = 0) -> Tensor:
-    """[seats + 1, T], the last row filled with `value`."""
+    """[output rows + 1, T], the last row filled with `value`."""
     return torch.nn.functional.pad(table, (0, 0, 0, 1), value=value)

@@ -56,7 +56,7 @@ class TransformersSampler:
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_batch_completions = max_batch_completions
         self.autocast_dtype = autocast_dtype
-        self.between: Callable[[], None] = lambda: None
+        self.check_stop: Callable[[], None] = lambda: None
         """Called between tokens; what it raises ends the sampling."""
         self.load(model, version=0)
 
@@ -127,7 +127,7 @@ class _Batch:
     def run(self) -> list[Completion]:
         logits = self._prefill()
         for t in range(self.steps):
-            self.sampler.between()
+            self.sampler.check_stop()
             drawn = draw(logits, self.uniforms[self.alive, t], self.params, seen=self.seen)
             self.tokens[self.alive, t], self.logprobs[self.alive, t] = drawn.tokens, drawn.logprobs
             self._end(drawn.tokens, t)

@@ -13,8 +13,8 @@ from covey.errors import ConfigError, Unsupported
 from covey.kernels import DecodeKernels, TritonDecode, unavailable_reason
 from covey.process.memory import is_out_of_memory
 from covey.rollout.forward import Forward, plain_cache, verify
-from covey.rollout.kv_cache import KeyValues
-from covey.rollout.static_kv_cache import Attention, StaticKeyValues
+from covey.rollout.kv_cache import KVCache
+from covey.rollout.static_kv_cache import Attention, StaticKVCache
 
 logger = logging.getLogger(__name__)
 AttentionChoice = Literal["auto", "torch", "triton", "compiled"]
@@ -97,8 +97,8 @@ def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> s
 
 
 def _cache_with(attention: Attention) -> Any:
-    def new(forward: Forward, context: int) -> KeyValues:
-        return StaticKeyValues(
+    def new(forward: Forward, context: int) -> KVCache:
+        return StaticKVCache(
             forward.layers,
             forward.device,
             forward.dtype,

@@ -1,7 +1,7 @@
 """Keys and values while sampling: one prefix a prompt, one suffix a completion, both growing with what is held.
 
 Attention does not care in which order keys are stored (their positions are already in them), so all rows write their
-next key into the same column of a common clock, whenever they began; a bias hides the columns before a row's first.
+next key into the same column (`step_column`), whenever they began; a bias hides the columns before a row's first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Layout, zeros
-from covey.rollout.attention import HIDDEN, Part, Places, best_merge, causal, wide
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, best_merge, causal, wide
 
 STEP = 32
 """Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
@@ -43,8 +43,8 @@ def rounded(tokens: int) -> int:
     return -(-max(tokens, 1) // STEP) * STEP
 
 
-class KeyValues:
-    """Keys and values of the prompts and rows in flight, and the attention over them."""
+class KVCache:
+    """Keys and values of the running prompts and rows, and the attention over them."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class KeyValues:
         self.suffix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [R, columns]
         self.prompt_lengths: list[int] = []  # of the P prompts in flight
         self.starts: list[int] = []  # first column of each of the R rows
-        self.clock = 0
+        self.step_column = 0
         self.wide_prefix: dict[int, Tensor] = {}  # by heads; see _wide
         self.wide_suffix: dict[int, Tensor] = {}
         self.owners: list[int] = []  # the prompt slot of each row
-        self._places: Places | None = None
-        # Starts, owners and prompt lengths, for the kernels. `arrange`, which follows whatever comes or goes, makes them void,
+        self._row_map: RowMap | None = None
+        # Starts, owners and prompt lengths, for the kernels. `set_row_owners`, which follows whatever comes or goes, makes them void,
         # and `_resize` does, which alone may come between two steps.
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
-        self._slabs: CacheTables | None = None  # void where `prefix` or `suffix` become other tensors
+        self._cache_tables: CacheTables | None = None  # void where `prefix` or `suffix` become other tensors
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         shape = (2, rows, layer.heads, columns, layer.width)
@@ -93,7 +93,7 @@ class KeyValues:
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
         """Room for prompts of these lengths; their slots."""
-        old, self._slabs = len(self.prompt_lengths), None
+        old, self._cache_tables = len(self.prompt_lengths), None
         self.prompt_lengths += lengths
         columns, rows = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
         for i, layer in enumerate(self.layers):
@@ -109,68 +109,68 @@ class KeyValues:
         """Room for `count` more rows, which have seen nothing but their prompts so far."""
         old = self.num_rows
         if not old:
-            self.clock = 0
-        self.starts += [self.clock] * count
+            self.step_column = 0
+        self.starts += [self.step_column] * count
         self._resize(old)
 
     def _resize(self, old: int) -> None:
         """New buffers for all rows, holding the columns that are still seen by one of the `old` first rows, and some more."""
-        first = min(self.starts[:old], default=self.clock)
-        used = self.clock - first
+        first = min(self.starts[:old], default=self.step_column)
+        used = self.step_column - first
         # kernels read what is used alone, and pages that nobody has written take no memory
         soon = min(used // 2, 4 * STEP) if self.kernels is not None else 0
         columns = rounded(used + max(STEP, used // 8, soon))
         for i, layer in enumerate(self.layers):
-            held = self.suffix[i][:, :old, :, first : self.clock]
+            held = self.suffix[i][:, :old, :, first : self.step_column]
             self.suffix[i] = self._zeros(layer, self.num_computed, columns)
             self.suffix[i][:, :old, :, :used] = held
         bias = torch.full((self.num_computed, columns), HIDDEN, device=self.device, dtype=self.dtype)
-        bias[:old, :used] = self.suffix_bias[:old, first : self.clock]
+        bias[:old, :used] = self.suffix_bias[:old, first : self.step_column]
         self.suffix_bias = bias
         self.starts = [start - first for start in self.starts]
-        self.clock = used
-        self._tables = self._slabs = None
+        self.step_column = used
+        self._tables = self._cache_tables = None
 
-    def drop_rows(self, holes: list[int], movers: list[int], left: int) -> None:
-        """Keep `left` rows: the rows `movers` from the end go to the places `holes`."""
-        for hole, mover in zip(holes, movers, strict=True):
-            self.starts[hole] = self.starts[mover]
+    def drop_rows(self, freed: list[int], moved: list[int], left: int) -> None:
+        """Keep `left` rows: the rows `moved` from the end go to the places `freed`."""
+        for freed_row, moved_row in zip(freed, moved, strict=True):
+            self.starts[freed_row] = self.starts[moved_row]
         del self.starts[left:]
-        if holes:
-            to, source = (torch.tensor(x, device=self.device) for x in (holes, movers))
-            for slab in self.suffix:
-                slab[:, to, :, : self.clock] = slab[:, source, :, : self.clock]
+        if freed:
+            to, source = (torch.tensor(x, device=self.device) for x in (freed, moved))
+            for buffer in self.suffix:
+                buffer[:, to, :, : self.step_column] = buffer[:, source, :, : self.step_column]
             self.suffix_bias[to] = self.suffix_bias[source]
 
     def drop_prompts(self, kept: list[int]) -> None:
         """Keep these prompts, in this order."""
-        self.prompt_lengths, self._slabs = [self.prompt_lengths[p] for p in kept], None
+        self.prompt_lengths, self._cache_tables = [self.prompt_lengths[p] for p in kept], None
         columns = rounded(max(self.prompt_lengths, default=0))
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        for i, slab in enumerate(self.prefix):  # one after the other, so that two are never held whole
+        for i, buffer in enumerate(self.prefix):  # one after the other, so that two are never held whole
             self.prefix[i] = self._zeros(self.layers[i], len(kept), columns)
             for place, p in enumerate(kept):
-                self.prefix[i][:, place] = slab[:, p, :, :columns]
+                self.prefix[i][:, place] = buffer[:, p, :, :columns]
         self.prefix_bias = self.prefix_bias[index, :columns]
 
-    def arrange(self, owners: list[int]) -> None:
+    def set_row_owners(self, owners: list[int]) -> None:
         """Say which prompt slot each row belongs to, after any change."""
-        self.owners, self._places, self._tables = owners, None, None
+        self.owners, self._row_map, self._tables = owners, None, None
         self.wide_prefix = {}
 
     @property
-    def places(self) -> Places:
+    def row_map(self) -> RowMap:
         """Which rows belong to which prompts, as PyTorch's operations want it."""
-        if self._places is None:
-            self._places = Places.of(self.owners, len(self.prompt_lengths), self.device, self.num_computed)
-        return self._places
+        if self._row_map is None:
+            self._row_map = RowMap.of(self.owners, len(self.prompt_lengths), self.device, self.num_computed)
+        return self._row_map
 
     @property
-    def slabs(self) -> CacheTables:
+    def cache_tables(self) -> CacheTables:
         """Where the keys and values of all layers are, as the kernels want it."""
-        if self._slabs is None:
-            self._slabs = CacheTables(self.suffix, self.prefix)
-        return self._slabs
+        if self._cache_tables is None:
+            self._cache_tables = CacheTables(self.suffix, self.prefix)
+        return self._cache_tables
 
     def step(self, heads: int, repeats: int, width: int, scale: float) -> DecodeStep:
         """This decode step, as the kernels want it; rotation and norms are not in it."""
@@ -183,7 +183,7 @@ class KeyValues:
             heads=heads,
             repeats=repeats,
             width=width,
-            column=self.clock,
+            column=self.step_column,
             threads=torch.get_num_threads(),
             starts=starts.data_ptr(),
             owners=owners.data_ptr(),
@@ -195,13 +195,13 @@ class KeyValues:
 
     def begin_step(self) -> None:
         """A column for the keys of this decode step."""
-        if self.clock >= self.suffix_bias.shape[1]:
+        if self.step_column >= self.suffix_bias.shape[1]:
             self._resize(self.num_rows)
-        self.suffix_bias[:, self.clock] = 0.0
+        self.suffix_bias[:, self.step_column] = 0.0
         self.wide_suffix = {}
 
     def end_step(self) -> None:
-        self.clock += 1
+        self.step_column += 1
 
     def attend_decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
@@ -213,12 +213,16 @@ class KeyValues:
             step = self.step(heads, repeats, width, scale)
             return self.kernels.attend(step, query, key, value, self.suffix[layer], self.prefix[layer])
         keys, values = self.suffix[layer][:, :rows]
-        keys[:, :, self.clock], values[:, :, self.clock] = key, value
+        keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
         query = query.view(rows, heads, repeats, width)
-        own = Part(keys, values, self.suffix_bias[:rows], self._wide(self.wide_suffix, self.suffix_bias[:rows], heads))
-        slab = self.prefix[layer]
-        shared = Part(slab[0], slab[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads))
-        return self.merge(query, own, shared, self.places, scale, softcap).view(rows, -1, width)
+        own = AttentionPart(
+            keys, values, self.suffix_bias[:rows], self._wide(self.wide_suffix, self.suffix_bias[:rows], heads)
+        )
+        buffer = self.prefix[layer]
+        shared = AttentionPart(
+            buffer[0], buffer[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads)
+        )
+        return self.merge(query, own, shared, self.row_map, scale, softcap).view(rows, -1, width)
 
     def _wide(self, known: dict[int, Tensor], bias: Tensor, heads: int) -> Tensor:
         """`bias` repeated for each head, made once for all layers of as many heads."""
@@ -228,10 +232,10 @@ class KeyValues:
 
 
 @dataclass(frozen=True, eq=False)
-class Decode:
+class DecodeBatch:
     """A forward pass of one new token for each row in flight."""
 
-    cache: KeyValues
+    cache: KVCache
 
     @property
     def context(self) -> int:
@@ -246,10 +250,10 @@ class Decode:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefill:
+class PrefillBatch:
     """A forward pass of whole prompts into these slots: padded on the right, or end to end."""
 
-    cache: KeyValues
+    cache: KVCache
     slots: range
 
     @property
@@ -261,7 +265,7 @@ class Prefill:
         """Tokens of each of these prompts."""
         return self.cache.prompt_lengths[self.slots.start : self.slots.stop]
 
-    def places(self, width: int) -> Tensor:
+    def token_indices(self, width: int) -> Tensor:
         """[M] int64, where the prompts' own tokens are among prompts padded to `width`."""
         return torch.cat([torch.arange(length) + p * width for p, length in enumerate(self.lengths)])
 
@@ -295,7 +299,7 @@ class Prefill:
         else:
             query, key, value = map(self._padded, (query, key, value))
             self._keep(layer, key, value)
-            out = causal(query, key, value, scale, None).flatten(0, 1)[self._places]
+            out = causal(query, key, value, scale, None).flatten(0, 1)[self._token_indices]
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, beyond)) if beyond else out
 
     def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -311,8 +315,8 @@ class Prefill:
 
     def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """`key` and `value` [A, Hkv, L, D]"""
-        slab = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
-        slab[0], slab[1] = key, value
+        buffer = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
+        buffer[0], buffer[1] = key, value
 
     @functools.cached_property
     def _layouts(self) -> tuple[Layout, ...]:
@@ -325,14 +329,14 @@ class Prefill:
         return min(rounded(max(self.lengths)), self.context)
 
     @functools.cached_property
-    def _places(self) -> Tensor:
+    def _token_indices(self) -> Tensor:
         """Where each token is among the padded prompts."""
-        return self.places(self._width).to(self.cache.device)
+        return self.token_indices(self._width).to(self.cache.device)
 
     def _padded(self, x: Tensor) -> Tensor:
         """[A, H, L, D] from [M, H, D]."""
         out = x.new_zeros(len(self.lengths) * self._width, *x.shape[1:])
-        out[self._places] = x
+        out[self._token_indices] = x
         return out.unflatten(0, (len(self.lengths), self._width)).transpose(1, 2)
 
     def _by_kernels(

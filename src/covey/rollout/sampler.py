@@ -88,7 +88,7 @@ class SamplingParams:
 class Sampler(Protocol):
     """Text out of weights. A sampler that runs ahead, or elsewhere, is another one of these."""
 
-    between: Callable[[], None]
+    check_stop: Callable[[], None]
     """Called between tokens; what it raises ends the sampling."""
 
     def load(self, policy: Any, version: int) -> None:

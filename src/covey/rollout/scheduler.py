@@ -1,4 +1,4 @@
-"""Groups in flight: admitted while there is room, their prompts computed once, decoded together, gone when finished."""
+"""Scheduler of running groups: admitted while there is room, their prompts computed once, decoded together, gone when finished."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from covey.kernels import DecodeKernels
 from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, plain_cache
-from covey.rollout.kv_cache import Decode, KeyValues, Prefill, padded_rows, rounded
+from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, padded_rows, rounded
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import draw, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, completion
@@ -24,16 +24,16 @@ PREFILL_TOKENS = 8192
 CPU_PREFILL_TOKENS = 1024
 """The same on a CPU, which is no faster with more."""
 
-SEATS_PER_ROW = 4
+OUTPUT_ROWS_PER_ROW = 4
 """Completions whose tokens are kept, for each that can be decoded at once: finished ones wait here for their group."""
 
-TOKEN, POSITION, WRITTEN, LIMIT, SEAT, SLOT = range(6)
+TOKEN, POSITION, WRITTEN, LIMIT, OUTPUT_ROW, SLOT = range(6)
 """What is known of each row: the token to feed and its position, tokens written so far and at most, where they are
 written, and the prompt's place in the cache."""
 
 
 @dataclass(frozen=True)
-class Job:
+class GroupRequest:
     """A group to write."""
 
     prompt: Prompt
@@ -49,23 +49,23 @@ class Job:
 
 
 @dataclass(eq=False)
-class _Open:
-    """A group in flight."""
+class _RunningGroup:
+    """A group that is being decoded."""
 
-    job: Job
+    request: GroupRequest
     slot: int
-    seats: list[int]
+    output_rows: list[int]
     written: dict[int, tuple[int, bool]]
-    """Length of each finished completion by seat, and whether it ended by itself."""
+    """Length of each finished completion by output row, and whether it ended by itself."""
 
 
-class Flight:
-    """One call of `sample`: the queue, the rows in flight (R of them, the first R of every table), and the cache."""
+class Scheduler:
+    """One call of `sample`: the queue, the running rows (R of them, the first R of every table), and the cache."""
 
     def __init__(
         self,
         forward: Forward,
-        jobs: deque[Job],
+        requests: deque[GroupRequest],
         params: SamplingParams,
         *,
         tokenizer: Any,
@@ -75,28 +75,28 @@ class Flight:
         context: int | None,
         version: int,
         environment: Environment | None,
-        between: Callable[[], None] = lambda: None,
+        check_stop: Callable[[], None] = lambda: None,
         kernels: DecodeKernels | None = None,
     ) -> None:
-        self.between, self.kernels = between, kernels
-        self.forward, self.jobs, self.params, self.tokenizer = forward, jobs, params, tokenizer
-        self.unfinished = list(jobs)
+        self.check_stop, self.kernels = check_stop, kernels
+        self.forward, self.requests, self.params, self.tokenizer = forward, requests, params, tokenizer
+        self.unfinished = list(requests)
         self.version, self.environment = version, environment
-        self.n = len(jobs[0].keys)
+        self.n = len(requests[0].keys)
         self.context = context or UNLIMITED
         self.budget, self.held = cache_bytes, 0
-        self.open: list[_Open | None] = []  # by slot; None where a group has finished
-        self.max_rows = min(max(max_rows, self.n), len(jobs) * self.n)
-        device, seats = forward.device, min(len(jobs), SEATS_PER_ROW * self.max_rows // self.n) * self.n
-        longest = max(job.limit for job in jobs)
-        forward.reserve(rounded(max(len(job.prompt.token_ids) for job in jobs)) + longest)
+        self.open: list[_RunningGroup | None] = []  # by slot; None where a group has finished
+        self.max_rows = min(max(max_rows, self.n), len(requests) * self.n)
+        device, output_rows = forward.device, min(len(requests), OUTPUT_ROWS_PER_ROW * self.max_rows // self.n) * self.n
+        longest = max(request.limit for request in requests)
+        forward.reserve(rounded(max(len(request.prompt.token_ids) for request in requests)) + longest)
         self.cache = self._new_cache(longest)
-        self.free_seats = list(range(seats))[::-1]
+        self.free_output_rows = list(range(output_rows))[::-1]
         self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
         self.num_rows = 0
-        self.tokens = torch.zeros(seats, longest, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(seats, longest, device=device)
-        self.uniforms = torch.zeros(seats, longest, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(output_rows, longest, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(output_rows, longest, device=device)
+        self.uniforms = torch.zeros(output_rows, longest, dtype=torch.float64, device=device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.outside = torch.full_like(self.tokens, -1) if environment is not None else None  # what an environment said
@@ -106,19 +106,19 @@ class Flight:
         if params.repetition_penalty != 1.0:
             self.seen = torch.zeros(self.max_rows, self.forward.vocab_size, dtype=torch.bool, device=device)
 
-    def _new_cache(self, longest: int) -> KeyValues:
+    def _new_cache(self, longest: int) -> KVCache:
         """For rows of at most `longest` tokens."""
         return plain_cache(self.forward, self.context, self.kernels)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.jobs or self.num_rows)
+        return bool(self.requests or self.num_rows)
 
     def run(self) -> list[Group]:
         """Decode until at least one group is finished."""
         finished: list[Group] = []
         while not finished and self.is_busy:
-            self.between()
+            self.check_stop()
             self._admit()
             finished = self._step()
         return finished
@@ -127,51 +127,51 @@ class Flight:
 
     def _admit(self) -> None:
         """Take groups from the queue while there is room, and compute their prompts."""
-        taken: list[Job] = []
-        room = min(self.max_rows - self.num_rows, len(self.free_seats))
-        while self.jobs and room >= self.n * (len(taken) + 1):
-            need = self.jobs[0].cache_bytes(self.forward)
+        taken: list[GroupRequest] = []
+        room = min(self.max_rows - self.num_rows, len(self.free_output_rows))
+        while self.requests and room >= self.n * (len(taken) + 1):
+            need = self.requests[0].cache_bytes(self.forward)
             if self.held + need > self.budget and (taken or self.num_rows):
                 break
             self.held += need
-            taken.append(self.jobs.popleft())
+            taken.append(self.requests.popleft())
         if not taken:
             return
         self._drop_finished_prompts()
-        slots = self.cache.add_prompts([len(job.prompt.token_ids) - 1 for job in taken])
+        slots = self.cache.add_prompts([len(request.prompt.token_ids) - 1 for request in taken])
         self.cache.add_rows(self.n * len(taken))
-        for job, slot in zip(taken, slots, strict=True):
-            self._seat(job, slot)
+        for request, slot in zip(taken, slots, strict=True):
+            self._place(request, slot)
         self._prefill(taken, slots)
-        self._arrange()
+        self._set_row_owners()
 
-    def _seat(self, job: Job, slot: int) -> None:
+    def _place(self, request: GroupRequest, slot: int) -> None:
         """Rows for the completions of a group; their first token is the prompt's last, computed in the first step."""
-        ids = job.prompt.token_ids
-        seats = [self.free_seats.pop() for _ in range(self.n)]
-        self.open.append(_Open(job, slot, seats, {}))
+        ids = request.prompt.token_ids
+        output_rows = [self.free_output_rows.pop() for _ in range(self.n)]
+        self.open.append(_RunningGroup(request, slot, output_rows, {}))
         rows = slice(self.num_rows, self.num_rows + self.n)
-        column = torch.tensor([ids[-1], len(ids) - 1, 0, job.limit, 0, slot], dtype=torch.int64)
+        column = torch.tensor([ids[-1], len(ids) - 1, 0, request.limit, 0, slot], dtype=torch.int64)
         self.rows[:, rows] = column[:, None].to(self.rows.device)
-        self.rows[SEAT, rows] = torch.tensor(seats, device=self.rows.device)
-        drawn = uniforms(job.keys, job.limit)
-        self.uniforms[torch.tensor(seats), : job.limit] = drawn.to(self.uniforms.device)
+        self.rows[OUTPUT_ROW, rows] = torch.tensor(output_rows, device=self.rows.device)
+        drawn = uniforms(request.keys, request.limit)
+        self.uniforms[torch.tensor(output_rows), : request.limit] = drawn.to(self.uniforms.device)
         if self.seen is not None:
             self.seen[rows] = False
             self.seen[rows, torch.tensor(sorted(set(ids)), device=self.seen.device)[:, None]] = True
         self.num_rows += self.n
 
-    def _prefill(self, jobs: list[Job], slots: range) -> None:
+    def _prefill(self, requests: list[GroupRequest], slots: range) -> None:
         """Keys and values of all but the last token of the prompts, in batches of bounded size."""
         start, most = 0, CPU_PREFILL_TOKENS if self.forward.device.type == "cpu" else PREFILL_TOKENS
-        while start < len(jobs):
+        while start < len(requests):
             stop, longest = start, 0
-            while stop < len(jobs):
-                longest = max(longest, len(jobs[stop].prompt.token_ids) - 1)
+            while stop < len(requests):
+                longest = max(longest, len(requests[stop].prompt.token_ids) - 1)
                 if stop > start and longest * (stop + 1 - start) > most:
                     break
                 stop += 1
-            self._prefill_batch([job.prompt.token_ids[:-1] for job in jobs[start:stop]], slots[start:stop])
+            self._prefill_batch([request.prompt.token_ids[:-1] for request in requests[start:stop]], slots[start:stop])
             start = stop
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]], slots: range) -> None:
@@ -184,7 +184,7 @@ class Flight:
             ids[a, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
         positions = torch.arange(longest).expand(len(prompts), -1)
         device = self.forward.device
-        self.forward.prefill(ids.to(device), positions.to(device), Prefill(self.cache, slots))
+        self.forward.prefill(ids.to(device), positions.to(device), PrefillBatch(self.cache, slots))
 
     # -- one token --------------------------------------------------------------------------------------------------
 
@@ -192,17 +192,17 @@ class Flight:
         """One more token for every row. Returns the groups that are finished by it."""
         rows, computed = self.rows[:, : self.num_rows], self.rows[:, : self.cache.num_computed]
         self.cache.begin_step()
-        logits = self.forward.decode(computed[TOKEN], computed[POSITION], Decode(self.cache))[: self.num_rows]
+        logits = self.forward.decode(computed[TOKEN], computed[POSITION], DecodeBatch(self.cache))[: self.num_rows]
         self.cache.end_step()
-        seat, written = rows[SEAT], rows[WRITTEN]
+        output_row, written = rows[OUTPUT_ROW], rows[WRITTEN]
         seen = None if self.seen is None else self.seen[: self.num_rows]
-        drawn = draw(logits, self.uniforms[seat, written], self.params, seen=seen, in_place=True)
+        drawn = draw(logits, self.uniforms[output_row, written], self.params, seen=seen, in_place=True)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
         if self.outside is not None:
-            said = self.outside[seat, written]
+            said = self.outside[output_row, written]
             is_outside = said >= 0
             tokens, logprobs = torch.where(is_outside, said, tokens), logprobs.masked_fill(is_outside, 0.0)
-        self.tokens[seat, written], self.logprobs[seat, written] = tokens, logprobs
+        self.tokens[output_row, written], self.logprobs[output_row, written] = tokens, logprobs
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         rows[TOKEN] = tokens
@@ -230,20 +230,20 @@ class Flight:
             if reply is None:
                 continue
             start, stop = column[WRITTEN], min(column[WRITTEN] + len(reply), column[LIMIT])
-            self.outside[column[SEAT], start:stop] = torch.tensor(reply[: stop - start], dtype=torch.int64)
+            self.outside[column[OUTPUT_ROW], start:stop] = torch.tensor(reply[: stop - start], dtype=torch.int64)
             continues[row] = True
         return continues
 
     def _turn(self, column: list[int]) -> Turn:
-        group, seat, written = self.open[column[SLOT]], column[SEAT], column[WRITTEN]
-        assert group is not None  # a row in flight belongs to a group in flight
+        group, output_row, written = self.open[column[SLOT]], column[OUTPUT_ROW], column[WRITTEN]
+        assert group is not None  # a running row belongs to a running group
         assert self.outside is not None
-        said = self.outside[seat, :written] >= 0
+        said = self.outside[output_row, :written] >= 0
         last = int(said.nonzero().max()) + 1 if bool(said.any()) else 0
-        ids = self.tokens[seat, :written].tolist()
+        ids = self.tokens[output_row, :written].tolist()
         return Turn(
-            prompt=group.job.prompt,
-            sample=group.seats.index(seat),
+            prompt=group.request.prompt,
+            sample=group.output_rows.index(output_row),
             token_ids=tuple(ids),
             text=self.tokenizer.decode(ids[last:], skip_special_tokens=True),
         )
@@ -251,8 +251,8 @@ class Flight:
     def _completes_stop_string(self, tokens: Tensor) -> Tensor:
         found = self.enders[tokens]
         for row in found.nonzero().squeeze(-1).tolist():
-            seat, written = int(self.rows[SEAT, row]), int(self.rows[WRITTEN, row])
-            found[row] = self.stop.is_reached(self.tokens[seat, :written].tolist())
+            output_row, written = int(self.rows[OUTPUT_ROW, row]), int(self.rows[WRITTEN, row])
+            found[row] = self.stop.is_reached(self.tokens[output_row, :written].tolist())
         return found
 
     # -- out --------------------------------------------------------------------------------------------------------
@@ -264,38 +264,38 @@ class Flight:
         finished = []
         for column, stopped in zip(columns, stops[ended].tolist(), strict=True):
             group = self.open[column[SLOT]]
-            assert group is not None  # a row in flight belongs to a group in flight
-            group.written[column[SEAT]] = (column[WRITTEN], stopped)
+            assert group is not None  # a running row belongs to a running group
+            group.written[column[OUTPUT_ROW]] = (column[WRITTEN], stopped)
             if len(group.written) == self.n:
-                finished.append(self._close(group))
+                finished.append(self._finish(group))
         left = self.num_rows - len(columns)
         gone = set(ended.tolist())
-        holes = [row for row in sorted(gone) if row < left]
-        movers = [row for row in range(left, self.num_rows) if row not in gone]
-        if holes:
-            self.rows[:, holes] = self.rows[:, movers]
+        freed = [row for row in sorted(gone) if row < left]
+        moved = [row for row in range(left, self.num_rows) if row not in gone]
+        if freed:
+            self.rows[:, freed] = self.rows[:, moved]
             if self.seen is not None:
-                self.seen[holes] = self.seen[movers]
+                self.seen[freed] = self.seen[moved]
         self.rows[:, left : self.num_rows] = 0  # rows that are computed in vain must still be valid
-        self.cache.drop_rows(holes, movers, left)
+        self.cache.drop_rows(freed, moved, left)
         self.num_rows = left
-        self._arrange()
+        self._set_row_owners()
         return finished
 
-    def _close(self, group: _Open) -> Group:
+    def _finish(self, group: _RunningGroup) -> Group:
         completions = self._completions(group)
-        self.unfinished = [job for job in self.unfinished if job is not group.job]
+        self.unfinished = [request for request in self.unfinished if request is not group.request]
         self.open[group.slot] = None
-        self.held -= group.job.cache_bytes(self.forward)
-        self.free_seats += group.seats[::-1]
+        self.held -= group.request.cache_bytes(self.forward)
+        self.free_output_rows += group.output_rows[::-1]
         if self.outside is not None:
-            self.outside[group.seats] = -1
-        return Group(prompt=group.job.prompt, completions=completions)
+            self.outside[group.output_rows] = -1
+        return Group(prompt=group.request.prompt, completions=completions)
 
-    def _completions(self, group: _Open) -> tuple[Completion, ...]:
-        """Of a group whose last has ended, copied, for others write to their seats next."""
+    def _completions(self, group: _RunningGroup) -> tuple[Completion, ...]:
+        """Of a group whose last has ended, copied, for others write to their output rows next."""
         longest = max(length for length, _ in group.written.values())
-        own = lambda table: table[group.seats, :longest].cpu()
+        own = lambda table: table[group.output_rows, :longest].cpu()
         tokens, logprobs = own(self.tokens), own(self.logprobs)
         mask = None if self.outside is None else own(self.outside) < 0
         check_finite(logprobs)  # beyond a completion's end are zeros, or what a former one was checked for
@@ -308,7 +308,7 @@ class Flight:
                 version=self.version,
                 mask=None if mask is None else mask[i, :length].clone(),
             )
-            for i, (length, stopped) in enumerate(group.written[seat] for seat in group.seats)
+            for i, (length, stopped) in enumerate(group.written[output_row] for output_row in group.output_rows)
         )
 
     def _drop_finished_prompts(self) -> None:
@@ -326,10 +326,10 @@ class Flight:
             assert group is not None
             group.slot = slot
 
-    def _arrange(self) -> None:
+    def _set_row_owners(self) -> None:
         """Tell the cache which row belongs to which prompt; prompts without rows are dropped when they are many."""
         gone = sum(group is None for group in self.open)
         if gone > len(self.open) // (4 if self.kernels is None else 2):  # kernels do not look at them
             self._drop_finished_prompts()
         if self.num_rows:
-            self.cache.arrange(self.rows[SLOT, : self.num_rows].tolist())
+            self.cache.set_row_owners(self.rows[SLOT, : self.num_rows].tolist())

@@ -1,6 +1,6 @@
 """Keys and values in buffers that stay where they are, so that a captured decode step can be replayed on them.
 
-The layout is that of `KeyValues`. What a step needs to know it reads from tensors: the clock, each row's first column,
+The layout is that of `KVCache`. What a step needs to know it reads from tensors: the step column, each row's first column,
 which rows belong to which prompt. Buffers grow by buckets; only then do they move, and `epoch` tells so.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from covey.kernels import TritonDecode
-from covey.rollout.attention import HIDDEN, Part, Places
-from covey.rollout.kv_cache import STEP, KeyValues, LayerShape, rounded
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap
+from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 
 Attention = Literal["torch", "triton"]
 """Whose kernels attend: PyTorch's, or those of `triton_attention.py`."""
@@ -43,8 +43,8 @@ def columns_for(columns: int) -> int:
     return bucket(-(-columns // STEP) * 4) * STEP // 4
 
 
-class StaticKeyValues(KeyValues):
-    """`KeyValues` whose tensors keep their places: the rows of a bucket are computed, whether in use or not."""
+class StaticKVCache(KVCache):
+    """`KVCache` whose tensors keep their places: the rows of a bucket are computed, whether in use or not."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class StaticKeyValues(KeyValues):
         self.most_columns = rounded(longest + max(longest // 8, 2 * STEP))
         self.epoch = 0
         """Counts how often buffers have moved; what was captured before is void."""
-        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the clock, where kernels see it
+        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step column, where kernels see it
         self.first = self._table(0)  # [rows] int32, first column of each
         self.lengths = self._table(0)  # [prompts] int32, keys of each
         self._new_owners(0, 0)
@@ -73,10 +73,10 @@ class StaticKeyValues(KeyValues):
         return torch.zeros(size, dtype=torch.int32, device=self.device)
 
     def _new_owners(self, prompts: int, rows: int) -> None:
-        """Tables that `arrange` fills."""
+        """Tables that `set_row_owners` fills."""
         self.members = torch.zeros(prompts, self.group_size, dtype=torch.int64, device=self.device)
         self.counts, self.owned = self._table(prompts), self._table(rows)  # see `Spans`
-        self.back = torch.zeros(rows, dtype=torch.int64, device=self.device)  # see `Places`
+        self.back = torch.zeros(rows, dtype=torch.int64, device=self.device)  # see `RowMap`
         self.epoch += 1
 
     @property
@@ -114,69 +114,69 @@ class StaticKeyValues(KeyValues):
     def drop_prompts(self, kept: list[int]) -> None:
         self.prompt_lengths = [self.prompt_lengths[p] for p in kept]
         index, left = torch.tensor(kept, dtype=torch.int64, device=self.device), len(kept)
-        for slab in self.prefix:
-            slab[:, :left] = slab[:, index]
+        for buffer in self.prefix:
+            buffer[:, :left] = buffer[:, index]
         self.prefix_bias[:left], self.lengths[:left] = self.prefix_bias[index], self.lengths[index]
         self.prefix_bias[left:], self.lengths[left:] = HIDDEN, 0
 
     def add_rows(self, count: int) -> None:
         old = self.num_rows
         if not old:
-            self._set_clock(0)
-        self.starts += [self.clock] * count
+            self._set_step_column(0)
+        self.starts += [self.step_column] * count
         if self.num_computed > len(self.first):
             columns = max(self.suffix_bias.shape[1], min(columns_for(STEP), self.most_columns))
             self._grow_suffix(old, self.num_computed, columns)
             self._new_owners(len(self.lengths), len(self.first))
         self.suffix_bias[old:] = HIDDEN
-        self.first[old : self.num_rows], self.first[self.num_rows :] = self.clock, NEVER
+        self.first[old : self.num_rows], self.first[self.num_rows :] = self.step_column, NEVER
 
-    def drop_rows(self, holes: list[int], movers: list[int], left: int) -> None:
-        super().drop_rows(holes, movers, left)
-        if holes:
-            self.first[holes] = self.first[movers]
+    def drop_rows(self, freed: list[int], moved: list[int], left: int) -> None:
+        super().drop_rows(freed, moved, left)
+        if freed:
+            self.first[freed] = self.first[moved]
         self.first[left:] = NEVER
 
     def reserve(self, steps: int) -> None:
         """Columns for this many more decode steps. Those that no row sees any more are given up first."""
         columns = self.suffix_bias.shape[1]
-        if self.clock + steps <= columns:
+        if self.step_column + steps <= columns:
             return
-        self._forget(min(self.starts, default=self.clock))
-        if self.clock + max(steps, columns // 8) > columns < self.most_columns:
-            wanted = columns_for(max(self.clock + steps, columns + 1))
+        self._forget(min(self.starts, default=self.step_column))
+        if self.step_column + max(steps, columns // 8) > columns < self.most_columns:
+            wanted = columns_for(max(self.step_column + steps, columns + 1))
             self._grow_suffix(self.num_rows, len(self.first), min(wanted, self.most_columns))
 
     def _forget(self, first: int) -> None:
         """Move all columns from `first` on to the front."""
         if not first:
             return
-        used = self.clock - first
-        for slab in self.suffix:
-            slab[:, :, :, :used] = slab[:, :, :, first : self.clock].clone()
-        self.suffix_bias[:, :used] = self.suffix_bias[:, first : self.clock].clone()
+        used = self.step_column - first
+        for buffer in self.suffix:
+            buffer[:, :, :, :used] = buffer[:, :, :, first : self.step_column].clone()
+        self.suffix_bias[:, :used] = self.suffix_bias[:, first : self.step_column].clone()
         self.suffix_bias[:, used:] = HIDDEN
         self.starts = [start - first for start in self.starts]
         self.first[: self.num_rows] -= first
-        self._set_clock(used)
+        self._set_step_column(used)
 
     def _grow_suffix(self, old: int, rows: int, columns: int) -> None:
         for i, layer in enumerate(self.layers):
-            held = self.suffix[i][:, :old, :, : self.clock]
+            held = self.suffix[i][:, :old, :, : self.step_column]
             self.suffix[i] = self._zeros(layer, rows, columns)
-            self.suffix[i][:, :old, :, : self.clock] = held
-        bias, first = self.suffix_bias[:old, : self.clock], self.first[:old]
+            self.suffix[i][:, :old, :, : self.step_column] = held
+        bias, first = self.suffix_bias[:old, : self.step_column], self.first[:old]
         self.suffix_bias = torch.full((rows, columns), HIDDEN, device=self.device, dtype=self.dtype)
-        self.suffix_bias[:old, : self.clock] = bias
+        self.suffix_bias[:old, : self.step_column] = bias
         self.first = self._table(rows).fill_(NEVER)
         self.first[:old] = first
         self.epoch += 1
 
-    def _set_clock(self, clock: int) -> None:
-        self.clock = clock
-        self.now.fill_(clock)
+    def _set_step_column(self, step_column: int) -> None:
+        self.step_column = step_column
+        self.now.fill_(step_column)
 
-    def arrange(self, owners: list[int]) -> None:
+    def set_row_owners(self, owners: list[int]) -> None:
         members: list[list[int]] = [[] for _ in range(len(self.lengths))]
         back = [0] * len(self.back)
         for row, owner in enumerate(owners):
@@ -191,17 +191,17 @@ class StaticKeyValues(KeyValues):
     # -- one step: tensors only, so that it can be captured ----------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Every row sees the clock's column from now on. Nothing grows in a step."""
+        """Every row sees the step column from now on. Nothing grows in a step."""
         self.suffix_bias.index_fill_(1, self.now, 0.0)
         self.wide_prefix, self.wide_suffix = {}, {}
 
     def end_step(self) -> None:
-        """The clock of the kernels goes on. The host's follows by `advance`."""
+        """Move the kernels' step column on by one; the host's follows in `advance`."""
         self.now.add_(1)
 
     def advance(self, steps: int) -> None:
         """So many steps have been computed."""
-        self.clock += steps
+        self.step_column += steps
 
     def attend_decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
@@ -222,7 +222,7 @@ class StaticKeyValues(KeyValues):
                 lengths=self.lengths,
                 owned=self.owned[:rows],
                 first=self.first[:rows],
-                clock=self.now,
+                step_column=self.now,
                 scale=scale,
                 softcap=softcap,
             )
@@ -230,12 +230,14 @@ class StaticKeyValues(KeyValues):
         own[0].index_copy_(2, self.now, key[:, :, None])
         own[1].index_copy_(2, self.now, value[:, :, None])
         bias = self.suffix_bias[:rows]
-        places = Places(self.members, self.back[:rows], is_regular=False)
+        row_map = RowMap(self.members, self.back[:rows], is_regular=False)
         return self.merge(
             query.view(rows, heads, -1, width),
-            Part(own[0], own[1], bias, self._wide(self.wide_suffix, bias, heads)),
-            Part(shared[0], shared[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads)),
-            places,
+            AttentionPart(own[0], own[1], bias, self._wide(self.wide_suffix, bias, heads)),
+            AttentionPart(
+                shared[0], shared[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads)
+            ),
+            row_map,
             scale,
             softcap,
         ).view(rows, -1, width)

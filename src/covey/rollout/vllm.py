@@ -44,7 +44,7 @@ class VLLMSampler:
         """Start an engine for models of this shape. Raises ConfigError without vLLM, ModelError for a model that it cannot run."""
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
-        self.between: Callable[[], None] = lambda: None
+        self.check_stop: Callable[[], None] = lambda: None
         """Called between tokens; what it raises ends the sampling."""
         self.context = max_model_length or context_of(unwrapped(model))
         self.is_cuda = next(model.parameters()).is_cuda
@@ -81,7 +81,7 @@ class VLLMSampler:
             waiting[name] = prompt
         try:
             while waiting:
-                self.between()
+                self.check_stop()
                 for output in engine.step():
                     if output.finished and (found := waiting.pop(_name(output.request_id), None)) is not None:
                         answers = sorted(output.outputs, key=lambda answer: answer.index)

@@ -21,10 +21,10 @@ from covey.errors import ConfigError, RewardError
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
 from covey.learner.memory_estimate import enough_tokens, starting_tokens
-from covey.learner.noting import TokenNotes
+from covey.learner.noting import TokenEntropies
 from covey.learner.preparation import checkpoint_activations, make_optimizer, make_scheduler
 from covey.learner.reference import Reference
-from covey.learner.update_guard import Ladder, Rungs
+from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.models import context_limit
 from covey.process.interruption import Interruption
 from covey.process.world import World
@@ -32,13 +32,13 @@ from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import Backend, SamplingParams, choose_sampler
 from covey.runs import rollouts
 from covey.training.evaluator import Evaluator
-from covey.training.invariants import RatioWatch
+from covey.training.invariants import OnPolicyCheck
 from covey.training.parts import Parts
 from covey.training.session import Session
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class RunInputs:
     """What the user brought, loaded and checked."""
 
     args: GRPOConfig
@@ -131,7 +131,7 @@ def advice_for(args: GRPOConfig, model: Any) -> list[str]:
     return [str(one) for one in found]
 
 
-def build_policy(given: Given) -> Policy:
+def build_policy(given: RunInputs) -> Policy:
     args = given.args
     policy = Policy(
         model=given.model,
@@ -212,7 +212,7 @@ def sampling_params(args: GRPOConfig) -> SamplingParams:
     return SamplingParams(**{**options, **extra})
 
 
-def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
+def sampler_options(args: GRPOConfig, given: RunInputs) -> dict[str, Any]:
     """What the sampler computes in, where anything but its own choice is wanted."""
     trains_in_half = args.bf16 and given.world.device.type == "cpu" and args.rollout_backend != "transformers"
     wanted = "bfloat16" if args.rollout_dtype == "auto" and trains_in_half else args.rollout_dtype
@@ -229,7 +229,7 @@ def sampler_options(args: GRPOConfig, given: Given) -> dict[str, Any]:
     return options
 
 
-def build_prompts(given: Given, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
+def build_prompts(given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
     args = given.args
     limit = context_limit(given.model)
     return PromptStream(
@@ -253,12 +253,12 @@ def checkpoint_once(policy: Policy) -> bool:
     return True
 
 
-def build_rungs(args: GRPOConfig) -> Rungs:
+def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
     """What numbers gone bad lead to: the options of the same names."""
-    return Rungs(**{item.name: getattr(args, item.name) for item in fields(Rungs)})
+    return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
 
 
-def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
+def build_learner(given: RunInputs, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
     args, algorithm = given.args, given.algorithm
     on_cpu = given.world.device.type == "cpu"
     policy = build_policy(given)
@@ -278,20 +278,20 @@ def build_learner(given: Given, total_steps: int, optimizers: tuple[Any, Any], i
         max_tokens=starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu),
         enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
         max_grad_norm=args.max_grad_norm,
-        ladder=Ladder(build_rungs(args)),
+        guard=UpdateGuard(build_guard_policy(args)),
         mask_truncated=args.mask_truncated_completions,
         is_off_policy=is_off_policy,
         disable_dropout=args.disable_dropout,
-        last_resort=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
+        enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
         uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
-        token_notes=TokenNotes(partial(rollouts.is_due, every=args.rollout_log_steps)),
+        token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
     )
 
 
 def build_parts(
-    given: Given,
+    given: RunInputs,
     session: Callable[[Learner, int, float], Session],
     optimizers: tuple[Any, Any],
     num_prompts: int | None,
@@ -316,8 +316,8 @@ def build_parts(
     )
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
-    sampler.between = learner.between = interruption
-    learner.look_at_first = RatioWatch(learner.policy, sampler)
+    sampler.check_stop = learner.check_stop = interruption
+    learner.before_first_update = OnPolicyCheck(learner.policy, sampler)
     return Parts(
         prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
         sampler=sampler,
@@ -338,7 +338,7 @@ def build_parts(
     )
 
 
-def build_evaluator(given: Given, parts: Parts) -> Evaluator:
+def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
     """Evaluation with the parts of training, on completions drawn with a fixed seed."""
     args = given.args
     return Evaluator(

@@ -22,7 +22,7 @@ Fingerprints = dict[str, str]
 
 
 @dataclass(eq=False)
-class Watch:
+class FrozenWeightsCheck:
     """Frozen weights stay as they are, and the reference moves by its rule alone.
 
     Remembers a fingerprint of each. A weight that is trained now is not looked at; one that is frozen later is, from then on.
@@ -70,7 +70,7 @@ _SAMPLER = "sampling/sampling_logp_difference/mean"
 
 
 @dataclass(frozen=True, eq=False)
-class RatioWatch:
+class OnPolicyCheck:
     """At the first update of a rollout the policy is the one that drew it, so every ratio must be 1 up to float error.
 
     Looks at the learner's own log-probabilities of the rollout, where they were measured, and at the native sampler's, where it

@@ -48,7 +48,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "reference": learner.reference.state_dict(),
         "critic": dict(learner.critic.state_dict()),
         "memory": [sizes for part in parts.world.gather([_learned_sizes(parts)]) for sizes in part],
-        "ladder": learner.ladder.state_dict(),
+        "ladder": learner.guard.state_dict(),
         "prompts": parts.prompts.state_dict(),
         "scorer": parts.scorer.state_dict(),
         "window": parts.session.state_dict(),
@@ -73,7 +73,7 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     if tree["critic"]:
         learner.critic.load_state_dict(tree["critic"])
     if "ladder" in tree:
-        learner.ladder.load_state_dict(tree["ladder"])
+        learner.guard.load_state_dict(tree["ladder"])
     parts.prompts.load_state_dict(tree["prompts"])
     parts.scorer.load_state_dict(tree["scorer"])
     parts.session.load_state_dict(tree["window"])
@@ -100,11 +100,11 @@ def _mine(parts: Parts, saved: Sequence[Any]) -> Any:
 def _learned_sizes(parts: Parts) -> dict[str, Any]:
     """How much fits in this process's memory, as far as it has found out."""
     sampler = parts.sampler.state_dict() if isinstance(parts.sampler, NativeSampler) else {}
-    return {"learner": parts.learner.room.state_dict(), "sampler": sampler}
+    return {"learner": parts.learner.micro_batcher.state_dict(), "sampler": sampler}
 
 
 def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
-    parts.learner.room.load_state_dict(saved["learner"])
+    parts.learner.micro_batcher.load_state_dict(saved["learner"])
     if saved["sampler"] and isinstance(parts.sampler, NativeSampler):
         parts.sampler.load_state_dict(saved["sampler"])
 

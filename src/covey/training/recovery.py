@@ -25,17 +25,17 @@ _DRAWS_WITHOUT_A_PROMPT = 100_000
 
 
 def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: StepReport) -> TrainState:
-    """The state to go on from: the same one, or an earlier checkpoint's where the ladder or an alert asks for it.
+    """The state to go on from: the same one, or an earlier checkpoint's where the guard or an alert asks for it.
 
     A batch whose update was left out is written to `bad_steps/`. Raises NumericsError where the run must stop.
     """
     if is_left_out(report.events):
         parts.session.recorder.bad_step(report.step, batch, report)
-    ladder, session = parts.learner.ladder, parts.session
+    guard, session = parts.learner.guard, parts.session
     asked, session.roll_back_because = session.roll_back_because, None
     if parts.world.any(asked is not None):
         return roll_back(parts, state, why=asked or "another process asked for it.", before=state.step)
-    move = ladder.next_move(report.step, state.bad_steps, state.roll_backs, report.events)
+    move = guard.next_action(report.step, state.bad_steps, state.roll_backs, report.events)
     if move == "go_on":
         return state
     said = next(event.said for event in report.events if is_left_out((event,)))
@@ -53,12 +53,12 @@ def after_spoiled(parts: Parts, state: TrainState, error: NumericsError) -> Trai
         if fault is None:
             raise error
         error = SpoiledError(f"{fault}: {error}")
-    rungs = parts.learner.ladder.rungs
+    policy = parts.learner.guard.policy
     parts.learner.forget()
     parts.session.recorder.event(state.step, Event(kind="spoiled", said=str(error)))
-    if rungs.on_bad_numbers == "stop":
+    if policy.on_bad_numbers == "stop":
         raise SpoiledError(f"{error} on_bad_numbers='stop' ends the run here.") from error
-    if state.roll_backs >= rungs.roll_backs_limit:
+    if state.roll_backs >= policy.roll_backs_limit:
         raise SpoiledError(f"{error} The run ends after {state.roll_backs} returns to a checkpoint.") from error
     try:
         return roll_back(parts, state, why=str(error), before=state.step + 1)
@@ -88,7 +88,7 @@ def roll_back(
     drawn again. `before`: the checkpoint must be of an earlier step (None: older than the updates left out in a row just now).
     Raises NumericsError when there is no such checkpoint. Every process must call it.
     """
-    ladder, session = parts.learner.ladder, parts.session
+    guard, session = parts.learner.guard, parts.session
     last = state.step - state.bad_steps if before is None else before - 1
     session.finish_saving()
     run_dir = Path(session.args.output_dir)
@@ -97,10 +97,10 @@ def roll_back(
         raise NumericsError(
             f"{why} There is no good checkpoint of step {last} or before to go back to; save more often."
         )
-    factor = ladder.rungs.roll_back_learning_rate if learning_rate is None else learning_rate
+    factor = guard.policy.roll_back_learning_rate if learning_rate is None else learning_rate
     restored = restore_tree(parts, found)
     restore_history(session, found)
-    earlier = ladder.rungs.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
+    earlier = guard.policy.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
     lower_learning_rate(parts.learner, factor * earlier)
     aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(_row(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))

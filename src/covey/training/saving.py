@@ -18,7 +18,7 @@ from covey.process.memory import free_memory
 from covey.runs import checkpoint, serialization
 from covey.runs.background import Background
 from covey.runs.snapshot import bytes_to_copy, weights_now
-from covey.training.invariants import Watch, expect_adapter_reloads, expect_same_weights
+from covey.training.invariants import FrozenWeightsCheck, expect_adapter_reloads, expect_same_weights
 from covey.training.parts import Parts
 from covey.training.recording import callback_states, checkpoint_tree, write_model
 from covey.training.state import TrainState
@@ -45,7 +45,7 @@ class Saver:
     """transformers.trainer_callback.CallbackHandler"""
     trainer_state: TrainerState
     background: Background[Path] = field(default_factory=Background)
-    watch: Watch | None = None
+    watch: FrozenWeightsCheck | None = None
     """Set at the first look, before the first step."""
     has_told_tight: bool = False
     writing: int = 0
@@ -97,9 +97,9 @@ class Saver:
             if not self.background.is_busy:
                 self.finish(parts)
 
-    def _watch(self, parts: Parts) -> Watch:
+    def _watch(self, parts: Parts) -> FrozenWeightsCheck:
         if self.watch is None:
-            self.watch = Watch(parts.learner)
+            self.watch = FrozenWeightsCheck(parts.learner)
             self.watch.later()()
         return self.watch
 

@@ -27,7 +27,7 @@ from covey.runs.resuming import expect_resumable
 from covey.runs.storage import REFUSALS
 from covey.training import loop
 from covey.training.build import (
-    Given,
+    RunInputs,
     advice_for,
     build_evaluator,
     build_parts,
@@ -241,8 +241,8 @@ class GRPOTrainer:
         return handler
 
     @property
-    def _given(self) -> Given:
-        return Given(
+    def _given(self) -> RunInputs:
+        return RunInputs(
             args=self.args,
             model=self.model,
             tokenizer=self.processing_class,

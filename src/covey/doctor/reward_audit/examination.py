@@ -181,7 +181,7 @@ class _Session:
 
     def __init__(self, spec: RewardSpec, rows: list[Row], timeout_seconds: float | None) -> None:
         self.spec, self.rows, self.timeout_seconds = spec, rows, timeout_seconds
-        asked_each_time = replace(spec, manner=replace(spec.how, pure=False))
+        asked_each_time = replace(spec, call_options=replace(spec.how, pure=False))
         self.scorer = Scorer([asked_each_time], timeout_seconds=timeout_seconds, error_limit=10**9)
 
     def attempt(self, probe: Probe, *, backwards: bool = False) -> Tried:

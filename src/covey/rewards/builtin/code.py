@@ -12,7 +12,7 @@ from typing import Any
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.text import text_of
-from covey.rewards.decorators import Manner
+from covey.rewards.decorators import CallOptions
 from covey.rewards.sandbox import Sandbox
 
 _COLUMNS = ("tests", "test_list", "test", "input_output")
@@ -52,10 +52,10 @@ class Code:
             if value is not None and not value > 0:
                 raise ConfigError(f"code({name}={value!r}): use a number above 0.")
         workers = self.workers or os.cpu_count() or 1
-        manner = Manner(
+        call_options = CallOptions(
             unit="completion", is_singular=True, pure=True, concurrency=workers, timeout_seconds=2 * self.timeout + 60
         )
-        object.__setattr__(self, "__covey_reward__", manner)
+        object.__setattr__(self, "__covey_reward__", call_options)
         if self.column is not None:
             object.__setattr__(self, "needs_one_of", (self.column,))
 

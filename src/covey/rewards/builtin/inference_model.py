@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ModelError
-from covey.rewards.adaptive_batches import Portions
+from covey.rewards.adaptive_batches import AdaptiveBatches
 
 Kind = Literal["encoder", "classifier", "causal"]
 
@@ -61,9 +61,9 @@ class Frozen:
         return Frozen(loaded, tokenizer, name, batch_size, device is not None)
 
     @cached_property
-    def portions(self) -> Portions:
+    def portions(self) -> AdaptiveBatches:
         """How much it reads at a time."""
-        return Portions(self.name, self.batch_size)
+        return AdaptiveBatches(self.name, self.batch_size)
 
     def to(self, device: Any) -> None:
         """Move it, unless its device was chosen or it is spread over several."""

@@ -13,7 +13,7 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.chat_endpoint import Message, ReplyError
 from covey.rewards.builtin.judge import Judge, Spent, judge_of
 from covey.rewards.builtin.text import text_of
-from covey.rewards.decorators import Manner
+from covey.rewards.decorators import CallOptions
 
 Metrics = Callable[[str, float], None]
 
@@ -63,7 +63,7 @@ class JudgeReward:
         self.low, self.high, self.reference_column = low, high, reference_column
         self.rubric = _rubric(rubric)
         self.judge = judge_of({"url": url, "model": model, **options})
-        self.__covey_reward__ = _manner(self.judge)
+        self.__covey_reward__ = _call_options(self.judge)
 
     @property
     def spent(self) -> Spent:
@@ -135,7 +135,7 @@ class PairwiseJudgeReward:
         self.needs_one_of = (reference_column,) if against == "reference" else ()
         self.rubric = _rubric(rubric)
         self.judge = judge_of({"url": url, "model": model, **options})
-        self.__covey_reward__ = _manner(self.judge)
+        self.__covey_reward__ = _call_options(self.judge)
 
     @property
     def spent(self) -> Spent:
@@ -297,6 +297,6 @@ def _rubric(text: str) -> str:
     return rubric
 
 
-def _manner(judge: Judge) -> Manner:
+def _call_options(judge: Judge) -> CallOptions:
     limit = _SLACK * judge.deadline_seconds + judge.endpoint.request_seconds
-    return Manner(unit="group", concurrency=judge.concurrency, timeout_seconds=limit)
+    return CallOptions(unit="group", concurrency=judge.concurrency, timeout_seconds=limit)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ModelError, RewardError
-from covey.rewards.adaptive_batches import Portions
+from covey.rewards.adaptive_batches import AdaptiveBatches
 from covey.rewards.builtin.inference_model import is_float
 from covey.rewards.decorators import reward
 
@@ -66,9 +66,9 @@ class ModelReward:
         return reward if device is None else reward.to(device)
 
     @cached_property
-    def portions(self) -> Portions:
+    def portions(self) -> AdaptiveBatches:
         """How much it reads at a time."""
-        return Portions(self.name, self.batch_size)
+        return AdaptiveBatches(self.name, self.batch_size)
 
     def to(self, device: Any) -> ModelReward:
         """The same reward with its model on `device`; one that was placed or spread over devices stays where it is."""

@@ -34,27 +34,27 @@ class Caller:
     def __init__(
         self, spec: RewardSpec, limit: float | None, loop: EventLoop, *, isolate: bool, workers: int = 1
     ) -> None:
-        self.spec, self.manner, self.limit, self.loop, self.isolate = spec, spec.how, limit, loop, isolate
+        self.spec, self.call_options, self.limit, self.loop, self.isolate = spec, spec.how, limit, loop, isolate
         self.is_async = is_async(spec.call)
         self.pool = None
-        if self.manner.isolated and not self.is_async:
-            self.pool = WorkerPool(spec.name, spec.call, self.manner.concurrency or workers)
+        if self.call_options.isolated and not self.is_async:
+            self.pool = WorkerPool(spec.name, spec.call, self.call_options.concurrency or workers)
         self.portions = portions_of(spec.call)
-        self.cache = ScoreCache() if self.manner.pure else None
+        self.cache = ScoreCache() if self.call_options.pure else None
         self.breaker = Breaker()
         self.changed: dict[str, None] = {}
         """What its calls changed of the process, and was put back."""
-        at_once = self.manner.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)
+        at_once = self.call_options.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)
         self._lanes = Lanes(spec.name, at_once)
 
     @property
     def is_beside(self) -> bool:
         """True when it runs beside the caller's thread rather than on it."""
-        return self.is_async or self.pool is not None or self.manner.in_thread or self.manner.streams
+        return self.is_async or self.pool is not None or self.call_options.in_thread or self.call_options.streams
 
     def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
         """Start scoring the batch, in one call or in one for each completion: places in the batch, and what comes."""
-        if self.manner.unit != "completion":
+        if self.call_options.unit != "completion":
             return [(list(range(len(batch))), self._lanes.run(lambda: self.score(batch, trainer_state)))]
         return [([i], self._one(batch.part(i, i + 1), trainer_state)) for i in range(len(batch))]
 
@@ -122,7 +122,7 @@ class _Call:
             returned = self._run(keywords, logged)
         finally:
             self.seconds += time.perf_counter() - started
-        return [returned] if caller.manner.is_singular else returned, logged
+        return [returned] if caller.call_options.is_singular else returned, logged
 
     def _run(self, keywords: dict[str, Any], logged: Logged) -> Any:
         caller = self.caller

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 from covey.rewards.calling import timer
-from covey.rewards.calling.watchdog import Watched
+from covey.rewards.calling.watchdog import HangGuard
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def call_within(seconds: float | None, function: Callable[[], T]) -> T:
     """What `function()` returns. Raises DeadlineError once `seconds` have passed (`None` or infinity: never)."""
     if seconds is None or math.isinf(seconds):
         return function()
-    with Watched(seconds):
+    with HangGuard(seconds):
         if threading.current_thread() is threading.main_thread() and timer.is_available():
             return _interrupting(seconds, function)
         return _abandoning(seconds, function)

@@ -23,14 +23,14 @@ _until: dict[int, float] = {}
 _numbers = itertools.count()
 
 
-class Watched:
+class HangGuard:
     """`with Watched(seconds):` the process ends with exit code 1 when this block lasts ten times `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = max(TIMES * seconds, _AT_LEAST_SECONDS)
         self._number = next(_numbers)
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> HangGuard:
         with _lock:
             _until[self._number] = time.monotonic() + self.seconds
             _arm()

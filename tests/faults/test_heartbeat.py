@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from covey.errors import RankError
-from covey.process.heartbeat import Beat, Pulse
+from covey.process.heartbeat import Heartbeat, HeartbeatState
 
 WAIT = 60.0
 SILENCE = 8.0
@@ -20,9 +20,9 @@ SILENCE = 8.0
 
 
 @pytest.fixture
-def both() -> Iterator[list[Pulse]]:
+def both() -> Iterator[list[Heartbeat]]:
     store = HashStore()
-    pulses = [Pulse(store, rank, 2, silence=SILENCE, patience=1.0) for rank in range(2)]
+    pulses = [Heartbeat(store, rank, 2, silence=SILENCE, patience=1.0) for rank in range(2)]
     for one in pulses:
         one.start()
     yield pulses
@@ -37,70 +37,72 @@ def wait_until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
         time.sleep(0.01)
 
 
-def test_a_meeting_returns_what_the_collective_returns(both: list[Pulse]) -> None:
-    assert both[0].meet(lambda: 3) == 3
+def test_a_meeting_returns_what_the_collective_returns(both: list[Heartbeat]) -> None:
+    assert both[0].collective(lambda: 3) == 3
 
 
-def test_what_a_collective_raises_is_raised_here(both: list[Pulse]) -> None:
+def test_what_a_collective_raises_is_raised_here(both: list[Heartbeat]) -> None:
     with pytest.raises(LookupError, match="no such thing"):
-        both[0].meet(lambda: {}["no such thing"])
+        both[0].collective(lambda: {}["no such thing"])
 
 
-def test_a_process_that_said_why_it_ended_is_named_with_it(both: list[Pulse]) -> None:
+def test_a_process_that_said_why_it_ended_is_named_with_it(both: list[Heartbeat]) -> None:
     both[1].end("failed with ValueError: bad")
     with pytest.raises(RankError, match=r"rank 1 \(process \d+ on .*\) failed with ValueError: bad. Rank 0 waited"):
-        both[0].meet(lambda: time.sleep(WAIT))
+        both[0].collective(lambda: time.sleep(WAIT))
     assert both[0].is_abandoned
 
 
 def test_a_process_that_falls_silent_is_given_up() -> None:
     store = HashStore()
-    mine, other = [Pulse(store, rank, 2, silence=2.0, patience=WAIT) for rank in range(2)]
+    mine, other = [Heartbeat(store, rank, 2, silence=2.0, patience=WAIT) for rank in range(2)]
     mine.start()
     other.start()
     wait_until(lambda: 1 in mine.others)
     other.stop()
     with pytest.raises(RankError, match=r"has not been heard of for \d+ s; it was last in"):
-        mine.meet(lambda: time.sleep(WAIT))
+        mine.collective(lambda: time.sleep(WAIT))
     mine.stop()
 
 
 def test_a_process_that_falls_silent_while_it_is_waited_for_is_not_said_to_live() -> None:
     store = HashStore()
-    mine, other = [Pulse(store, rank, 2, silence=4.0, patience=4.0) for rank in range(2)]
+    mine, other = [Heartbeat(store, rank, 2, silence=4.0, patience=4.0) for rank in range(2)]
     mine.start()
     other.start()
     silent = threading.Timer(0.3, other.stop)
     silent.start()
     with pytest.raises(RankError, match="has not been heard of for"):  # heard of last after the wait began
-        mine.meet(lambda: time.sleep(WAIT))
+        mine.collective(lambda: time.sleep(WAIT))
     mine.stop()
 
 
-def test_a_process_that_lives_but_does_not_come_is_given_up_after_the_patience(both: list[Pulse]) -> None:
+def test_a_process_that_lives_but_does_not_come_is_given_up_after_the_patience(both: list[Heartbeat]) -> None:
     with pytest.raises(RankError, match=r"lives but did not come within \d+ s"):
-        both[0].meet(lambda: time.sleep(WAIT))
+        both[0].collective(lambda: time.sleep(WAIT))
 
 
-def test_processes_that_wait_in_different_places_are_told(both: list[Pulse], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_wait_in_different_places_are_told(
+    both: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(both[0], "patience", WAIT)
     monkeypatch.setattr("covey.process.heartbeat.PARTED_SECONDS", 1.0)
 
     def elsewhere() -> None:
         with pytest.raises(RankError):
-            both[1].meet(lambda: time.sleep(WAIT))
+            both[1].collective(lambda: time.sleep(WAIT))
 
     other = threading.Thread(target=elsewhere)
     other.start()
     with pytest.raises(RankError, match=r"rank 1 .* waits in elsewhere .* waits in test_processes.*they have parted"):
-        both[0].meet(lambda: time.sleep(WAIT))
+        both[0].collective(lambda: time.sleep(WAIT))
     both[0].end("has gone")  # where the other one has not seen yet that they parted, it sees this
     both[0].stop()
     other.join(WAIT)
     assert not other.is_alive()
 
 
-def test_an_error_that_all_have_at_the_same_point_lets_them_meet_again(both: list[Pulse]) -> None:
+def test_an_error_that_all_have_at_the_same_point_lets_them_meet_again(both: list[Heartbeat]) -> None:
     found: list[bool] = []
     threads = [
         threading.Thread(target=lambda one=one: found.append(one.fails_together(ValueError("x")))) for one in both
@@ -112,12 +114,12 @@ def test_an_error_that_all_have_at_the_same_point_lets_them_meet_again(both: lis
     assert found == [True, True]
 
 
-def test_an_error_that_only_one_has_ends_it_for_the_others(both: list[Pulse]) -> None:
+def test_an_error_that_only_one_has_ends_it_for_the_others(both: list[Heartbeat]) -> None:
     found: list[str] = []
 
     def wait() -> None:
         with pytest.raises(RankError) as caught:
-            both[0].meet(lambda: time.sleep(WAIT))
+            both[0].collective(lambda: time.sleep(WAIT))
         found.append(str(caught.value))
 
     waiting = threading.Thread(target=wait)
@@ -131,12 +133,12 @@ def test_a_wait_that_cannot_be_woken_ends_the_process_with_exit_code_76() -> Non
     script = """
 import time
 from torch.distributed import HashStore
-from covey.process.heartbeat import Pulse
+from covey.process.heartbeat import Heartbeat
 store = HashStore()
-mine, other = [Pulse(store, r, 2, silence=60.0, patience=60.0, is_pollable=r == 1) for r in range(2)]
+mine, other = [Heartbeat(store, r, 2, silence=60.0, patience=60.0, is_pollable=r == 1) for r in range(2)]
 mine.start(), other.start()
 other.end("has gone")
-mine.meet(lambda: time.sleep(100))
+mine.collective(lambda: time.sleep(100))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 76
@@ -145,4 +147,4 @@ mine.meet(lambda: time.sleep(100))
 
 
 def test_a_beat_of_another_version_is_read() -> None:
-    assert Beat.parse(b'{"beat": 3, "colour": "red"}') == Beat(beat=3)
+    assert HeartbeatState.parse(b'{"beat": 3, "colour": "red"}') == HeartbeatState(beat=3)
