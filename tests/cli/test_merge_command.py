@@ -62,7 +62,7 @@ def test_what_cannot_be_merged_is_told_in_a_sentence(adapter: Path, tmp_path: Pa
     there.mkdir()
     (there / "notes.txt").write_text("mine")
     for words, said in (
-        ([str(adapter)], "needs an adapter and a folder to write to"),
+        ([str(adapter)], "needs what to merge and a folder to write to"),
         ([str(adapter), "-o", str(there)], "is there already"),
         ([str(tmp_path / "nowhere"), "-o", str(tmp_path / "x")], "is no folder here"),
         ([str(tmp_path / "base"), "-o", str(tmp_path / "x")], "holds whole weights and no adapter"),

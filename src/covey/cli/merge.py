@@ -1,8 +1,9 @@
-"""`covey merge`: an adapter added into its base model, as a model of its own that any tool can load."""
+"""`covey merge`: an adapter added into its base model, or several models or adapters merged into one."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,39 @@ MOST_APART = 1e-3
 
 
 def run(given: Given) -> None:
-    """Load, add, compare, write."""
+    """Add one adapter into its base, or merge several models or several adapters."""
     from covey.cli.checkpoints import model_folder
 
     if not given.get("model") or not given.get("output"):
-        raise ConfigError("covey merge needs an adapter and a folder to write to: covey merge runs/first -o merged.")
-    folder, out = Path(model_folder(given["model"])), Path(given["output"]).expanduser()
+        raise ConfigError(
+            "covey merge needs what to merge and a folder to write to: covey merge runs/first -o merged, or covey merge A B "
+            "--method slerp -o merged."
+        )
+    out = Path(given["output"]).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --output another name, or remove it.")
-    if not folder.is_dir():
-        raise ConfigError(f"{given['model']} is no folder here; give a run, a checkpoint or a folder with an adapter.")
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{given['model']} holds whole weights and no adapter (adapter_config.json): use it as it is."
-        )
+    folders = [Path(model_folder(one)) for one in given["model"]]
+    for named, folder in zip(given["model"], folders, strict=True):
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{named} is no folder here; give a run, a checkpoint or a folder with a model or an adapter."
+            )
+    adapters = [(folder / "adapter_config.json").is_file() for folder in folders]
+    if len(folders) == 1 and given.get("method") is None:
+        if not adapters[0]:
+            raise ConfigError(
+                f"{given['model'][0]} holds whole weights and no adapter (adapter_config.json): use it as it is."
+            )
+        return _add(folders[0], out, given)
+    if all(adapters):
+        return _merge_adapters(folders, out, given)
+    from covey.cli.merge_models import merge
+
+    return merge(folders, out, given, _asked_dtype(given))
+
+
+def _add(folder: Path, out: Path, given: Given) -> None:
+    """Load, add, compare, write."""
     base = given.get("base") or _base_of(folder)
     merged, apart = _merged(base, folder, given)
     _write(out, merged, folder, given)
@@ -38,6 +58,24 @@ def run(given: Given) -> None:
         output.result_json({"out": str(out), "base": base, "adapter": str(folder), "logits_apart": apart})
     else:
         output.result(f"{folder} added into {base}: {out} (logits differ by {apart:.1e} of their largest)")
+
+
+def _merge_adapters(folders: Sequence[Path], out: Path, given: Given) -> None:
+    from covey.merging import merge_adapters
+
+    for name in ("method", "choose", "density", "base"):
+        if given.get(name) is not None and given[name] != "linear":
+            raise ConfigError(
+                f"--{name} does not apply to adapters, which are merged as a weighted mean; leave it out."
+            )
+    if out.exists():
+        out.rmdir()
+    error = merge_adapters(folders, out, given.get("weights") or (), given.get("rank"))
+    exact = "exact" if given.get("rank") is None else f"its updates differ by at most {100 * error:.2g}%"
+    if given.get("json"):
+        output.result_json({"out": str(out), "adapters": [str(one) for one in folders], "error": error})
+    else:
+        output.result(f"{len(folders)} adapters merged: {out} ({exact})")
 
 
 def _base_of(folder: Path) -> str:
@@ -128,15 +166,32 @@ def _write(out: Path, merged: Any, folder: Path, given: Given) -> None:
 
 verb = Verb(
     name="merge",
-    usage="ADAPTER -o FOLDER [options]",
-    sentence="Add an adapter into its base model: a model of its own, in the base's precision, that any tool can load.",
-    examples=("covey merge runs/first -o merged", "covey merge runs/first/checkpoint-100 -o merged --dtype bfloat16"),
+    usage="ADAPTER | MODEL MODEL ... -o FOLDER [options]",
+    sentence="Add an adapter into its base model, or merge several models or adapters into one.",
+    examples=(
+        "covey merge runs/first -o merged",
+        "covey merge runs/a runs/b --method slerp --weights 0.3 -o merged",
+        "covey merge runs/a runs/b --method ties --base Qwen2.5-0.5B -o merged --choose test.jsonl --reward math",
+    ),
     positional=("model",),
     run=run,
     flags=lambda: (
-        Flag(name="model", help="A run, a checkpoint or a folder with an adapter.", group="what"),
+        Flag(name="model", help="Runs, checkpoints or folders with a model or an adapter; one adapter is added into its base.", type=list[str], group="what"),
         Flag(name="output", short="o", help="Folder to write; it must not be there yet.", group="what"),
-        Flag(name="base", help="The model that the adapter belongs to; default: what the adapter says.", group="what"),
+        Flag(name="base", help="The model that the adapter belongs to (default: what the adapter says), or that the models come from.", group="what"),
+        Flag(name="method", help="Of several models: linear, slerp, task_arithmetic, ties, dare_linear or dare_ties; linear when left out.", group="merge"),
+        Flag(name="weights", help="Weight of each model; equal when left out. slerp: the share of the second.", type=list[float], group="merge"),
+        Flag(name="density", help="ties and dare: share of each difference that is kept; 0.5 when left out.", type=float, group="merge"),
+        Flag(name="scale", help="Factor on the merged difference from the base; 1 when left out.", type=float, group="merge"),
+        Flag(name="normalize", help="Divide by the sum of the weights; yes when left out.", type=bool, group="merge"),
+        Flag(name="rank", help="Of several adapters: rank to reduce them to; exact when left out.", type=int, group="merge"),
+        Flag(name="choose", help="Prompts: try several weights and keep the best, unless it is worse than the best of the models.", group="choose"),
+        Flag(name="reward", help="With --choose: reward by name or import path.", type=list[str], group="choose"),
+        Flag(name="prompt_column", help="With --choose: column that holds the prompt.", default="prompt", group="choose"),
+        Flag(name="columns", help="With --choose: columns under new names, as new=old.", type=list[str], group="choose"),
+        Flag(name="max_prompts", help="With --choose: use only the first so many rows.", type=int, group="choose"),
+        Flag(name="max_tokens", help="With --choose: most tokens of an answer; 256 when left out.", type=int, group="choose"),
+        Flag(name="seed", help="Seed of what DARE drops.", type=int, group="merge", is_common=False),
         Flag(name="dtype", help="Type of the written weights; default: as the base is stored.", group="model"),
         Flag(name="trust_remote_code", help="Run Python code that comes with the model.", type=bool, group="model", is_common=False),
         JSON,

@@ -1,0 +1,121 @@
+"""`covey merge A B ...`: whole models merged, with weights that are given or chosen on prompts."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.verb import Given
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.evaluation.assessment import Assessment
+    from covey.merging import Recipe
+
+
+def merge(folders: Sequence[Path], out: Path, given: Given, dtype: Any) -> None:
+    """Merge, or choose among merges and write the best; `dtype` None: as stored."""
+    from covey.cli.checkpoints import model_folder
+    from covey.merging import Recipe, merge_models
+
+    if given.get("rank") is not None:
+        raise ConfigError("--rank is for adapters; these are whole models, so leave it out.")
+    base = Path(model_folder(given["base"])) if given.get("base") else None
+    if base is not None and not base.is_dir():
+        raise ConfigError(f"--base {given['base']} is no folder here; download it first, then give its folder.")
+    chosen = {name: given[name] for name in ("density", "scale", "normalize", "seed") if given.get(name) is not None}
+    recipe = Recipe(method=given.get("method") or "linear", weights=tuple(given.get("weights") or ()), **chosen)
+    how: dict[str, Any] = {"base": base, "dtype": dtype, "told": output.say}
+    found: dict[str, Any] = {}
+    if given.get("choose"):
+        if given.get("weights"):
+            raise ConfigError("--choose finds the weights, and --weights gives them; leave one out.")
+        recipe, found = _chosen(folders, recipe, given, how)
+    if out.exists():
+        out.rmdir()
+    done = merge_models(folders, out, recipe, **how)
+    weights = ", ".join(f"{one:g}" for one in done.weights)
+    if given.get("json"):
+        output.result_json({"out": str(out), "method": done.method, "weights": list(done.weights), **found})
+    else:
+        output.result(f"{len(folders)} models merged by {done.method} (weights {weights}): {out}")
+
+
+def candidates(recipe: Recipe, count: int) -> Iterator[Recipe]:
+    """Merges to try: shares of each model from equal to mostly one, and densities where the method has one."""
+    if recipe.method == "slerp":
+        yield from (replace(recipe, weights=(share,)) for share in (0.25, 0.5, 0.75))
+        return
+    scores = [(1.0,) * count]
+    scores += [tuple(3.0 if i == k else 1.0 for i in range(count)) for k in range(count)] if count > 1 else []
+    densities = (0.3, 0.6, 0.9) if recipe.method.startswith(("ties", "dare")) else (recipe.density,)
+    for weights in scores:
+        total = sum(weights) if recipe.method == "linear" else 1.0
+        for density in densities:
+            yield replace(recipe, weights=tuple(round(one / total, 6) for one in weights), density=density)
+
+
+def _chosen(
+    folders: Sequence[Path], recipe: Recipe, given: Given, how: dict[str, Any]
+) -> tuple[Recipe, dict[str, Any]]:
+    """The best of the candidates on half of the prompts, if on the other half it is not worse than the best of the models.
+
+    Raises ConfigError where it is, beyond the 95% interval of the paired difference.
+    """
+    from covey.evaluation.assessment import compare
+    from covey.merging import merge_models
+
+    if not given.get("reward"):
+        raise ConfigError("--choose needs --reward, by which answers are compared.")
+    parents = [_assessed(folder, given) for folder in folders]
+    half = len(parents[0].greedy) // 2
+    if half < 10:
+        raise ConfigError(
+            f"--choose has {len(parents[0].greedy)} prompts; give at least 20, half to choose and half to check."
+        )
+    best_parent = max(range(len(parents)), key=lambda i: _mean(parents[i], 0, half))
+    tried: list[tuple[float, Recipe, Assessment]] = []
+    with tempfile.TemporaryDirectory() as place:
+        for i, candidate in enumerate(candidates(recipe, len(folders))):
+            folder = Path(place) / str(i)
+            done = merge_models(folders, folder, candidate, **how)
+            found = _assessed(folder, given)
+            tried.append((_mean(found, 0, half), done, found))
+            output.say(f"{_words(done)}: {tried[-1][0]:.3f}")
+            shutil.rmtree(folder)
+    value, best, found = max(tried, key=lambda one: one[0])
+    difference = compare(parents[best_parent].part(half, None), found.part(half, None))["reward"]
+    said = difference.in_words("reward", 1.0)
+    output.say(
+        f"best: {_words(best)}, {value:.3f} on the first half; on the other half, against {folders[best_parent]}: {said}"
+    )
+    if difference.high < 0:
+        raise ConfigError(
+            f"The best merge found is worse than {folders[best_parent]} alone ({said}), so nothing was written; keep that model, "
+            "or try another --method."
+        )
+    return best, {"chosen": _words(best), "against": str(folders[best_parent]), "difference": difference.value}
+
+
+def _words(recipe: Recipe) -> str:
+    weights = ", ".join(f"{one:g}" for one in recipe.weights)
+    dense = f", density {recipe.density:g}" if recipe.method.startswith(("ties", "dare")) else ""
+    return f"{recipe.method} {weights}{dense}"
+
+
+def _mean(found: Assessment, start: int, stop: int) -> float:
+    rewards = [one for one in found.greedy[start:stop] if one == one]
+    return sum(rewards) / len(rewards) if rewards else float("-inf")
+
+
+def _assessed(folder: Path, given: Given) -> Assessment:
+    from covey.cli.eval import assess_model, defaults
+
+    asked = {name: given.get(name) for name in ("reward", "prompt_column", "columns", "max_prompts", "max_tokens")}
+    options = {**defaults(), **{name: value for name, value in asked.items() if value is not None}}
+    return assess_model(str(folder), {**options, "dataset": given["choose"]})

@@ -1,0 +1,9 @@
+"""Fusing weights: whole models and adapters of one base, merged without loading a model."""
+
+from __future__ import annotations
+
+from covey.merging.adapters import merge_adapters
+from covey.merging.methods import METHODS, Recipe
+from covey.merging.models import merge_models
+
+__all__ = ["METHODS", "Recipe", "merge_adapters", "merge_models"]

@@ -1,0 +1,128 @@
+"""LoRA adapters of one base, merged: exactly, by rank concatenation, or to a smaller rank with the error said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from covey.errors import ConfigError, ModelError
+from covey.files.bounded import read_json
+
+_SAME = (
+    "base_model_name_or_path",
+    "target_modules",
+    "peft_type",
+    "fan_in_fan_out",
+    "bias",
+    "use_dora",
+    "modules_to_save",
+)
+
+
+def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] = (), rank: int | None = None) -> float:
+    """Write the weighted mean of LoRA adapters to the new folder `out`; the largest relative error of a layer's update.
+
+    The update of a layer is `sum_k w_k s_k B_k A_k`, with `s` the adapter's scaling. Without `rank`, the `B` are put side by
+    side and the `A` below each other: rank `sum r_k`, exact. With `rank`, its best approximation (SVD; Eckart and Young
+    1936). `weights` (empty: equal) are normalized to sum 1. Raises ConfigError for adapters that do not fit together.
+    """
+    if len(folders) < 2:
+        raise ConfigError("one adapter was given; merging takes several.")
+    shares = list(weights) or [1.0] * len(folders)
+    if len(shares) != len(folders) or not sum(shares):
+        raise ConfigError(
+            f"{len(shares)} weights were given for {len(folders)} adapters; give one for each, not adding up to 0."
+        )
+    shares = [one / sum(shares) for one in shares]
+    configs = [_config(folder) for folder in folders]
+    for folder, config in zip(folders[1:], configs[1:], strict=True):
+        for name in _SAME:
+            if _plain(configs[0].get(name)) != _plain(config.get(name)):
+                raise ConfigError(
+                    f"{folders[0]} and {folder} differ in {name} ({configs[0].get(name)!r} and {config.get(name)!r}); merge "
+                    "adapters of one base and one set of layers."
+                )
+    loaded = [_tensors(folder) for folder in folders]
+    layers = sorted(name.removesuffix(".lora_A.weight") for name in loaded[0] if name.endswith(".lora_A.weight"))
+    merged: dict[str, Tensor] = {}
+    ranks, worst = set(), 0.0
+    for layer in layers:
+        down = [one[f"{layer}.lora_A.weight"].float() for one in loaded]
+        up = [
+            one[f"{layer}.lora_B.weight"].float() * share * _scaling(config, layer)
+            for one, share, config in zip(loaded, shares, configs, strict=True)
+        ]
+        a, b = torch.cat(down), torch.cat(up, dim=1)
+        if rank is not None:
+            a, b, error = _to_rank(a, b, rank)
+            worst = max(worst, error)
+        merged[f"{layer}.lora_A.weight"], merged[f"{layer}.lora_B.weight"] = a.contiguous(), b.contiguous()
+        ranks.add(a.shape[0])
+    if len(ranks) != 1:
+        raise ConfigError(f"the layers would have ranks {sorted(ranks)}; give --rank, one for all.")
+    _write(out, folders[0], configs[0], merged, ranks.pop())
+    return worst
+
+
+def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
+    """`b a` [out, in] at rank `rank`, without forming it: SVD of the small core between two QR factors."""
+    if rank < 1:
+        raise ConfigError(f"rank {rank} leaves nothing; give at least 1.")
+    qb, rb = torch.linalg.qr(b)
+    qa, ra = torch.linalg.qr(a.T)
+    u, s, vt = torch.linalg.svd(rb @ ra.T)
+    kept = min(rank, len(s))
+    total = float(s.square().sum().sqrt())
+    error = float(s[kept:].square().sum().sqrt()) / total if total else 0.0
+    root = s[:kept].sqrt()
+    low_b, low_a = qb @ u[:, :kept] * root, root[:, None] * vt[:kept] @ qa.T
+    pad = rank - kept
+    return torch.nn.functional.pad(low_a, (0, 0, 0, pad)), torch.nn.functional.pad(low_b, (0, pad)), error
+
+
+def _scaling(config: dict[str, Any], layer: str) -> float:
+    rank, alpha = float(config["r"]), float(config.get("lora_alpha") or config["r"])
+    return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found = read_json(folder / "adapter_config.json", ModelError)
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+        raise ConfigError(f"{folder} is no LoRA adapter; merging adapters takes LoRA alone.")
+    for name in ("rank_pattern", "alpha_pattern", "use_dora", "modules_to_save"):
+        if found.get(name):
+            raise ConfigError(
+                f"{folder} uses {name}, which merging adapters does not know; merge it into its base first."
+            )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ModelError(f"{folder} has no adapter_model.safetensors; save the adapter with PEFT's save_pretrained.")
+    return load_file(str(file))
+
+
+def _write(out: Path, source: Path, config: dict[str, Any], tensors: dict[str, Tensor], rank: int) -> None:
+    out.mkdir(parents=True)
+    try:
+        save_file(tensors, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
+        described = {**config, "r": rank, "lora_alpha": rank, "use_rslora": False}
+        (out / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+        for file in source.glob("tokenizer*"):
+            shutil.copy2(file, out / file.name)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise

@@ -1,0 +1,149 @@
+"""Whole models of one architecture, merged tensor by tensor from their files. No model is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError, ModelError
+from covey.files.bounded import read_json
+from covey.merging.methods import Recipe
+from covey.merging.weights import Weights, write
+
+_FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"})
+"""Entries of config.json that may differ between models that fit together."""
+_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
+
+
+def merge_models(
+    folders: Sequence[Path],
+    out: Path,
+    recipe: Recipe,
+    *,
+    base: Path | None = None,
+    dtype: torch.dtype | None = None,
+    told: Callable[[str], None] = lambda said: None,
+) -> Recipe:
+    """Write the merge of the models in `folders` to the new folder `out`; the recipe with its weights filled in.
+
+    Config, tokenizer and generation config are the first model's. `dtype` is the written type (None: the first model's).
+    Raises ConfigError or ModelError, before anything is written, for models that do not fit together.
+    """
+    recipe = recipe.check(len(folders), base is not None)
+    every = [*folders, *([] if base is None else [base])]
+    _check_configs(every)
+    _check_tokenizers(every, told)
+    weights = [Weights(folder) for folder in every]
+    names = _common_names(every, weights)
+    first = weights[0]
+    described = {name: (_stored(first.dtype(name), dtype), first.shape(name)) for name in names}
+    out.mkdir(parents=True)
+    try:
+        write(
+            out, described, _merged(recipe, names, weights[: len(folders)], weights[-1] if base is not None else None)
+        )
+        _copy_rest(folders[0], out, dtype)
+        lineage = {"method": recipe.method, "weights": recipe.weights, "models": [str(one) for one in folders]}
+        (out / "merge.json").write_text(json.dumps({**lineage, "base": base and str(base)}, indent=2) + "\n")
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return recipe
+
+
+def _merged(recipe: Recipe, names: Sequence[str], weights: Sequence[Weights], base: Weights | None) -> Iterator[Tensor]:
+    for name in names:
+        tensors = [one[name] for one in weights]
+        if tensors[0].is_floating_point():
+            merged = recipe(tensors, None if base is None else base[name], name)
+            if not bool(torch.isfinite(merged).all()):
+                raise ModelError(f"{name} is not finite after the merge; one of the models holds NaN or infinity.")
+            yield merged
+            continue
+        if any(not torch.equal(one, tensors[0]) for one in tensors[1:]):
+            raise ModelError(f"{name} holds {tensors[0].dtype} and differs between the models, so it cannot be merged.")
+        yield tensors[0]
+
+
+def _check_configs(folders: Sequence[Path]) -> None:
+    found = [_config(folder) for folder in folders]
+    for folder, config in zip(folders[1:], found[1:], strict=True):
+        for name in sorted({*found[0], *config} - _FREE):
+            if name.endswith("_token_id") or found[0].get(name) == config.get(name):
+                continue
+            raise ConfigError(
+                f"{folders[0]} and {folder} are not of one architecture: {name} is {found[0].get(name)!r} and "
+                f"{config.get(name)!r}. Models that are merged come from one base."
+            )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{folder} is an adapter and other models are not; give whole models, or adapters alone.")
+    found = read_json(folder / "config.json", ModelError)
+    if not isinstance(found, dict):
+        raise ModelError(f"{folder / 'config.json'} holds no object.")
+    return found
+
+
+def _check_tokenizers(folders: Sequence[Path], told: Callable[[str], None]) -> None:
+    """Raise where two tokenizers give a word different ids. Raises ConfigError."""
+    known: list[tuple[Path, dict[str, Any]]] = []
+    for folder in folders:
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            known.append((folder, json.loads(file.read_bytes())))
+        else:
+            told(f"{folder} has no tokenizer.json, so its vocabulary is not compared.")
+    for folder, tokenizer in known[1:]:
+        if _vocabulary(tokenizer) != _vocabulary(known[0][1]):
+            raise ConfigError(
+                f"{known[0][0]} and {folder} have different vocabularies, so their embeddings do not match row by row; merge "
+                "models with one tokenizer."
+            )
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> tuple[Any, Any]:
+    words = tokenizer.get("model", {}).get("vocab")
+    added = sorted((one["id"], one["content"]) for one in tokenizer.get("added_tokens") or ())
+    return (sorted(words.items()) if isinstance(words, dict) else words), added
+
+
+def _common_names(folders: Sequence[Path], weights: Sequence[Weights]) -> list[str]:
+    names = weights[0].names
+    for folder, other in zip(folders[1:], weights[1:], strict=True):
+        missing = sorted(set(names) ^ set(other.names))
+        if missing:
+            raise ModelError(
+                f"{folders[0]} and {folder} do not hold the same tensors; {missing[0]} is in one of them only."
+            )
+        for name in names:
+            if weights[0].shape(name) != other.shape(name):
+                raise ModelError(
+                    f"{name} is {list(weights[0].shape(name))} in {folders[0]} and {list(other.shape(name))} in {folder}; "
+                    "merge models of one shape."
+                )
+    return names
+
+
+def _stored(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    return own if asked is None or not own.is_floating_point else asked
+
+
+def _copy_rest(source: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """Config, tokenizer and the like of the first model."""
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != "model.safetensors.index.json":
+                shutil.copy2(file, out / file.name)
+    if dtype is not None:
+        config = json.loads((out / "config.json").read_text())
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

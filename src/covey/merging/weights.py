@@ -1,0 +1,111 @@
+"""Weights in safetensors files, one tensor at a time: read from one file or several, written in order."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from covey.errors import ModelError
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+SHARD_BYTES = 5 * 10**9
+"""Largest file that is written, as transformers' default."""
+
+
+class Weights:
+    """The tensors of a model folder by name. Raises ModelError for a folder without safetensors, or with damaged ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{folder} has no *.safetensors; save the model with transformers' save_pretrained.")
+        self._file: dict[str, Any] = {}
+        try:
+            for file in files:
+                opened = safe_open(str(file), framework="pt", device="cpu")
+                self._file |= dict.fromkeys(opened.keys(), opened)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{folder} has a safetensors file that cannot be read ({error}); copy it again."
+            ) from error
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _NAMES[self._file[name].get_slice(name).get_dtype()]
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._file[name].get_tensor(name)
+        return found
+
+
+def write(folder: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]) -> int:
+    """Write `tensors`, in the order of `described` (dtype and shape by name), as a transformers model's weights.
+
+    One tensor is in memory at a time; files hold at most SHARD_BYTES. Returns the bytes of all tensors.
+    """
+    shards = _shards(described)
+    index: dict[str, str] = {}
+    given = iter(tensors)
+    for number, names in enumerate(shards):
+        single = len(shards) == 1
+        file = "model.safetensors" if single else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / file, {name: described[name] for name in names}, given)
+        index |= dict.fromkeys(names, file)
+    total = sum(map(_bytes, described.values()))
+    if len(shards) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text)
+    return total
+
+
+def _shards(described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, one in described.items():
+        if shards[-1] and size + _bytes(one) > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _bytes(one)
+    return shards
+
+
+def _bytes(described: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    dtype, shape = described
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def _write_file(file: Path, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Any) -> None:
+    """One safetensors file: 8 bytes of length, a JSON header, the tensors' bytes (<https://github.com/huggingface/safetensors>)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, one in described.items():
+        header[name] = {"dtype": _DTYPES[one[0]], "shape": list(one[1]), "data_offsets": [at, at + _bytes(one)]}
+        at += _bytes(one)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for dtype, shape in described.values():
+            tensor = next(tensors).to(dtype).contiguous()
+            assert tuple(tensor.shape) == tuple(shape)
+            flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            out.write(flat.data)

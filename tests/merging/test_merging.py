@@ -1,0 +1,254 @@
+"""Merging: methods equal mergekit's, models and adapters are merged from their files, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from covey.cli import main
+from covey.errors import ConfigError
+from covey.merging import Recipe, merge_adapters, merge_models
+from covey.merging import weights as weight_files
+from kit import tiny_model, tiny_tokenizer
+
+GOLDEN = json.loads(Path(__file__).with_name("mergekit_golden.json").read_text())
+IDS = torch.arange(3, 15)[None]
+
+
+def saved(place: Path, seed: int, **kwargs: Any) -> Path:
+    torch.manual_seed(seed)
+    model = tiny_model("qwen2", **kwargs)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A base and three models of its architecture."""
+    place = tmp_path_factory.mktemp("models")
+    return [saved(place / name, seed) for seed, name in enumerate(("base", "a", "b", "c"))]
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["recipe"].values())))
+def test_a_method_equals_mergekit(case):
+    recipe = Recipe(**{**case["recipe"], "weights": tuple(case["recipe"]["weights"])})
+    tensors = [torch.tensor(one) for one in GOLDEN["models"]][: 2 if recipe.method == "slerp" else 3]
+    recipe = recipe.check(len(tensors), has_base=True)
+    merged = recipe(tensors, torch.tensor(GOLDEN["base"]))
+    torch.testing.assert_close(merged, torch.tensor(case["result"]), atol=1e-6, rtol=0)
+
+
+def test_dare_keeps_the_difference_on_average_and_its_share_of_entries():
+    base, model = torch.zeros(400, 400), torch.full((400, 400), 2.0)
+    recipe = Recipe(method="dare_linear", density=0.25, seed=3).check(1, has_base=True)
+    merged = recipe([model], base, "layer")
+    assert set(merged.unique().tolist()) == {0.0, 8.0}
+    assert abs((merged != 0).float().mean().item() - 0.25) < 0.01
+    assert torch.equal(merged, recipe([model], base, "layer"))
+    assert not torch.equal(merged, recipe([model], base, "another layer"))
+
+
+def test_models_of_several_files_are_merged_into_one_that_loads(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 50_000)
+    AutoModelForCausalLM.from_pretrained(models[1]).save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    merge_models([tmp_path / "sharded", models[2]], tmp_path / "soup", Recipe(weights=(3.0, 1.0)))
+    assert (tmp_path / "soup" / "model.safetensors.index.json").is_file()
+    first, second, merged = parameters(models[1]), parameters(models[2]), parameters(tmp_path / "soup")
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, (3 * first[name] + second[name]) / 4, atol=1e-6, rtol=0)
+
+
+def test_a_merge_is_written_in_the_type_that_is_asked_for(models, tmp_path):
+    command = ["merge", str(models[1]), str(models[2]), "--method", "slerp", "--weights", "0.3", "--dtype", "bfloat16"]
+    assert main([*command, "-o", str(tmp_path / "half")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(tmp_path / "half")("2 + 2").input_ids
+    told = json.loads((tmp_path / "half" / "merge.json").read_text())
+    assert (told["method"], told["weights"]) == ("slerp", [0.3])
+
+
+def test_one_model_can_be_weakened_against_its_base(models, tmp_path, capsys):
+    command = ["merge", str(models[1]), "--method", "task_arithmetic", "--base", str(models[0]), "--scale", "0.5"]
+    assert main([*command, "-o", str(tmp_path / "weaker"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == [1.0]
+    base, model, merged = parameters(models[0]), parameters(models[1]), parameters(tmp_path / "weaker")
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, (base[name] + model[name]) / 2, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["a", "b", "--method", "slrep"], "Did you mean slerp?"),
+        (["a", "b", "c", "--method", "slerp"], "slerp lies between two models, and 3 were given"),
+        (["a", "b", "--method", "ties"], "ties adds differences from a common base model; give --base"),
+        (["a", "b", "--weights", "1", "2", "3"], "3 weights were given for 2 models"),
+        (["a", "b", "--method", "ties", "--base", "base", "--density", "1.5"], "density 1.5 is no share"),
+        (["a", "smaller"], "are not of one architecture: head_dim is 16 and 8"),
+        (["a", "words"], "have different vocabularies"),
+        (["a", "nan"], "is not finite after the merge"),
+        (["a", "damaged"], "cannot be read"),
+        (["a", "b", "--rank", "4"], "--rank is for adapters"),
+        (["a", "b", "--choose", "x.jsonl"], "--choose needs --reward"),
+        (["a", "nowhere"], "nowhere is no folder here"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_sentence_and_nothing_is_written(models, tmp_path, words, said, capsys):
+    place = models[0].parent
+    if "smaller" in words:
+        saved(place / "smaller", 4, hidden=16)
+    if "words" in words:
+        saved(place / "words", 5)
+        tokenizer = json.loads((place / "words" / "tokenizer.json").read_text())
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10_000, "content": "<new>"})
+        (place / "words" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if "nan" in words:
+        saved(place / "nan", 6)
+        model = AutoModelForCausalLM.from_pretrained(place / "nan")
+        next(model.parameters()).data[0, 0] = float("nan")
+        model.save_pretrained(place / "nan")
+    if "damaged" in words:
+        saved(place / "damaged", 7)
+        file = place / "damaged" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+    folders = {"base", "a", "b", "c", "smaller", "words", "nan", "damaged", "nowhere"}
+    given = [str(place / word) if word in folders else word for word in words]
+    assert main(["merge", *given, "-o", str(tmp_path / "out")]) != 0
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def adapters(models, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two LoRA adapters of different rank on the base."""
+    peft = pytest.importorskip("peft")
+    place = tmp_path_factory.mktemp("adapters")
+    out = []
+    for k, (rank, alpha) in enumerate(((2, 8), (3, 3))):
+        torch.manual_seed(k)
+        base = AutoModelForCausalLM.from_pretrained(models[0])
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=["q_proj", "down_proj"])
+        adapted = peft.get_peft_model(base, config)
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        adapted.save_pretrained(place / str(k))
+        out.append(place / str(k))
+    return out
+
+
+def updates(models: list[Path], adapter: Path) -> dict[str, torch.Tensor]:
+    """What an adapter adds to each weight of the base."""
+    import peft
+
+    base = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    before = {name: one.clone() for name, one in base.state_dict().items()}
+    merged = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    return {name: one - before[name] for name, one in merged.state_dict().items()}
+
+
+def test_adapters_of_different_rank_are_merged_exactly(models, adapters, tmp_path):
+    assert merge_adapters(adapters, tmp_path / "both", (3.0, 1.0)) == 0.0
+    first, second, merged = (updates(models, one) for one in (*adapters, tmp_path / "both"))
+    assert json.loads((tmp_path / "both" / "adapter_config.json").read_text())["r"] == 5
+    for name, update in merged.items():
+        torch.testing.assert_close(update, 0.75 * first[name] + 0.25 * second[name], atol=1e-6, rtol=0)
+
+
+def test_a_smaller_rank_has_the_error_that_is_said(models, adapters, tmp_path, capsys):
+    command = ["merge", *map(str, adapters), "-o", str(tmp_path / "low"), "--rank", "2", "--json"]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)["error"]
+    first, second, merged = (updates(models, one) for one in (*adapters, tmp_path / "low"))
+    off = []
+    for name, update in merged.items():
+        exact = (first[name] + second[name]) / 2
+        if exact.any():
+            off.append(((update - exact).norm() / exact.norm()).item())
+            assert torch.linalg.matrix_rank(update, tol=1e-5) <= 2
+    assert 0.01 < told < 1
+    assert max(off) == pytest.approx(told, rel=1e-3)
+
+
+def test_adapters_that_do_not_fit_together_are_refused(adapters, models, tmp_path, capsys):
+    import peft
+
+    other = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(models[0]), peft.LoraConfig(target_modules=["v_proj"])
+    )
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match="differ in target_modules"):
+        merge_adapters([adapters[0], tmp_path / "other"], tmp_path / "out")
+    assert main(["merge", str(adapters[0]), str(models[1]), "-o", str(tmp_path / "out")]) != 0
+    assert "is an adapter and other models are not" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+REWARD = """
+def ones(completions, **kwargs):
+    return [float(text.startswith("1")) for text in completions]
+"""
+
+
+def one_word(place: Path, word: str, strength: float) -> Path:
+    """A model that always answers with `word`: its hidden state is constant, and `strength` is the word's logit."""
+    model, tokenizer = tiny_model("qwen2", tie_word_embeddings=False), tiny_tokenizer()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.get_input_embeddings().weight.data.fill_(1.0)
+    model.model.norm.weight.data.fill_(1.0)
+    model.lm_head.weight.data[tokenizer(word).input_ids[-1]] = strength / model.config.hidden_size
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("other, is_kept", [(2.0, True), (100.0, False)])
+def test_weights_are_chosen_by_prompts_and_a_merge_that_is_worse_is_not_written(
+    tmp_path, capsys, monkeypatch, other, is_kept
+):
+    """The other model's word wins in the mean of the two, and in the one that is three parts good only if it is strong."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(REWARD)
+    rows = [json.dumps({"prompt": f"{i} + {i % 7} ="}) for i in range(24)]
+    Path("prompts.jsonl").write_text("\n".join(rows) + "\n")
+    good, bad = one_word(tmp_path / "good", "1", 1.0), one_word(tmp_path / "bad", "a", other)
+    command = [
+        "merge",
+        str(good),
+        str(bad),
+        "--choose",
+        "prompts.jsonl",
+        "--reward",
+        "mine.py:ones",
+        "--max-tokens",
+        "2",
+    ]
+    code = main([*command, "-o", "chosen", "--json"])
+    told = capsys.readouterr()
+    assert (tmp_path / "chosen" / "model.safetensors").is_file() == is_kept
+    if is_kept:
+        assert code == 0
+        assert json.loads(told.out)["chosen"] == "linear 0.75, 0.25"
+    else:
+        assert code == 2
+        assert "The best merge found is worse than" in told.err
