@@ -27,6 +27,18 @@ from covey.types.metrics import (
 from covey.types.metrics import (
     merge_metrics as merge_metrics,
 )
+from covey.types.reports import (
+    Alert as Alert,
+)
+from covey.types.reports import (
+    Event as Event,
+)
+from covey.types.reports import (
+    StepReport as StepReport,
+)
+from covey.types.reports import (
+    TokenNumbers as TokenNumbers,
+)
 from covey.types.values import (
     Advantage as Advantage,
 )
@@ -34,16 +46,10 @@ from covey.types.values import (
     Aggregate as Aggregate,
 )
 from covey.types.values import (
-    Alert as Alert,
-)
-from covey.types.values import (
     Completion as Completion,
 )
 from covey.types.values import (
     Estimator as Estimator,
-)
-from covey.types.values import (
-    Event as Event,
 )
 from covey.types.values import (
     Finish as Finish,
@@ -73,13 +79,10 @@ from covey.types.values import (
     Scores as Scores,
 )
 from covey.types.values import (
-    StepReport as StepReport,
-)
-from covey.types.values import (
     TokenBatch as TokenBatch,
 )
 from covey.types.values import (
-    TokenNumbers as TokenNumbers,
+    ToolCall as ToolCall,
 )
 from covey.types.values import (
     Totals as Totals,

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from covey.types.metrics import Metric, merge_metrics
+from covey.types.reports import Event, StepReport
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": "user", "content": "What is 2 + 2?"}`."""
 
-Finish = Literal["stop", "length", "error"]
+Finish = Literal["stop", "length", "error", "turns", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,6 +47,19 @@ class Prompt:
         return list(self.messages) if self.messages is not None else (self.text or "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One call of a tool and its answer."""
+
+    name: str
+    arguments: Any
+    """As the model wrote them: a mapping, or text that is no JSON."""
+    result: str
+    """Text that the model read."""
+    status: Literal["ok", "error", "timeout"] = "ok"
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
     """One answer, in token ids, with what was known when it was drawn. All tensors are on the CPU.
@@ -58,7 +71,8 @@ class Completion:
     """[T_i] int64, the end-of-sequence token included when one was drawn."""
     text: str
     finish: Finish
-    """`stop`: it ended by itself. `length`: it was cut at the limit. `error`: the sampler or a tool failed."""
+    """`stop`: it ended by itself. `length`: it was cut at the limit of tokens. `turns`, `seconds`: its episode was over after
+    so many tool calls, or so much time. `error`: the sampler failed."""
     logprobs: Tensor | None = None
     """[T_i] float32, as drawn: after temperature, penalties and truncation of the distribution (`sampler_logp`)."""
     mask: Tensor | None = None
@@ -73,6 +87,11 @@ class Completion:
     """The optimizer step whose weights wrote it."""
     source: str = "policy"
     """Which model wrote it."""
+    messages: tuple[Message, ...] | None = None
+    """Turns of an episode: the assistant's messages, with `tool_calls`, and the tools' answers. None: a single turn."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Values of this completion that rewards receive beside the data set's columns; dropped once it is scored."""
 
     @property
     def num_tokens(self) -> int:
@@ -86,16 +105,6 @@ class Completion:
     def written(self) -> Tensor:
         """[T_i] bool, True where the model wrote the token."""
         return torch.ones(self.num_tokens, dtype=torch.bool) if self.mask is None else self.mask
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something that happened and should be seen: a reward that failed, a prompt that was dropped."""
-
-    kind: str
-    said: str
-    """One sentence."""
-    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -333,42 +342,6 @@ class Totals:
             max_length=max_length,
             tokens_by_prompt={int(g): int(mask[group == g].sum()) for g in group.unique()},
         )
-
-
-TokenNumbers = Mapping[str, Sequence[Sequence[Tensor | None]]]
-"""By name: for each group, for each of its completions, one number a token [T]; None where it was not measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one optimizer step did. `report["kl"]` is a plain float, NaN when the metric is absent."""
-
-    step: int
-    metrics: Mapping[str, Metric]
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall time by phase: rollout, reward, learn, ..."""
-    events: tuple[Event, ...] = ()
-    tokens: TokenNumbers = field(default_factory=dict)
-    """What was measured of single tokens, of a step whose rollouts are written down."""
-
-    def __getitem__(self, name: str) -> float:
-        return self.metrics[name].value if name in self.metrics else math.nan
-
-    def merged(self, metrics: Mapping[str, Metric]) -> StepReport:
-        """The same report with more metrics added."""
-        return replace(self, metrics=merge_metrics([self.metrics, metrics]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alert:
-    """What a monitor saw, with the evidence and what to try."""
-
-    rule: str
-    severity: Literal["info", "warning", "error"]
-    said: str
-    step: int
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    try_this: tuple[str, ...] = ()
 
 
 # The callables that an algorithm is made of. A slot takes a function; a class only when it has parameters.

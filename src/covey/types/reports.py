@@ -1,0 +1,57 @@
+"""Reports: events, the report of an optimizer step, and alerts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from covey.types.metrics import Metric, merge_metrics
+
+TokenNumbers = Mapping[str, Sequence[Sequence[Tensor | None]]]
+"""By name: for each group, for each of its completions, one number a token [T]; None where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened and should be seen: a reward that failed, a prompt that was dropped."""
+
+    kind: str
+    said: str
+    """One sentence."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """Report of one optimizer step. `report["kl"]` is a plain float, NaN when the metric is absent."""
+
+    step: int
+    metrics: Mapping[str, Metric]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by phase: rollout, reward, learn, ..."""
+    events: tuple[Event, ...] = ()
+    tokens: TokenNumbers = field(default_factory=dict)
+    """What was measured of single tokens, of a step whose rollouts are written down."""
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name].value if name in self.metrics else math.nan
+
+    def merged(self, metrics: Mapping[str, Metric]) -> StepReport:
+        """The same report with more metrics added."""
+        return replace(self, metrics=merge_metrics([self.metrics, metrics]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """Finding of a monitor, with the evidence and what to try."""
+
+    rule: str
+    severity: Literal["info", "warning", "error"]
+    said: str
+    step: int
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    try_this: tuple[str, ...] = ()
