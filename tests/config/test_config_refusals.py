@@ -83,11 +83,6 @@ def test_precision_is_float32_on_a_processor_unless_asked():
     assert config.fp16 is False
 
 
-def test_float16_needs_an_accelerator():
-    with pytest.raises(ConfigError, match="fp16=True needs an accelerator"):
-        make(fp16=True, use_cpu=True)
-
-
 def test_a_launcher_that_shards_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP is set by the launcher"):

@@ -377,8 +377,8 @@ def test_a_reward_that_breaks_its_contract_is_told_so_at_once(tmp_path, reward, 
         trainer(tmp_path, rewards=reward).train()
 
 
-def test_tools_are_refused_with_a_reason(tmp_path):
-    with pytest.raises(ConfigError, match="tools=.* cannot be honoured"):
+def test_a_tool_without_type_hints_is_refused_with_what_to_add(tmp_path):
+    with pytest.raises(ConfigError, match="tool 'print' cannot be described to the model .* type hint"):
         GRPOTrainer(model=tiny_model("qwen2"), reward_funcs=reward_len, args=options(tmp_path), tools=[print])
 
 

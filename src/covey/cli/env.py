@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -92,10 +93,19 @@ def _gpus() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-verb = Verb(
+_versions = Verb(
     name="env",
-    usage="[--json]",
-    sentence="Versions and devices, for a bug report. Values of secrets are not shown.",
+    usage="[--json] | check ENVIRONMENT",
+    sentence="Versions and devices, for a bug report. Values of secrets are not shown. `covey env check` examines an environment.",
     flags=lambda: (JSON,),
     run=run,
 )
+
+
+def verb(arguments: Sequence[str]) -> int:
+    """`covey env ...` or `covey env check ...`. Returns the exit code."""
+    if arguments and arguments[0] == "check":
+        from covey.cli.env_check import verb as check
+
+        return check(arguments[1:])
+    return _versions(arguments)

@@ -39,15 +39,15 @@ _FLAGS = (
 
 def run(given: Given) -> None:
     """Evaluate one model or two, print a table or JSON."""
-    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    options = defaults() | dict(given)
     _check(options)
-    first = _assess(options["model"], options)
+    first = assess_model(options["model"], options)
     found: dict[str, Any] = {"model": options["model"], "dataset": options["dataset"], **first.summary(_ks(options))}
     second = None
     if options["compare_to"]:
         from covey.evaluation.assessment import compare, summary_of
 
-        second = _assess(options["compare_to"], options)
+        second = assess_model(options["compare_to"], options)
         found["compared_to"] = {"model": options["compare_to"], **second.summary(_ks(options))}
         differences = compare(first, second)
         found["difference"] = {**summary_of(differences), "of": options["compare_to"], "minus": options["model"]}
@@ -83,7 +83,13 @@ def _ks(options: dict[str, Any]) -> list[int]:
     return list(options["k"] or [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= samples])
 
 
-def _assess(model_name: str, options: dict[str, Any]) -> Assessment:
+def defaults() -> dict[str, Any]:
+    """Every option of `covey eval` by name."""
+    return {flag.name: flag.default for flag in _FLAGS}
+
+
+def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
+    """Answers of a model to the prompts of `options`, scored."""
     from covey.cli.checkpoints import model_folder
     from covey.cli.columns import column_map
     from covey.data import PromptStream, eos_ids, load, prepare_tokenizer

@@ -34,6 +34,9 @@ _WHAT = (
     Flag(name="model", help="Model to train: a folder, a hub id, or demo for the one that ships with Covey.", group="what"),
     Flag(name="dataset", help="Prompts: a JSONL, CSV or Parquet file, a folder, a hub id, or demo; PATH:SPLIT picks a split, '0.7*A + 0.3*B' mixes.", group="what"),
     Flag(name="reward", help="Reward by name, or your own as file.py:function or package.module:function; several may be given.", type=list[str], group="what"),
+    Flag(name="tools", help="Functions that the model may call while it writes, as file.py:function; they need type hints and a docstring.", type=list[str], group="what"),
+    Flag(name="environment_factory", help="Class of the environment that each completion acts in, as file.py:Class.", group="what"),
+    Flag(name="rollout_func", help="Function of your own that writes the completions, as file.py:function.", group="what", is_common=False),
     Flag(name="eval_dataset", help="Held-out prompts, like --dataset; evaluated at the end, and as --eval-strategy says.", group="what"),
     CONFIG,
     Flag(name="resume", help="auto: go on where this run stopped, or start; never: start; or the path of a checkpoint.", default="never", group="run"),
@@ -131,7 +134,7 @@ def run(given: Given) -> int:
         from covey.cli.plan import show
         from covey.rewards import resolve
 
-        for reward in given["reward"]:
+        for reward in given.get("reward") or ():
             resolve(reward)
         show(config, given, wanted, dataset)
         return 0
@@ -158,6 +161,8 @@ def config_options(given: Given) -> dict[str, Any]:
 def refuse_missing(given: Given) -> None:
     """Raise ConfigError for the first of model, dataset and reward that was not given."""
     for name in ("model", "dataset", "reward"):
+        if name == "reward" and given.get("environment_factory"):
+            continue  # an environment may give the reward itself
         if not given.get(name):
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
 
@@ -180,12 +185,15 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
 
     trainer = GRPOTrainer(
         model=given["model"],
-        reward_funcs=list(given["reward"]),
+        reward_funcs=list(given.get("reward") or ()) or None,
         args=config,
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         peft_config=peft_config,
         callbacks=[record],
+        tools=given.get("tools"),
+        environment_factory=given.get("environment_factory"),
+        rollout_func=given.get("rollout_func"),
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
     trainer.raises_when_stopped = False

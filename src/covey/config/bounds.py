@@ -50,6 +50,7 @@ _AT_LEAST: Mapping[str, float] = {
     "logits_chunk_tokens": 1,
     "early_stopping_patience": 1,
     "ref_model_sync_steps": 1,
+    "max_tool_calling_iterations": 0,
     "rollout_log_steps": 0,
     "rollout_total_limit": 4,
     "dynamic_sampling": 0,
@@ -93,7 +94,7 @@ _BETWEEN: Mapping[str, tuple[float, float]] = {
     "vllm_gpu_memory_utilization": (0, 1),
 }
 _WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {
-    *("rollout_log_steps", "rollout_total_limit"),
+    *("rollout_log_steps", "rollout_total_limit", "max_tool_calling_iterations"),
     "roll_backs_limit",
     "reward_workers",
     "top_k",
@@ -103,7 +104,7 @@ _WHOLE = frozenset(name for name, least in _AT_LEAST.items() if least == 1) | {
 }
 _OPTIONAL = frozenset(
     {
-        "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
+        "max_tool_calling_iterations", "generation_batch_size", "steps_per_generation", "num_generations_eval", "num_completions_to_print",
         "max_tokens_per_microbatch", "logits_chunk_tokens", "early_stopping_patience", "epsilon_high", "router_aux_loss_coef", "max_grad_norm",
         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "delta", "off_policy_mask_threshold",
         "reward_timeout_seconds", "min_p", "save_error_limit", "rollout_total_limit", "data_seed", "eval_delay", "vllm_max_model_length",

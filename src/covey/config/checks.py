@@ -214,7 +214,11 @@ def settle_precision(config: Any) -> None:
     if config.fp16 and config.bf16:
         raise ConfigError("fp16=True and bf16=True contradict each other: leave fp16 out where bfloat16 works.")
     if config.fp16 and not on_accelerator:
-        raise ConfigError("fp16=True needs an accelerator; leave it out to compute in float32 on this processor.")
+        logger.warning(
+            "fp16=True on a CPU is slow, and for trying loss scaling only; leave it out to compute in float32%s.",
+            ", or set bf16=True" if has_bfloat16 else "",
+        )
+        config.use_cpu = True  # transformers takes float16 on a CPU only when it is told that a CPU is meant
     if config.bf16 and not has_bfloat16:
         where = "this accelerator (it needs an Ampere GPU or newer)" if on_accelerator else "this processor"
         instead = "set fp16=True" if on_accelerator else "leave bf16 out to compute in float32"

@@ -95,7 +95,7 @@ class GRPOConfig(TrainingArguments):
     transformers_continuous_batching_config: dict[str, Any] | str | None = None
     """Options of transformers' continuous batching."""
     max_tool_calling_iterations: int | None = None
-    """Most turns of tool calls."""
+    """Most times that tools are called in one completion; unset: no limit."""
 
     # vLLM
     use_vllm: bool = False

@@ -21,7 +21,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "num_generations", "generation_batch_size", "steps_per_generation", "num_iterations",
     ),
     "sampling": (
-        "curriculum", "dynamic_sampling", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
+        "curriculum", "dynamic_sampling", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_tool_calling_iterations",
         "rollout_backend", "rollout_dtype", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
     ),
     "loss": (
@@ -205,7 +205,6 @@ REFUSED: Mapping[str, str] = {
     "use_transformers_continuous_batching": "leave it out: the native sampler already batches continuously",
     "transformers_continuous_batching_config": "leave it out: the native sampler already batches continuously",
     "cache_implementation": "leave it out: the native sampler has its own cache, one copy of the prompt a group",
-    "max_tool_calling_iterations": "tools are not supported yet",
     "log_completions_hub_repo": "completions stay in the run folder; upload `rollouts/` yourself if you want them public",
     "ds3_gather_for_generation": "it concerns DeepSpeed ZeRO-3, which is not supported yet",
     "cast_lm_head_to_fp32": "log-probabilities are already taken in float32; load the model in float32 for a float32 head",

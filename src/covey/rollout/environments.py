@@ -1,7 +1,7 @@
-"""Tools and turns: when a completion ends by itself, an environment may answer, and the model goes on from there.
+"""Environments: when a completion ends by itself, an environment may reply, and generation continues after the reply.
 
-The answer's tokens enter the context of that completion alone; what is cached stays, and other completions decode on
-in the same batch. They are not the model's, so their `mask` is False and their log-probability 0.
+The reply's tokens enter the context of that completion only; the cache stays, and other completions decode on in the same
+batch. The model did not write them, so their `mask` is False and their log-probability 0.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A completion that has just ended by itself."""
+    """Turn of a completion that has just ended by itself."""
 
     prompt: Prompt
     sample: int
-    """Which of its group's completions."""
+    """Index of the completion in its group."""
     token_ids: tuple[int, ...]
-    """Everything after the prompt, earlier answers included."""
+    """Token ids after the prompt, earlier replies included."""
     text: str
-    """What the model wrote since the last answer, without special tokens."""
+    """Text that the model wrote since the last reply, without special tokens."""
 
 
 Reply: TypeAlias = "str | Sequence[int] | None"
-"""Text (encoded without special tokens of the tokenizer's own), or token ids, that the completion goes on from. None: it is over."""
+"""Text (encoded without adding special tokens) or token ids to append to the completion; None ends it."""
 
 Environment: TypeAlias = "Callable[[Sequence[Turn]], Sequence[Reply]]"
 """One reply for each turn. All completions that end in one step are asked together, so that tools can run side by side.
@@ -38,7 +38,7 @@ Example, with ChatML: `lambda turns: [f"\\n<|im_start|>tool\\n{run(t.text)}<|im_
 
 
 def replies(environment: Environment, turns: Sequence[Turn], tokenizer: Any) -> list[list[int] | None]:
-    """What the environment answers, as token ids. Raises DataError when it does not answer every turn."""
+    """The environment's replies as token ids. Raises DataError unless there is one for each turn."""
     given = list(environment(turns))
     if len(given) != len(turns):
         raise DataError(

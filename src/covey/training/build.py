@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -16,21 +16,23 @@ from covey.algorithms.advice import advise
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
 from covey.config.options import ALGORITHM_OPTIONS
-from covey.data import PromptStream, check_dataset
+from covey.data import PromptStream, check_dataset, num_embeddings
 from covey.errors import ConfigError, RewardError
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
 from covey.learner.memory_estimate import enough_tokens, starting_tokens
-from covey.learner.noting import TokenEntropies
-from covey.learner.preparation import checkpoint_activations, make_optimizer, make_scheduler
+from covey.learner.optimizer import make_optimizer, make_scheduler
+from covey.learner.preparation import checkpoint_activations
 from covey.learner.reference import Reference
+from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
-from covey.models import context_limit
+from covey.models import context_limit, has_adapter
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import Backend, SamplingParams, choose_sampler
 from covey.runs import rollouts
+from covey.training.agents import Agents
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
 from covey.training.parts import Parts
@@ -49,6 +51,9 @@ class RunInputs:
     scorer: Scorer
     train_dataset: Any
     world: World
+    agents: Agents = field(default_factory=Agents)
+    trainer: Any = None
+    """What a rollout function is handed beside its prompts."""
 
 
 def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -82,8 +87,12 @@ def build_scorer(
     processing_classes: Any,
     trainer_state: Callable[[], Any],
     device: torch.device,
+    num_own: int = 0,
 ) -> Scorer:
-    """One scorer over callables, reward models and names, with the limits of the configuration."""
+    """One scorer over callables, reward models and names, with the limits of the configuration.
+
+    The last `num_own` rewards are those of environments, which `reward_weights` leaves out: their weight is 1.
+    """
     if reward_funcs is None:
         raise RewardError(
             "reward_funcs is missing; give at least one function, reward model or name of a built-in reward."
@@ -100,7 +109,7 @@ def build_scorer(
     rewards = [resolve(reward, tokenizer, device=device) for reward, tokenizer in zip(many, tokenizers, strict=True)]
     return Scorer(
         rewards,
-        args.reward_weights,
+        None if args.reward_weights is None else [*args.reward_weights, *[1.0] * num_own],
         combiner=Combiner(cast(Any, args.reward_normalization), cast(Any, args.reward_clip)),
         workers=args.reward_workers,
         timeout_seconds=args.reward_timeout_seconds,
@@ -172,7 +181,7 @@ def build_reference(algorithm: Algorithm, policy: Policy) -> Reference:
     """What the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
     if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
         return NoReference()
-    is_peft = hasattr(policy.model, "peft_config") and hasattr(policy.model, "get_base_model")
+    is_peft = has_adapter(policy.model)
     return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy, follows=algorithm.reference is not alg.keep)
 
 
@@ -238,9 +247,10 @@ def build_prompts(given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: 
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=shuffle,
         curriculum=curriculum,
-        chat_template_kwargs=as_dict(args.chat_template_kwargs),
+        chat_template_kwargs=given.agents.template_options(args),
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
+        num_embeddings=num_embeddings(given.model),
     )
 
 
@@ -286,6 +296,7 @@ def build_learner(given: RunInputs, total_steps: int, optimizers: tuple[Any, Any
         critic=critic,
         uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
+        overlaps_reduction=not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
     )
 
@@ -307,13 +318,15 @@ def build_parts(
     is_off_policy = counts.optimizer_steps_per_generation > 1
     learner = build_learner(given, counts.total_steps, optimizers, is_off_policy)
     steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
-    sampler = choose_sampler(
+    make = partial(
+        choose_sampler,
         given.model,
         given.tokenizer,
         eos_ids=given.eos_ids,
         backend=cast(Backend, args.rollout_backend),
         **sampler_options(args, given),
     )
+    sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
     sampler.check_stop = learner.check_stop = interruption

@@ -58,8 +58,8 @@ def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:
 
 
 def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Lengths of the completions, by TRL's names. A completion counts as terminated when it ended by itself."""
-    lengths = torch.tensor([float(c.num_tokens) for group in groups for c in group.completions])
+    """Lengths of the completions in tokens that the model wrote, by TRL's names. Terminated: it ended by itself."""
+    lengths = torch.tensor([float(c.written.sum()) for group in groups for c in group.completions])
     truncated = torch.tensor([c.is_truncated for group in groups for c in group.completions])
     ended = lengths[~truncated]
     least, most = (ended.min().item(), ended.max().item()) if ended.numel() else (math.nan, math.nan)

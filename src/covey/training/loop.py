@@ -16,6 +16,7 @@ from covey.process.memory import collecting_new_garbage_only
 from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
 from covey.rollout import SamplingParams
 from covey.runs import rng
+from covey.training.agents import tool_metrics
 from covey.training.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
 from covey.training.parts import Parts
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end, take
@@ -91,6 +92,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
         **parts.world.merge(parts.scorer.take_metrics()),
         **completion_metrics(groups),
+        **tool_metrics([one for group in groups for one in group.completions]),
         **parts.session.monitor.measure(groups, parts.scorer.weights, scales),
     }
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
@@ -147,13 +149,20 @@ def score(parts: Parts, groups: Sequence[Group], scoring: Scoring) -> list[Group
     failed: RewardError | None = None
     scored: list[Group] = []
     try:
-        scored = scoring.finish(groups)
+        scored = [without_columns(group) for group in scoring.finish(groups)]
     except RewardError as error:
         failed = error
     if parts.world.any(failed is not None):
         raise failed or RewardError("a reward failed on another process; its message is in that process's log.")
     parts.scorer.check_first(parts.world.any)
     return scored
+
+
+def without_columns(group: Group) -> Group:
+    """The group without what only its rewards needed, such as environments, which neither pickles nor checkpoints hold."""
+    if not any(one.columns for one in group.completions):
+        return group
+    return replace(group, completions=tuple(replace(one, columns={}) for one in group.completions))
 
 
 def split(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:

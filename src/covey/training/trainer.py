@@ -26,6 +26,7 @@ from covey.runs.kept import tell_stopped, told_of_the_disk, write_whole
 from covey.runs.resuming import expect_resumable
 from covey.runs.storage import REFUSALS
 from covey.training import loop
+from covey.training.agents import Agents, with_own_rewards, with_prompts
 from covey.training.build import (
     RunInputs,
     advice_for,
@@ -49,11 +50,6 @@ from covey.training.state import TrainState
 logger = logging.getLogger(__name__)
 
 _NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
-_NOT_YET = {
-    "tools": "tool calls in rollouts are not supported yet",
-    "rollout_func": "give Covey a `Sampler` of your own instead: it is a protocol of two methods",
-    "environment_factory": "environments are not supported yet",
-}
 
 
 class GRPOTrainer:
@@ -87,7 +83,6 @@ class GRPOTrainer:
         *,
         algorithm: str | Algorithm | None = None,
     ) -> None:
-        _refuse({"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory})
         self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
             raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
@@ -100,13 +95,17 @@ class GRPOTrainer:
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
         )
+        self.agents = Agents.of(tools, environment_factory, rollout_func)
+        self.tools = [one.call for one in self.agents.tools]
+        rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(
-            self.args, reward_funcs, reward_processing_classes, lambda: self.state, self.world.device
+            self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards)
         )
+        train_dataset = with_prompts(train_dataset, self.agents, self.args)
         self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         if self.train_dataset is not None:
-            self.scorer.check(self.train_dataset.column_names)
+            self.scorer.check(self.agents.columns(self.train_dataset.column_names))
             refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
         self._load(model, processing_class, quantization_config, peft_config)
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
@@ -251,6 +250,8 @@ class GRPOTrainer:
             scorer=self.scorer,
             train_dataset=self.train_dataset,
             world=self.world,
+            agents=self.agents,
+            trainer=self,
         )
 
     def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
@@ -368,12 +369,6 @@ class GRPOTrainer:
         more = ": nothing to do, all steps are done" if state.step >= self.state.max_steps else ""
         parts.session.display.show(f"resumed at step {state.step}, from {start}{more}")
         return state
-
-
-def _refuse(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(f"GRPOTrainer({name}=...) cannot be honoured: {_NOT_YET[name]}.")
 
 
 def _short_name(model: Any) -> str:

@@ -1,0 +1,30 @@
+"""Tools and environments: what a model may call while it writes, and the world that answers."""
+
+from __future__ import annotations
+
+from covey.environments.episodes import EpisodeLimits, Episodes, EpisodeSampler
+from covey.environments.factory import EnvironmentPool
+from covey.environments.gymnasium import gymnasium_environment
+from covey.environments.mcp import mcp_tools
+from covey.environments.openenv import openenv_environment
+from covey.environments.rollout_func import RolloutFuncSampler
+from covey.environments.stepping import Stepped, SteppedEnvironment
+from covey.environments.template import Template
+from covey.environments.tools import Tool, tool, tools_of
+
+__all__ = [
+    "EnvironmentPool",
+    "EpisodeLimits",
+    "EpisodeSampler",
+    "Episodes",
+    "RolloutFuncSampler",
+    "Stepped",
+    "SteppedEnvironment",
+    "Template",
+    "Tool",
+    "gymnasium_environment",
+    "mcp_tools",
+    "openenv_environment",
+    "tool",
+    "tools_of",
+]

@@ -1,0 +1,163 @@
+"""Calls of tools: side by side, each within its limits. A failure is the tool's answer to the model and never ends a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.environments.tools import Tool, unknown_tool
+from covey.rewards.calling.deadline import DeadlineError, EventLoop
+from covey.rewards.calling.workers import WorkerDied, WorkerError, WorkerPool
+from covey.types import ToolCall
+
+AT_ONCE = 64
+"""Most calls that run at the same time."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call as the model wrote it. `tools` are those that its episode has."""
+
+    name: str
+    arguments: Any
+    tools: Mapping[str, Tool]
+    problem: str | None = None
+    """Sentence for the model where the call could not be read at all."""
+
+
+class ToolRunner:
+    """Runs the calls of one decode step side by side: async tools on one event loop, others in threads or worker processes."""
+
+    def __init__(self) -> None:
+        self._loop = EventLoop()
+        self._pools: dict[str, WorkerPool] = {}
+        self._room = threading.BoundedSemaphore(AT_ONCE)
+
+    def run(self, requests: Sequence[Request]) -> list[ToolCall]:
+        """The result of every call, in order. Raises nothing that a tool raises."""
+        found: list[ToolCall | None] = [None] * len(requests)
+        done = threading.Semaphore(0)
+
+        def work(i: int) -> None:
+            with self._room:
+                found[i] = self._call(requests[i])
+            done.release()
+
+        for i in range(len(requests)):
+            threading.Thread(target=work, args=(i,), name="covey-tool", daemon=True).start()
+        for _ in requests:
+            done.acquire()
+        return [one for one in found if one is not None]
+
+    def close(self) -> None:
+        """End the event loop and the worker processes."""
+        self._loop.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def _call(self, request: Request) -> ToolCall:
+        started = time.perf_counter()
+        tool = request.tools.get(request.name)
+        problem = request.problem
+        if problem is None:
+            problem = (
+                unknown_tool(request.name, request.tools.values())
+                if tool is None
+                else tool.problem_with(request.arguments)
+            )
+        if problem is not None or tool is None:
+            return _failed(request, "error", problem or "", started)
+        try:
+            value = self._value(tool, dict(request.arguments))
+            text = content_of(value)
+        except DeadlineError:
+            said = f"{tool.name} did not answer within {tool.limits.seconds:g} seconds"
+            return _failed(request, "timeout", said, started)
+        except (WorkerError, WorkerDied) as error:
+            kind = error.kind if isinstance(error, WorkerError) else "its process ended"
+            return _failed(request, "error", f"{kind}: {error}" if str(error) else kind, started)
+        except BaseException as error:  # noqa: BLE001 - whatever a tool raises is its answer
+            return _failed(request, "error", f"{type(error).__name__}: {error}", started)
+        return ToolCall(
+            name=tool.name,
+            arguments=request.arguments,
+            result=cut(text, tool.limits.max_characters),
+            status="ok",
+            seconds=time.perf_counter() - started,
+        )
+
+    def _value(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+        seconds = tool.limits.seconds
+        if tool.limits.isolated:
+            reply = self._pool(tool).call(arguments, (), seconds)
+            return reply["values"]
+        if tool.is_async:
+            return self._loop.run(lambda: tool.call(**arguments), seconds)
+        return in_thread(lambda: tool.call(**arguments), seconds)
+
+    def _pool(self, tool: Tool) -> WorkerPool:
+        if tool.name not in self._pools:
+            self._pools[tool.name] = WorkerPool(tool.name, _Isolated(tool.call), 4)
+        return self._pools[tool.name]
+
+
+class _Isolated:
+    """A tool as a worker process calls it: text comes back, since replies of workers are JSON."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, **arguments: Any) -> str:
+        returned = self.call(**arguments)
+        return content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
+
+
+def in_thread(function: Callable[[], Any], seconds: float) -> Any:
+    """What `function()` returns, called in a daemon thread that is abandoned past `seconds`. Raises DeadlineError then."""
+    box: list[tuple[Any, BaseException | None]] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            box.append((function(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again where it was called
+            box.append((None, error))
+        done.set()
+
+    threading.Thread(target=work, name="covey-tool-call", daemon=True).start()
+    if not done.wait(seconds):
+        raise DeadlineError(f"it did not return within {seconds:g} seconds")
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def content_of(value: Any) -> str:
+    """A tool's return value as the text that the model reads: text as it is, JSON where it can be, else `str`."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def cut(text: str, most: int) -> str:
+    """The first `most` characters of a result, with a note where some are missing."""
+    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters were cut]"
+
+
+def _failed(request: Request, status: str, said: str, started: float) -> ToolCall:
+    return ToolCall(
+        name=request.name,
+        arguments=request.arguments,
+        result=json.dumps({"error": cut(said, 2000)}, ensure_ascii=False),
+        status="timeout" if status == "timeout" else "error",
+        seconds=time.perf_counter() - started,
+    )

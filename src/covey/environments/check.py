@@ -1,0 +1,195 @@
+"""Examination of an environment before a run: its time, determinism, sessions, and what random actions earn."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from covey.environments.calls import content_of
+from covey.environments.factory import EnvironmentPool, Reset
+from covey.environments.tools import Tool
+from covey.types import Message, Prompt
+
+_WORDS = ("yes", "no", "hello", "1", "42", "look", "a", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """One episode of random actions."""
+
+    shown: tuple[str, ...]
+    """Text of `reset` and of every call."""
+    reward: float | None
+    """None: the environment has no `get_reward`."""
+    seconds: tuple[float, ...]
+    """Of `reset`, then of every call."""
+    errors: tuple[str, ...]
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentReport:
+    """What an examination found."""
+
+    walks: tuple[Walk, ...]
+    is_repeatable: bool
+    """True if the same seed and actions gave the same texts and reward twice, one after the other."""
+    are_apart: bool
+    """True if two episodes in turns gave what each gives alone."""
+    left: Mapping[str, int] = field(default_factory=dict)
+    """Threads, child processes and open connections that are still there after `close`."""
+
+    @property
+    def reset_seconds(self) -> float:
+        """Median of `reset`."""
+        return statistics.median(one.seconds[0] for one in self.walks)
+
+    @property
+    def step_seconds(self) -> tuple[float, float]:
+        """Median and largest of the calls; NaN without one."""
+        every = [seconds for one in self.walks for seconds in one.seconds[1:]]
+        return (statistics.median(every), max(every)) if every else (float("nan"), float("nan"))
+
+    @property
+    def rewards(self) -> list[float]:
+        return [one.reward for one in self.walks if one.reward is not None]
+
+    @property
+    def scored(self) -> float:
+        """Share of random episodes that earned more than the least of them, or more than 0."""
+        least = min([0.0, *self.rewards])
+        return sum(one > least for one in self.rewards) / max(1, len(self.rewards))
+
+
+def examine(
+    factory: Callable[[], Any],
+    *,
+    episodes: int = 20,
+    turns: int = 10,
+    seed: int = 0,
+    row: Mapping[str, Any] | None = None,
+) -> EnvironmentReport:
+    """Act at random in an environment of TRL's contract: `episodes` of at most `turns` calls, drawn from the tools' schemas.
+
+    `row`: columns that `reset` receives. Raises what the factory and `reset` raise, as in a run.
+    """
+    before = _held()
+    pool = EnvironmentPool(factory)
+    try:
+        plans = [_plan(pool.tools[None], turns, f"{seed} {i}") for i in range(episodes)]
+        walks = tuple(_walked(pool, [plan], seed + i, row or {})[0] for i, plan in enumerate(plans))
+        again = _walked(pool, [plans[0]], seed, row or {})[0]
+        apart = _walked(pool, [plans[0], plans[-1]], seed, row or {})
+        alone = [again, _walked(pool, [plans[-1]], seed, row or {})[0]]
+    finally:
+        pool.close()
+    time.sleep(0.2)  # connections end on the other side
+    left = {name: count - before[name] for name, count in _held().items() if count > before[name]}
+    return EnvironmentReport(
+        walks=walks,
+        is_repeatable=_same(walks[0], again),
+        are_apart=all(_same(one, other) for one, other in zip(apart, alone, strict=True)),
+        left=left,
+    )
+
+
+def _walked(
+    pool: EnvironmentPool, plans: Sequence[Sequence[tuple[Tool, dict[str, Any]]]], seed: int, row: Mapping[str, Any]
+) -> list[Walk]:
+    """The walks of several sessions that are open together, one call each in turn."""
+    columns = {"seed": seed, **row}
+    empty = ({"role": "user", "content": ""},)
+    prompts = [Prompt(uid=f"0:{i}", messages=empty, token_ids=(), columns=columns) for i in range(len(plans))]
+    started = [time.perf_counter() for _ in plans]
+    begun = [pool.reset(prompt, 1, lambda messages, prompt, tools: ()) for prompt in prompts]
+    shown: list[list[str]] = [[str((one.messages or ({},))[-1].get("content") or "")] for one, _ in begun]
+    seconds = [[time.perf_counter() - since] for since in started]
+    errors: list[list[str]] = [[] for _ in plans]
+    messages: list[list[Message]] = [list(one.messages or ()) for one, _ in begun]
+    sessions = [resets[0] for _, resets in begun]
+    for turn in range(max(map(len, plans))):
+        for k, plan in enumerate(plans):
+            if turn >= len(plan) or getattr(sessions[k].instance, "is_over", False) is True:
+                continue
+            tool, arguments = plan[turn]
+            since = time.perf_counter()
+            text, error = _called(sessions[k], tool.name, arguments)
+            seconds[k].append(time.perf_counter() - since)
+            shown[k].append(text)
+            errors[k] += [error] if error else []
+            call = {"type": "function", "function": {"name": tool.name, "arguments": arguments}}
+            messages[k].append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages[k].append({"role": "tool", "name": tool.name, "content": text})
+    pool.release()
+    return [
+        Walk(
+            shown=tuple(shown[k]),
+            reward=_reward(sessions[k].instance),
+            seconds=tuple(seconds[k]),
+            errors=tuple(errors[k]),
+            messages=tuple(messages[k]),
+        )
+        for k in range(len(plans))
+    ]
+
+
+def _called(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, str | None]:
+    call = next(one.call for one in session.tools if one.name == name)
+    try:
+        return content_of(call(**arguments)), None
+    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer, as in a run
+        return f"{type(error).__name__}: {error}", f"{name}: {type(error).__name__}: {error}"
+
+
+def _reward(instance: Any) -> float | None:
+    return float(instance.get_reward()) if hasattr(instance, "get_reward") else None
+
+
+def _plan(tools: Sequence[Tool], turns: int, seed: str) -> list[tuple[Tool, dict[str, Any]]]:
+    """Calls drawn at random by the tools' schemas."""
+    draw = random.Random(seed)
+    plan = []
+    for _ in range(turns if tools else 0):
+        tool = draw.choice(list(tools))
+        plan.append((tool, {name: _drawn(one, draw) for name, one in tool.parameters.items()}))
+    return plan
+
+
+def _drawn(schema: Mapping[str, Any], draw: random.Random) -> Any:
+    if schema.get("enum"):
+        return draw.choice(list(schema["enum"]))
+    if "const" in schema:
+        return schema["const"]
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return _drawn(options[0], draw)
+    kind = schema.get("type", "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "integer":
+        return draw.randint(int(schema.get("minimum", 0)), int(schema.get("maximum", 9)))
+    if kind == "number":
+        return draw.uniform(float(schema.get("minimum", 0)), float(schema.get("maximum", 9)))
+    if kind == "array":
+        return [_drawn(schema.get("items") or {}, draw) for _ in range(draw.randint(0, 3))]
+    if kind == "object":
+        return {name: _drawn(one, draw) for name, one in (schema.get("properties") or {}).items()}
+    return draw.random() < 0.5 if kind == "boolean" else draw.choice(_WORDS)
+
+
+def _same(one: Walk, other: Walk) -> bool:
+    return (one.shown, one.reward, one.errors) == (other.shown, other.reward, other.errors)
+
+
+def _held() -> dict[str, int]:
+    process = psutil.Process()
+    return {
+        "threads": process.num_threads(),
+        "child processes": len(process.children(recursive=True)),
+        "connections": len(process.net_connections()),
+    }

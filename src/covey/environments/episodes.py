@@ -1,0 +1,236 @@
+"""Episodes: completions of several turns, in which the model calls tools and reads their answers.
+
+The sampler asks `Episodes` whenever a completion ends by itself. Calls in the model's turn are run, all completions' side by
+side, and their answers go back as token ids that the completion goes on from: the KV cache stays, and the tokens that the
+model wrote are never rendered again. Tokens of answers have `mask` False and no gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from covey.environments.calls import Request, ToolRunner
+from covey.environments.factory import Encode, EnvironmentPool, Reset
+from covey.environments.template import Template, WrittenCall
+from covey.environments.tools import Tool
+from covey.errors import DataError
+from covey.rollout import Sampler, SamplingParams
+from covey.rollout.environments import Turn
+from covey.rollout.prompts import PromptLike
+from covey.types import Completion, Finish, Group, Message, Prompt, ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """Limits of one episode."""
+
+    turns: int | None = None
+    """Times that tools are called; the completion ends at the next call with finish `turns`. None: no limit."""
+    seconds: float | None = None
+    """Time since the episode began; past it the completion ends at the next call with finish `seconds`. None: no limit."""
+
+
+@dataclass(eq=False)
+class _Episode:
+    """One completion on its way."""
+
+    tools: Mapping[str, Tool]
+    reset: Reset | None = None
+    started: float = field(default_factory=time.monotonic)
+    messages: list[Message] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    turns: int = 0
+    read: int = 0
+    """Tokens of the completion that `messages` hold already."""
+    finish: Finish | None = None
+    """Set where a limit of the episode ended it."""
+
+
+class Episodes:
+    """The running episodes of a sampler; called with the turns that have just ended, it gives one reply each (token ids, or None)."""
+
+    def __init__(self, template: Template, tools: Sequence[Tool], limits: EpisodeLimits | None = None) -> None:
+        self.template, self.tools = template, {one.name: one for one in tools}
+        self.limits = limits or EpisodeLimits()
+        self.runner = ToolRunner()
+        self._running: dict[tuple[str, int], _Episode] = {}
+
+    def begin(self, prompt: Prompt, resets: Sequence[Reset | None]) -> None:
+        """Start the episodes of a group, one for each of `resets` (None: no environment).
+
+        Raises DataError for a prompt that is text, since tools are shown by a chat template.
+        """
+        if prompt.messages is None:
+            raise DataError(
+                f"prompt {prompt.uid} is plain text, but tools need chat prompts; write it as "
+                '[{"role": "user", "content": "..."}].'
+            )
+        for i, reset in enumerate(resets):
+            own = self.tools if reset is None else self.tools | {one.name: one for one in reset.tools}
+            self._running[prompt.uid, i] = _Episode(own, reset)
+
+    def __call__(self, turns: Sequence[Turn]) -> list[list[int] | None]:
+        """Token ids that each completion goes on from, or None where it is over."""
+        episodes = [self._of(turn) for turn in turns]
+        written = [self._note(episode, turn.token_ids) for episode, turn in zip(episodes, turns, strict=True)]
+        requests = [
+            [Request(call.name, call.arguments, episode.tools, call.problem) for call in calls]
+            for episode, calls in zip(episodes, written, strict=True)
+        ]
+        results = iter(self.runner.run([one for many in requests for one in many]))
+        replies = []
+        for episode, many in zip(episodes, requests, strict=True):
+            done = [next(results) for _ in many]
+            replies.append(self._answer(episode, done) if done else None)
+        return replies
+
+    def end(self, group: Group) -> Group:
+        """The finished group, each completion with its messages, tool calls and environment."""
+        return replace(
+            group, completions=tuple(self._ended(group.prompt, i, one) for i, one in enumerate(group.completions))
+        )
+
+    def forget(self, uids: Sequence[str]) -> None:
+        """Drop episodes that will not be finished."""
+        gone = set(uids)
+        self._running = {key: episode for key, episode in self._running.items() if key[0] not in gone}
+
+    def _of(self, turn: Turn) -> _Episode:
+        """The turn's episode; begun again where the sampler ran out of memory and writes the completion once more."""
+        key = (turn.prompt.uid, turn.sample)
+        episode = self._running[key]
+        if episode.read and len(turn.token_ids) <= episode.read:
+            if episode.reset is not None:
+                episode.reset.again()
+            episode = self._running[key] = _Episode(episode.tools, episode.reset)
+        return episode
+
+    def _ended(self, prompt: Prompt, sample: int, completion: Completion) -> Completion:
+        episode = self._running.pop((prompt.uid, sample))
+        if episode.read < completion.num_tokens:  # a last turn that was cut at a limit
+            self._note(episode, completion.token_ids.tolist(), is_over=True)
+        own = {} if episode.reset is None else {"environments": episode.reset.instance}
+        return replace(
+            completion,
+            finish=episode.finish or completion.finish,
+            messages=tuple(episode.messages),
+            tool_calls=tuple(episode.calls),
+            columns={**completion.columns, **own},
+        )
+
+    def _note(self, episode: _Episode, token_ids: Sequence[int], is_over: bool = False) -> list[WrittenCall]:
+        """Add the model's turn to the messages; its calls, where they are to be run."""
+        text, calls = self.template.calls_in(token_ids[episode.read :])
+        episode.read = len(token_ids)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [_as_message(call) for call in calls]
+        episode.messages.append(message)
+        if is_over or not calls:
+            return []
+        episode.finish = self._limit(episode)
+        if episode.finish is not None:
+            return []
+        episode.turns += 1
+        return [self._typed(episode, call) for call in calls]
+
+    def _limit(self, episode: _Episode) -> Finish | None:
+        if self.limits.turns is not None and episode.turns >= self.limits.turns:
+            return "turns"
+        is_late = self.limits.seconds is not None and time.monotonic() - episode.started > self.limits.seconds
+        return "seconds" if is_late else None
+
+    def _typed(self, episode: _Episode, call: WrittenCall) -> WrittenCall:
+        """The call with arguments that a template writes as text turned into what the schema says."""
+        tool = episode.tools.get(call.name)
+        if tool is None or not isinstance(call.arguments, Mapping):
+            return call
+        return replace(
+            call, arguments={name: _typed(value, tool.parameters.get(name)) for name, value in call.arguments.items()}
+        )
+
+    def _answer(self, episode: _Episode, done: Sequence[ToolCall]) -> list[int] | None:
+        """Token ids of the answers and of the turn's beginning; None where the environment says that the episode is over."""
+        answers = [{"role": "tool", "name": one.name, "content": one.result} for one in done]
+        episode.calls += done
+        episode.messages += answers
+        if episode.reset is not None and getattr(episode.reset.instance, "is_over", False) is True:
+            return None
+        ids = self.template.bridge([{**one, "tool_call_id": "call00001"} for one in answers])
+        episode.read += len(ids)
+        return ids
+
+
+def _as_message(call: WrittenCall) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _typed(value: Any, schema: Mapping[str, Any] | None) -> Any:
+    """Text as the JSON value that the schema asks for; anything else as it is."""
+    if not isinstance(value, str) or schema is None or schema.get("type", "string") == "string":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+class EpisodeSampler:
+    """A sampler of episodes: resets the environments, lets `sampler` write, and attaches what happened to the completions.
+
+    `make` builds the sampler from the hook that it asks when a completion ends by itself. `encode` renders a prompt again
+    with what its environment's `reset` returned.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Episodes], Sampler],
+        episodes: Episodes,
+        environments: EnvironmentPool | None = None,
+        encode: Encode | None = None,
+    ) -> None:
+        self.episodes, self.environments, self.encode = episodes, environments, encode
+        self.sampler = make(episodes)
+
+    @property
+    def check_stop(self) -> Callable[[], None]:
+        """Called between tokens; what it raises ends the sampling."""
+        return self.sampler.check_stop
+
+    @check_stop.setter
+    def check_stop(self, value: Callable[[], None]) -> None:
+        self.sampler.check_stop = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["sampler"], name)
+
+    def load(self, policy: Any, version: int) -> None:
+        """From now on sample with these weights; completions carry `version`."""
+        self.sampler.load(policy, version)
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` episodes for each prompt, as they finish. Raises DataError for a prompt that is no chat."""
+        begun = [self._begin(prompt, n) for prompt in prompts]
+        shown = {prompt.uid: given for prompt, given in zip(begun, prompts, strict=True)}
+        try:
+            for group in self.sampler.sample(begun, n, params):
+                yield self.episodes.end(group)
+                shown.pop(group.prompt.uid)
+        finally:
+            self.episodes.forget(list(shown))
+            if self.environments is not None:
+                self.environments.release()
+
+    def _begin(self, prompt: PromptLike, n: int) -> Prompt:
+        if not isinstance(prompt, Prompt):
+            raise DataError("an EpisodeSampler takes Prompts; encode text or messages with covey.data first.")
+        if self.environments is None or self.encode is None:
+            self.episodes.begin(prompt, [None] * n)
+            return prompt
+        prompt, resets = self.environments.reset(prompt, n, self.encode)
+        self.episodes.begin(prompt, resets)
+        return prompt

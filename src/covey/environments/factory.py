@@ -1,0 +1,182 @@
+"""Environments by TRL's contract: a factory makes instances with `reset`, methods that are tools, and `get_reward`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+from covey.environments.tools import Tool, bound, tools_of
+from covey.errors import ConfigError, DataError, did_you_mean
+from covey.types import Message, Prompt
+
+Factory = Callable[[], Any]
+Encode = Callable[[Sequence[Message], Prompt, Sequence[Tool]], tuple[int, ...]]
+"""(messages, prompt, tools of its environment) -> token ids of the conversation, the model's turn next."""
+_NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
+
+
+@dataclass(frozen=True)
+class Reset:
+    """An instance that was reset for one completion, and its methods as tools."""
+
+    instance: Any
+    tools: tuple[Tool, ...]
+    again: Callable[[], Any]
+    """Resets it once more with the same row."""
+
+
+class EnvironmentPool:
+    """Instances of environments, made once and reset for every completion.
+
+    `factories`: one factory, or a mapping of names to factories; then the column `environment` of a row names its own.
+    Raises ConfigError for a factory that fails, an instance without `reset`, or a method without type hints and docstring.
+    """
+
+    def __init__(self, factories: Factory | Mapping[str, Factory]) -> None:
+        named: Mapping[Any, Factory] = factories if isinstance(factories, Mapping) else {None: factories}
+        self.factories: dict[str | None, Factory] = dict(named)
+        self.tools: dict[str | None, tuple[Tool, ...]] = {}
+        self._idle: dict[str | None, list[Any]] = {}
+        self._busy: list[tuple[str | None, Any]] = []
+        self._kinds: list[type] = []
+        for name, factory in self.factories.items():
+            instance = _made(factory, name)
+            self.tools[name], self._idle[name] = _methods(instance, name), [instance]
+            self._kinds.append(type(instance))
+
+    @property
+    def rewards(self) -> list[Callable[..., Any]]:
+        """One reward function for each class of environment that has `get_reward`."""
+        return [own_reward(kind) for kind in dict.fromkeys(self._kinds) if hasattr(kind, "get_reward")]
+
+    def reset(self, prompt: Prompt, n: int, encode: Encode) -> tuple[Prompt, list[Reset]]:
+        """`n` instances reset with the row's columns, and the prompt with what `reset` returned after its last user message.
+
+        A group has one prompt. Where `reset` says something else to another instance, copies of the first are taken.
+        """
+        name = self._name(prompt)
+        instances = [self._take(name) for _ in range(n)]
+        row = {**prompt.columns, "prompt": prompt.raw}
+        if "seed" in inspect.signature(instances[0].reset).parameters:
+            row.setdefault(
+                "seed", crc32(prompt.uid.encode())
+            )  # one task for the group, another at each visit of the row
+        said = [_reset(instance, row) for instance in instances]
+        if any(one != said[0] for one in said[1:]):
+            instances[1:] = [_copy(instances[0]) for _ in instances[1:]]
+        self._busy += [(name, instance) for instance in instances]
+        shown = _shown(prompt, said[0], self.tools[name], encode)
+        return shown, [Reset(one, bound(self.tools[name], one), partial(_reset, one, row)) for one in instances]
+
+    def release(self) -> None:
+        """Make the instances of finished episodes free for the next ones."""
+        for name, instance in self._busy:
+            self._idle[name].append(instance)
+        self._busy = []
+
+    def close(self) -> None:
+        """Call `close` of every instance that has one."""
+        self.release()
+        for instances in self._idle.values():
+            for instance in instances:
+                if callable(getattr(instance, "close", None)):
+                    instance.close()
+
+    def _name(self, prompt: Prompt) -> str | None:
+        if None in self.factories:
+            return None
+        name = prompt.columns.get("environment")
+        if name not in self.factories:
+            known = [str(one) for one in self.factories]
+            raise DataError(
+                f"prompt {prompt.uid} has environment={name!r}, which environment_factory does not have."
+                f"{did_you_mean(str(name), known)} It has {', '.join(known)}."
+            )
+        return str(name)
+
+    def _take(self, name: str | None) -> Any:
+        return self._idle[name].pop() if self._idle[name] else _made(self.factories[name], name)
+
+
+def own_reward(kind: Any) -> Callable[..., Any]:
+    """The reward that environments of this class give themselves; None for completions with another environment."""
+    if inspect.iscoroutinefunction(kind.get_reward):
+
+        async def reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:
+            return [await one.get_reward() if type(one) is kind else None for one in environments]
+    else:
+
+        def reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:  # type: ignore[misc]
+            return [one.get_reward() if type(one) is kind else None for one in environments]
+
+    reward.__name__ = kind.__name__
+    return reward
+
+
+def _shown(prompt: Prompt, said: str | None, tools: Sequence[Tool], encode: Encode) -> Prompt:
+    """The prompt with an observation after its last user message, encoded with the tools of its environment."""
+    messages = [dict(one) for one in prompt.messages or ()]
+    if said:
+        last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), None)
+        if last is None:
+            messages.append({"role": "user", "content": said})
+        else:
+            messages[last]["content"] = f"{messages[last].get('content') or ''}{said}"
+    if not messages:
+        return prompt
+    return replace(prompt, messages=tuple(messages), token_ids=encode(messages, prompt, tools))
+
+
+def _made(factory: Factory, name: str | None) -> Any:
+    which = "environment_factory" if name is None else f"environment_factory[{name!r}]"
+    if not callable(factory):
+        raise ConfigError(
+            f"{which} is {factory!r}, which is not callable; give a class, or a function that makes instances."
+        )
+    try:
+        instance = factory()
+    except Exception as error:
+        raise ConfigError(
+            f"{which}() raised {type(error).__name__}: {error}; it is called without arguments."
+        ) from error
+    if not callable(getattr(instance, "reset", None)):
+        raise ConfigError(
+            f"{which} makes a {type(instance).__name__} without reset(); define `def reset(self, **row)`."
+        )
+    return instance
+
+
+def _methods(instance: Any, name: str | None) -> tuple[Tool, ...]:
+    if isinstance(schemas := getattr(instance, "tool_schemas", None), Mapping):
+        return tuple(Tool(name=one, call=getattr(instance, one), schema=schema) for one, schema in schemas.items())
+    found = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return tools_of(getattr(instance, one) for one, _ in found if not one.startswith("_") and one not in _NOT_TOOLS)
+
+
+def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
+    parameters = inspect.signature(instance.reset).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    try:
+        said = instance.reset(**{name: value for name, value in row.items() if takes_all or name in parameters})
+    except Exception as error:
+        raise DataError(
+            f"reset() of {type(instance).__name__} raised {type(error).__name__}: {error}; it gets the row's columns by name."
+        ) from error
+    if said is not None and not isinstance(said, str):
+        raise DataError(f"reset() of {type(instance).__name__} returned a {type(said).__name__}; return text, or None.")
+    return said
+
+
+def _copy(instance: Any) -> Any:
+    try:
+        return copy.deepcopy(instance)
+    except Exception as error:
+        raise DataError(
+            f"reset() of {type(instance).__name__} gave completions of one prompt different texts, and the instance cannot be "
+            f"copied ({type(error).__name__}); draw the task from a column of the row, such as a seed, so that a group has one."
+        ) from error

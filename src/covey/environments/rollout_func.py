@@ -1,0 +1,103 @@
+"""`rollout_func` by TRL's contract: the user's own function writes the completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from covey.errors import DataError
+from covey.rollout import Sampler, SamplingParams
+from covey.rollout.prompts import PromptLike
+from covey.types import Completion, Group, Prompt
+
+_NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+class RolloutFuncSampler:
+    """A sampler whose completions `function(prompts, trainer)` writes.
+
+    It gets each prompt once for each of its `n` completions and returns a dict with `prompt_ids`, `completion_ids` and
+    `logprobs` (None, or a list for each completion), and optionally `env_mask` (0 where the model did not write the token).
+    Further keys, one value a completion, reach the rewards by name. Raises DataError for anything else.
+    """
+
+    def __init__(
+        self, sampler: Sampler, function: Callable[..., Any], trainer: Any, tokenizer: Any, eos_ids: Sequence[int]
+    ) -> None:
+        self.sampler, self.function, self.trainer = sampler, function, trainer
+        self.tokenizer, self.eos_ids, self.version = tokenizer, frozenset(eos_ids), 0
+
+    @property
+    def check_stop(self) -> Callable[[], None]:
+        """Called between tokens; what it raises ends the sampling."""
+        return self.sampler.check_stop
+
+    @check_stop.setter
+    def check_stop(self, value: Callable[[], None]) -> None:
+        self.sampler.check_stop = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["sampler"], name)
+
+    def load(self, policy: Any, version: int) -> None:
+        """From now on sample with these weights; completions carry `version`."""
+        self.version = version
+        self.sampler.load(policy, version)
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, in order."""
+        given = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        asked = [prompt.raw for prompt in given for _ in range(n)]
+        output = self._checked(self.function(asked, self.trainer), len(asked))
+        extra = {name: values for name, values in output.items() if name not in (*_NEEDED, "env_mask")}
+        for p, prompt in enumerate(given):
+            rows = range(p * n, (p + 1) * n)
+            ids = tuple(output["prompt_ids"][rows[0]])
+            if any(tuple(output["prompt_ids"][i]) != ids for i in rows):
+                raise DataError(
+                    f"rollout_func gave completions of prompt {prompt.uid} different prompt_ids; a group has one prompt, so put "
+                    "what differs into completion_ids, with env_mask 0."
+                )
+            completions = tuple(self._completion(output, extra, i, params) for i in rows)
+            yield Group(prompt=replace(prompt, token_ids=ids), completions=completions)
+
+    def _completion(
+        self, output: Mapping[str, Any], extra: Mapping[str, Any], i: int, params: SamplingParams
+    ) -> Completion:
+        ids = torch.as_tensor(list(output["completion_ids"][i]), dtype=torch.int64)
+        logprobs = None if output["logprobs"] is None else output["logprobs"][i]
+        mask = None if output.get("env_mask") is None else torch.as_tensor(list(output["env_mask"][i])).bool()
+        for name, values in (("logprobs", logprobs), ("env_mask", mask)):
+            if values is not None and len(values) != len(ids):
+                raise DataError(
+                    f"rollout_func gave completion {i} {len(ids)} completion_ids and {len(values)} {name}; give one for each token."
+                )
+        is_ended = bool(len(ids)) and int(ids[-1]) in self.eos_ids
+        return Completion(
+            token_ids=ids,
+            text=self.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
+            finish="stop" if is_ended or len(ids) < params.max_tokens else "length",
+            logprobs=None if logprobs is None else torch.as_tensor(list(logprobs), dtype=torch.float32),
+            mask=mask,
+            version=self.version,
+            columns={name: values[i] for name, values in extra.items()},
+        )
+
+    def _checked(self, output: Any, count: int) -> Mapping[str, Any]:
+        """The output, where it has the keys and one entry a completion."""
+        if not isinstance(output, Mapping):
+            raise DataError(
+                f"rollout_func returned a {type(output).__name__}; return a dict with {', '.join(_NEEDED)}."
+            )
+        missing = [name for name in _NEEDED if name not in output]
+        if missing:
+            raise DataError(f"rollout_func returned no {', '.join(missing)}; it has {', '.join(map(str, output))}.")
+        for name, values in output.items():
+            if values is not None and len(values) != count:
+                raise DataError(
+                    f"rollout_func returned {len(values)} {name} for {count} prompts; return one for each prompt it was given."
+                )
+        return output

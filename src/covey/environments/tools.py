@@ -1,0 +1,130 @@
+"""Tools: functions that a model may call while it writes, each with its JSON schema and its limits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from transformers.utils import get_json_schema
+
+from covey.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+_MARK = "__covey_tool__"
+SECONDS = 30.0
+"""Time limit of one call where a tool does not set its own."""
+MAX_CHARACTERS = 20_000
+"""Characters of a result where a tool does not set its own limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of one call of a tool."""
+
+    seconds: float = SECONDS
+    max_characters: int = MAX_CHARACTERS
+    """A longer result is cut, with a note that says so."""
+    isolated: bool = False
+    """Run in a worker process of its own, killed past the time limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A function that the model may call by `name`, with the JSON schema that the chat template shows to the model."""
+
+    name: str
+    call: Callable[..., Any]
+    schema: Mapping[str, Any]
+    """`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take it."""
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.call)
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of each parameter, by name."""
+        found: Mapping[str, Any] = self.schema["function"].get("parameters", {}).get("properties", {})
+        return found
+
+    def problem_with(self, arguments: Any) -> str | None:
+        """A sentence for the model where `arguments` do not fit the signature; None where they do."""
+        if not isinstance(arguments, Mapping):
+            return f"the arguments of {self.name} must be a JSON object, not {type(arguments).__name__}"
+        known = list(self.parameters)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.call).parameters.values())
+        unknown = [name for name in arguments if name not in known and not takes_any]
+        if unknown:
+            return f"{self.name} has no parameter {unknown[0]!r}; it takes {', '.join(known) or 'none'}"
+        required = self.schema["function"].get("parameters", {}).get("required", [])
+        missing = [name for name in required if name not in arguments]
+        return f"{self.name} needs {', '.join(missing)}" if missing else None
+
+
+def tool(*, timeout: float = SECONDS, max_characters: int = MAX_CHARACTERS, isolated: bool = False) -> Callable[[T], T]:
+    """Set the limits of a tool function; the function itself is unchanged.
+
+    `timeout`: seconds of one call. `max_characters`: the longest result. `isolated`: call it in a worker process, which is
+    killed past the time limit, for code that may hang or crash.
+
+    Example: `@tool(timeout=5)` above `def search(query: str) -> str`.
+    """
+    if not timeout > 0:
+        raise ConfigError(f"tool(timeout={timeout}) leaves no time; give seconds above 0.")
+    if max_characters < 1:
+        raise ConfigError(f"tool(max_characters={max_characters}) leaves no room for a result; give at least 1.")
+    limits = Limits(seconds=timeout, max_characters=max_characters, isolated=isolated)
+
+    def mark(target: T) -> T:
+        setattr(target, _MARK, limits)
+        return target
+
+    return mark
+
+
+def tools_of(functions: Iterable[Any]) -> tuple[Tool, ...]:
+    """Tools from functions (sync or async) with type hints and a docstring, or `Tool`s as they are.
+
+    Raises ConfigError for what is not callable, has no hints or no description of a parameter, or has another's name.
+    """
+    if isinstance(functions, str | Mapping) or not isinstance(functions, Iterable):
+        raise ConfigError(f"tools is a {type(functions).__name__}; give a list of functions.")
+    tools = tuple(one if isinstance(one, Tool) else _tool_of(one) for one in functions)
+    names = [one.name for one in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two tools have the name {name!r}; the model could not tell them apart. Rename one.")
+    return tools
+
+
+def _tool_of(function: Any) -> Tool:
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            f"tools has {function!r}, which is no function; give functions with type hints and a docstring."
+        )
+    name = getattr(function, "__name__", None) or type(function).__name__
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # its own parser of docstrings raises several kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"tool {name!r} cannot be described to the model ({reason}); give every parameter a type hint and a line in an "
+            "`Args:` section of its docstring."
+        ) from error
+    limits = getattr(function, _MARK, None) or Limits()
+    return Tool(name=str(schema["function"]["name"]), call=function, schema=schema, limits=limits)
+
+
+def bound(tools: Sequence[Tool], instance: Any) -> tuple[Tool, ...]:
+    """The same tools as methods of `instance`."""
+    return tuple(replace(one, call=getattr(instance, one.name)) for one in tools)
+
+
+def unknown_tool(name: str, tools: Iterable[Tool]) -> str:
+    """A sentence for the model that called a tool that does not exist."""
+    names = [one.name for one in tools]
+    return f"there is no tool {name!r}.{did_you_mean(name, names)} Tools: {', '.join(names)}"

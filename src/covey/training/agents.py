@@ -1,0 +1,179 @@
+"""Agents of a run: tools, environments or a rollout function, checked before the model loads, and the sampler over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config import GRPOConfig
+from covey.data.prompts import encode_chat
+from covey.environments import (
+    EnvironmentPool,
+    EpisodeLimits,
+    Episodes,
+    EpisodeSampler,
+    RolloutFuncSampler,
+    Template,
+    Tool,
+    gymnasium_environment,
+    mcp_tools,
+    openenv_environment,
+    tools_of,
+)
+from covey.errors import ConfigError
+from covey.names import load
+from covey.rollout import Sampler
+from covey.types import Completion, Max, Mean, Message, Metric, Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Agents:
+    """Tools, environments and the rollout function that a user gave to `GRPOTrainer`."""
+
+    tools: tuple[Tool, ...] = ()
+    environments: EnvironmentPool | None = None
+    rollout_func: Callable[..., Any] | None = None
+
+    @staticmethod
+    def of(tools: Any, environment_factory: Any, rollout_func: Any) -> Agents:
+        """The same by TRL's arguments; each function may be an import path. Raises ConfigError for what cannot be used."""
+        tools = [own for one in tools for own in _tools(one)] if isinstance(tools, (list, tuple)) else tools
+        if isinstance(environment_factory, dict):
+            environment_factory = {name: environment(one) for name, one in environment_factory.items()}
+        environment_factory = environment(environment_factory)
+        rollout_func = _loaded(rollout_func, "rollout function")
+        if rollout_func is not None and (tools or environment_factory):
+            other = "tools" if tools else "environment_factory"
+            raise ConfigError(
+                f"rollout_func writes whole completions itself, so {other} would never act; leave one out."
+            )
+        if rollout_func is not None and not callable(rollout_func):
+            raise ConfigError(f"rollout_func is {rollout_func!r}; give a function of (prompts, trainer).")
+        pool = None if environment_factory is None else EnvironmentPool(environment_factory)
+        return Agents(tools_of(tools or ()), pool, rollout_func)
+
+    @property
+    def are_used(self) -> bool:
+        return bool(self.tools or self.environments is not None or self.rollout_func is not None)
+
+    @property
+    def rewards(self) -> list[Callable[..., Any]]:
+        """Rewards that environments give themselves."""
+        return [] if self.environments is None else self.environments.rewards
+
+    def columns(self, own: Sequence[str] | None) -> list[str] | None:
+        """Columns that rewards receive, those of the data set `own` among them; None where they are known only later."""
+        if own is None or self.rollout_func is not None:
+            return None
+        return [*own, *(["environments"] if self.environments is not None else [])]
+
+    def template_options(self, args: GRPOConfig) -> dict[str, Any]:
+        """Keyword arguments of the chat template: the run's own, and the schemas of tools that every prompt shows."""
+        chosen = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
+        shown = list(self.tools)
+        if self.environments is not None and None in self.environments.tools:
+            shown += self.environments.tools[None]
+        return {**chosen, **({"tools": [one.schema for one in shown]} if shown else {})}
+
+    def sampler(
+        self, make: Callable[..., Sampler], args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
+    ) -> Sampler:
+        """The sampler that `make(environment=...)` builds, writing episodes where there are tools or environments."""
+        if self.rollout_func is not None:
+            return RolloutFuncSampler(make(), self.rollout_func, trainer, tokenizer, eos_ids)
+        if not self.are_used:
+            return make()
+        options = self.template_options(args)
+        limits = EpisodeLimits(turns=args.max_tool_calling_iterations)
+        episodes = Episodes(Template(tokenizer, eos_ids, options), self.tools, limits)
+
+        def encode(messages: Sequence[Message], prompt: Prompt, tools: Sequence[Tool]) -> tuple[int, ...]:
+            shown = [one.schema for one in (*self.tools, *tools)]
+            own = prompt.columns.get("chat_template_kwargs") or {}
+            how = {**options, **own, **({"tools": shown} if shown else {})}
+            return encode_chat(messages, f"prompt {prompt.uid}", tokenizer, how)
+
+        return EpisodeSampler(lambda hook: make(environment=hook), episodes, self.environments, encode)
+
+
+def environment(given: Any) -> Any:
+    """A factory as it is, or by text: `file.py:Class`, `openenv:URL`, `gymnasium:ID`."""
+    kind, _, rest = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if kind == "openenv":
+        return openenv_environment(rest)
+    return gymnasium_environment(rest) if kind == "gymnasium" else _loaded(given, "environment")
+
+
+def _tools(given: Any) -> list[Any]:
+    """A tool as it is, or by text: `file.py:function`, or all of an MCP server as `mcp:COMMAND` or `mcp:URL`."""
+    if isinstance(given, str) and given.startswith("mcp:"):
+        return list(mcp_tools(given.removeprefix("mcp:")))
+    return [_loaded(given, "tool")]
+
+
+def _loaded(given: Any, kind: str) -> Any:
+    return load(given, kind) if isinstance(given, str) else given
+
+
+def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
+    """Calls of tools by completion and by tool, by TRL's names where it has one; empty for single turns."""
+    if all(one.messages is None for one in completions):
+        return {}
+    calls = [call for one in completions for call in one.tool_calls]
+    turns = [sum(1 for message in one.messages or () if message["role"] == "assistant") for one in completions]
+    metrics: dict[str, Metric] = {
+        "tools/call_frequency": Mean(len(calls), len(completions)),
+        "tools/failure_frequency": Mean(sum(call.status != "ok" for call in calls), len(calls)),
+        "tools/turns": Mean(sum(turns), len(turns)),
+    }
+    for name in sorted({call.name for call in calls if call.name}):
+        own = [call for call in calls if call.name == name]
+        metrics |= {
+            f"tools/{name}/calls": Mean(len(own), len(completions)),
+            f"tools/{name}/errors": Mean(sum(call.status == "error" for call in own), len(own)),
+            f"tools/{name}/timeouts": Mean(sum(call.status == "timeout" for call in own), len(own)),
+            f"tools/{name}/seconds": Mean(sum(call.seconds for call in own), len(own)),
+            f"tools/{name}/max_seconds": Max(max(call.seconds for call in own)),
+        }
+    return metrics
+
+
+def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
+    """The data set with a column `prompt`, empty where an environment's `reset` writes it; rows of their own without a set.
+
+    Raises ConfigError where several environments, or no `max_steps`, need a data set.
+    """
+    empty = [{"role": "user", "content": ""}]
+    if agents.environments is None:
+        return dataset
+    if dataset is not None:
+        has_prompt = "prompt" in (getattr(dataset, "column_names", None) or ["prompt"])
+        return dataset if has_prompt else dataset.add_column("prompt", [empty] * len(dataset))
+    if None not in agents.environments.factories:
+        raise ConfigError(
+            "environment_factory has several environments, which needs a train_dataset whose column environment names one "
+            "for each row."
+        )
+    if args.max_steps <= 0:
+        raise ConfigError("without a train_dataset the length of training is not known; set max_steps.")
+    from datasets import Dataset
+
+    rows = max(1, int(args.generation_batch_size or 1) // args.num_generations)
+    return Dataset.from_list([{"prompt": empty} for _ in range(rows)])
+
+
+def with_own_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents) -> tuple[Any, Any]:
+    """The rewards and their tokenizers with those that environments give themselves at the end, weight 1 each."""
+    if not agents.rewards:
+        return reward_funcs, processing_classes
+    many = (
+        []
+        if reward_funcs is None
+        else list(reward_funcs)
+        if isinstance(reward_funcs, (list, tuple))
+        else [reward_funcs]
+    )
+    if not isinstance(processing_classes, (list, tuple)):
+        processing_classes = [processing_classes] * len(many)
+    return [*many, *agents.rewards], [*processing_classes, *([None] * len(agents.rewards))]
