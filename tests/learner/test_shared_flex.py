@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from test_shared import ROWS, assert_same, gradients
+from test_shared import ROWS, assert_same, gradients, linear_attention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from covey import GRPOConfig, GRPOTrainer
@@ -94,8 +94,8 @@ def test_attention_that_drops_weights_at_random_goes_by_part(flex_on_a_cpu):
 
 
 def test_a_kernel_asked_for_of_a_model_that_shares_nothing_is_refused():
-    policy = Policy(tiny_model("mistral", sliding_window=4), pad_id=0, shared_attention="sdpa")
-    with pytest.raises(ConfigError, match="each prompt once a completion: it has sliding"):
+    policy = Policy(linear_attention(), pad_id=0, shared_attention="sdpa")
+    with pytest.raises(ConfigError, match="each prompt once a completion: it has conv layers"):
         policy.shares_prompts()
 
 

@@ -49,7 +49,7 @@ def counted(sampler):
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.03), (torch.float16, 0.003)])
 def test_compiled_kernels_equal_one_softmax_over_all_keys(shapes, dtype, bound):
-    from covey.rollout import triton_attention
+    from covey.kernels import triton_attention
 
     for name, shape in shapes.SHAPES.items():
         out, expected = shapes.both(triton_attention, device="cuda", dtype=dtype, **shapes.PLAIN | shape)
@@ -59,7 +59,7 @@ def test_compiled_kernels_equal_one_softmax_over_all_keys(shapes, dtype, bound):
 
 
 def test_long_prompts_split_over_programs_give_the_same(shapes):
-    from covey.rollout import triton_attention
+    from covey.kernels import triton_attention
 
     long = shapes.PLAIN | {"lengths": [3000, 4096], "columns": 2048, "step_column": 2000, "starts": [0, 1999, 700, 1]}
     whole, expected = shapes.both(triton_attention, device="cuda", **long)
@@ -151,3 +151,20 @@ def test_bfloat16_is_close_to_a_plain_forward(tokenizer):
             written = logp[-completion.num_tokens :].gather(-1, ids[-completion.num_tokens :, None]).squeeze(-1)
             off.append((written.cpu() - completion.logprobs).abs())
     assert float(torch.cat(off).mean()) < 0.05
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_windows_chunks_and_sinks_are_those_of_a_plain_forward(tokenizer, attention):
+    """Prompts shorter and longer than the window, steps captured."""
+    from test_samplers import plain_logprobs
+    from test_windows import LOCAL
+    from test_windows import PROMPTS as LENGTHS
+    from test_windows import build as local
+
+    for arch in LOCAL:
+        model = local(arch).cuda()
+        params = SamplingParams(max_tokens=30, seed=4, temperature=0.8)
+        sampler = NativeSampler(model, tokenizer, dtype="float32", max_rows=6, attention=attention)
+        for group in sampler.sample(LENGTHS, 2, params):
+            for one, expected in zip(group.completions, plain_logprobs(model, group, params), strict=True):
+                torch.testing.assert_close(one.logprobs.cpu(), expected.cpu(), atol=1e-3, rtol=0)

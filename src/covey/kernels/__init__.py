@@ -15,8 +15,10 @@ from covey.kernels.matmul import WeightMatmul
 from covey.kernels.prompt_attention import SharedPromptAttention
 from covey.kernels.sampler_linear import SamplerLinear
 from covey.kernels.triton_decode import TritonDecode
+from covey.kernels.windows import LOCAL_LAYERS, Window, attention_windows
 
 __all__ = [
+    "LOCAL_LAYERS",
     "AttentionHeads",
     "CacheTables",
     "DecodeKernels",
@@ -28,6 +30,8 @@ __all__ = [
     "SharedPromptAttention",
     "TritonDecode",
     "WeightMatmul",
+    "Window",
+    "attention_windows",
     "footprint",
     "learning",
     "training_heap",

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from covey.kernels.layout import Layout
+from covey.kernels.windows import Window
 from covey.process.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -49,27 +50,35 @@ def padded(tokens: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """Of each of S tokens, where what it sees begins and ends: `own` to itself, and `first` to `last` of its prompt."""
+    """Keys that each of S tokens sees: those from `own` to itself, and those from `first` to before `last` of its prompt."""
 
     own: Tensor
     first: Tensor
     last: Tensor
 
     @staticmethod
-    def of(layouts: Sequence[Layout]) -> _Seen:
-        """From parts that follow each other without a gap, on the CPU."""
+    def of(layouts: Sequence[Layout], window: Window | None = None) -> _Seen:
+        """From parts that follow each other without a gap, on the CPU. `window` moves the first keys towards the token."""
         own, first, last, counts = [], [], [], []
         for layout in layouts:
             begin = layout.start
             for part, count in enumerate((layout.length, *layout.counts)):
-                seen = (layout.start, layout.start + layout.length) if part else (0, 0)
+                span = (layout.start, layout.start + layout.length) if part else (0, 0)
                 own.append(begin)
-                first.append(seen[0])
-                last.append(seen[1])
+                first.append(span[0])
+                last.append(span[1])
                 counts.append(count)
                 begin += count
         wide = lambda values: torch.repeat_interleave(torch.tensor(values), torch.tensor(counts))
-        return _Seen(wide(own), wide(first), wide(last))
+        seen = _Seen(wide(own), wide(first), wide(last))
+        return seen if window is None else seen._within(window)
+
+    def _within(self, window: Window) -> _Seen:
+        place = torch.arange(len(self.own))
+        length = self.last - self.first  # of the prompt behind which a token stands; 0 for the prompt's own
+        earliest = window.first(length + place - self.own)  # a position, counted from the prompt's first token
+        own = torch.maximum(self.own, self.own + earliest - length)
+        return _Seen(own, torch.minimum(self.first + earliest.clamp(min=0), self.last), self.last)
 
     def to(self, device: torch.device) -> _Seen:
         move = lambda x: x.to(device, torch.int32)
@@ -86,9 +95,9 @@ class _Seen:
         return mask
 
 
-def mask_of(layouts: Sequence[Layout], device: torch.device) -> BlockMask:
-    """The mask of a packed row whose length is a multiple of `BLOCK`, from its parts: no [S, S] tensor is built."""
-    seen = _Seen.of(layouts)
+def mask_of(layouts: Sequence[Layout], device: torch.device, window: Window | None = None) -> BlockMask:
+    """Block mask of a packed row whose length is a multiple of `BLOCK`, from its parts: no [S, S] tensor is built."""
+    seen = _Seen.of(layouts, window)
     size = seen.own.shape[0]
     assert size % BLOCK == 0
     place = torch.arange(size)

@@ -23,6 +23,7 @@ from covey.kernels.compile import is_fake, unavailable_reason
 from covey.kernels.fused_functions import Forward, epsilon_of, is_plain
 from covey.kernels.fused_ops import LANES, layer_kernels
 from covey.kernels.matmul import FasterLinears
+from covey.models import decoder_of
 
 ROTATION = "apply_rotary_pos_emb"
 """Name of the function that transformers' model files call to rotate queries and keys."""
@@ -122,7 +123,7 @@ def _linears(module: nn.Module) -> AbstractContextManager[Any]:
 
 def fused(model: nn.Module) -> AbstractContextManager[Any]:
     """`FusedLayers` of this model on a CPU that has the kernels, else a context that does nothing."""
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     if not _runs_here(decoder):
         return nullcontext()
     if decoder not in _fused:  # one for each decoder, so that recomputed blocks enter the same one again
@@ -143,7 +144,7 @@ def _runs_here(decoder: nn.Module) -> bool:
 
 def would_fuse(model: Any) -> bool:
     """True if `fused` will recognise this model's layers on this machine, judged by names and sizes (no storage needed)."""
-    layer = next(_layers(_decoder(model)), None)
+    layer = next(_layers(decoder_of(model)), None)
     if layer is None or unavailable_reason() is not None or not _has_parts(layer.mlp):
         return False
     weight = getattr(layer.input_layernorm, "weight", None)
@@ -160,7 +161,7 @@ class Recomputing:
 
     def __init__(self, *modules: nn.Module) -> None:
         # decoders alone: copying a decoder, which holds this object, must not copy the head
-        self.modules = tuple(map(_decoder, modules))
+        self.modules = tuple(map(decoder_of, modules))
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return _Learning(*self.modules), _Learning(*self.modules)
@@ -175,12 +176,6 @@ def _contexts_of_recomputing(model: nn.Module) -> Iterator[Any]:
 
 
 # -- recognising modules --- -----------------------------------------------------------------------------------------
-
-
-def _decoder(model: Any) -> nn.Module:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
-    return found if isinstance(found, nn.Module) else inner
 
 
 def _layers(decoder: nn.Module) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Attention of packed rows `[prompt | c1 | ... | cG]` by the fastest kernel of the device, and the padding that it wants."""
+"""Attention of packed rows `[prompt | c1 | ... | cG]` by the fastest kernel of the device, and the padding it needs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from covey.kernels.flex_attention import AttentionHeads
 from covey.kernels.layout import Layout
 from covey.kernels.matmul import padded_rows
 from covey.kernels.shared_attention import SharedAttention, runs_here
+from covey.kernels.windows import Window
 
 MIN_PADDED = 128
 """Tokens from which a row on a CPU is padded to one of few lengths, at most an eighth more."""
@@ -35,9 +36,9 @@ class SharedPromptAttention:
         return padded_rows(tokens) - tokens if is_padded else 0
 
     @staticmethod
-    def mask(layouts: Sequence[Layout], kernel: str, device: torch.device) -> Any:
-        """FlexAttention's block mask; None for the other kernels."""
-        return flex_attention.mask_of(layouts, device) if kernel == "flex" else None
+    def mask(layouts: Sequence[Layout], kernel: str, device: torch.device, window: Window | None = None) -> Any:
+        """FlexAttention's block mask of a layer with this window; None for the other kernels."""
+        return flex_attention.mask_of(layouts, device, window) if kernel == "flex" else None
 
     @staticmethod
     def attend(

@@ -1,16 +1,16 @@
 """Packed rows `[prompt | c1 | ... | cG]`: a prompt is computed once for all its completions, forward and backward.
 
-Completions see the prompt and themselves, never each other, and keep the positions they would have alone, so every number
-and every gradient is that of one row at a time. There is no padding outside attention, and the last token of a completion, which
-predicts nothing, is not computed.
+A completion attends to the prompt and to itself, never to another, at the positions it would have alone, so values and
+gradients are those of one row at a time. Only attention pads, and the last token of a completion, which predicts
+nothing, is not computed.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from covey.kernels import AttentionHeads, Layout, SharedPromptAttention
+from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window
 from covey.learner.packing import Row
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = "covey"
-_NOT_UNDERSTOOD = ("softcap", "s_aux", "position_bias", "cache")
-"""What some models pass to their attention that the parts below do not compute."""
+_NOT_UNDERSTOOD = ("position_bias", "indices", "cache")
+"""Arguments that some models pass to their attention and that the parts below do not compute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +33,12 @@ class Segment:
     """One prompt and its G completions inside a packed row of S tokens."""
 
     layout: Layout
-    """The prompt's place, and how many tokens of each completion predict another; kernels need no more."""
+    """Positions of the prompt, and the number of tokens of each completion that predict another."""
     device: torch.device
 
     @functools.cached_property
     def index(self) -> Tensor:
-        """[G, T], where each completion token that predicts another stands in the packed row; any valid place beyond a completion's end."""
+        """[G, T] index in the packed row of each completion token that predicts another; any valid index beyond a completion's end."""
         begins = self.layout.answers.start + self._counts.cumsum(0) - self._counts
         return torch.where(
             self.valid, begins[:, None] + self._steps, torch.tensor(self.layout.start, device=self.device)
@@ -49,11 +49,36 @@ class Segment:
         """[G, T] bool"""
         return self._steps < self._counts[:, None]
 
+    def mask(self, window: Window | None) -> Tensor:
+        """[T, length + T] bool: a completion token sees the prompt, and its own completion up to itself, in its window."""
+        return self._masked(self.layout.length, len(self._steps), window)
+
+    def prompt_mask(self, window: Window | None) -> Tensor | None:
+        """[length, length] bool of the prompt's tokens; None where it is causal and no more."""
+        length = self.layout.length
+        return None if window is None or not window.hides(length) else self._masked(0, length, window)
+
+    def _masked(self, before: int, count: int, window: Window | None) -> Tensor:
+        """[count, before + count] bool of the tokens from position `before` on; kept for the layers that follow."""
+        known = self._masks.get((before, window))
+        if known is None:
+            key = torch.arange(before + count, device=self.device)
+            query = key[before:, None]
+            known = key <= query if window is None else (key <= query) & (key >= window.first(query))
+            self._masks[before, window] = known
+        return known
+
     @functools.cached_property
-    def mask(self) -> Tensor:
-        """[T, length + T] bool, what a completion token sees: the whole prompt, and its own completion up to itself."""
-        prompt = torch.ones(len(self._steps), self.layout.length, dtype=torch.bool, device=self.device)
-        return torch.cat([prompt, self._steps[:, None] >= self._steps], dim=1)
+    def _masks(self) -> dict[tuple[int, Window | None], Tensor]:
+        return {}
+
+    @functools.cached_property
+    def written(self) -> Tensor:
+        """[sum T_i], where `valid` is true, counted row by row: a mask would let the host wait for the device in each layer."""
+        longest = len(self._steps)
+        return _numbers([(i * longest, count) for i, count in enumerate(self.layout.counts)]).to(
+            self.device, non_blocking=True
+        )
 
     @functools.cached_property
     def _counts(self) -> Tensor:
@@ -66,7 +91,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """What `PaddedRows` is for padded rows, for one packed row of S tokens."""
+    """One packed row of S tokens, in place of `PaddedRows`."""
 
     input_ids: Tensor
     """[1, S]"""
@@ -74,7 +99,7 @@ class SharedRows:
     """[1, S]"""
     segments: tuple[Segment, ...]
     source: Tensor
-    """[M], the place whose hidden state predicts each completion token; the first one's is the prompt's last."""
+    """[M], index of the hidden state that predicts each completion token; for the first one, the prompt's last token."""
     target: Tensor
     """[M]"""
     place: Tensor
@@ -82,16 +107,34 @@ class SharedRows:
     shape: tuple[int, int]
     """(N, T)"""
     kernel: str = "own"
-    """What computes the attention: own (one function, on a CPU; SDPA by part elsewhere), sdpa (always by part), flex."""
-    mask: Any = None
-    """FlexAttention's."""
+    """Kernel of the attention: own (one function, on a CPU; SDPA by part elsewhere), sdpa (always by part), flex."""
+    windows: Mapping[int, Window | None] = field(default_factory=dict)
+    """Windows of the model's layers by index."""
+    masks: dict[Window | None, Any] = field(default_factory=dict)
+    """FlexAttention's masks by window, made when a layer asks."""
     heads: set[AttentionHeads] | None = None
-    """Filled with what the layers look like, where it is wanted."""
+    """Filled with the shapes of the layers, if given."""
 
     @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """The places of all prompts and completions."""
+        """Positions of all prompts and completions."""
         return tuple(segment.layout for segment in self.segments)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its completion."""
+        return max(layout.length + max(layout.counts, default=0) for layout in self.layouts)
+
+    def window_of(self, layer: int | None) -> Window | None:
+        """The layer's window, if it hides a token from another one here."""
+        window = None if layer is None else self.windows.get(layer)
+        return window if window is not None and window.hides(self.longest) else None
+
+    def mask(self, window: Window | None) -> Any:
+        """FlexAttention's block mask under `window`; None for the other kernels."""
+        if window not in self.masks:
+            self.masks[window] = SharedPromptAttention.mask(self.layouts, self.kernel, self.input_ids.device, window)
+        return self.masks[window]
 
     def spread(self, values: Tensor) -> Tensor:
         """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""
@@ -102,8 +145,7 @@ class SharedRows:
 def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -> SharedRows:
     """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`.
 
-    For the kernel "flex", and on a CPU, the row ends with padding of its own, which nothing sees: up to a whole block, or to
-    lengths of which there are few.
+    For the kernel "flex", and on a CPU, the row is padded: to a whole block, or to one of few lengths. No token attends to it.
     """
     longest = max(row.completion.num_tokens for row in rows)
     groups: dict[int, list[int]] = {}
@@ -134,7 +176,6 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         ids.append(torch.zeros(padding, dtype=torch.long))
         positions += [(0, 1)] * padding
         segments.append(Segment(Layout(offset, padding, ()), device))
-    layouts = [segment.layout for segment in segments]
     return SharedRows(
         input_ids=torch.cat(ids)[None].to(device),
         position_ids=_numbers(positions)[None].to(device),
@@ -144,12 +185,11 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         place=_numbers(place).to(device),
         shape=(len(rows), longest),
         kernel=kernel,
-        mask=SharedPromptAttention.mask(layouts, kernel, device),
     )
 
 
 _Run = tuple[int, int]
-"""A number, and how many from there on."""
+"""(first number, count) of consecutive numbers."""
 
 
 def _numbers(runs: Sequence[_Run]) -> Tensor:
@@ -170,7 +210,14 @@ def attention(
     covey_rows: SharedRows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: `query` [1, H, S, D] -> [1, S, H, D]. Without packed rows it is SDPA as usual."""
+    """transformers' attention interface: `query` [1, H, S, D] -> [1, S, H, D].
+
+    Without packed rows it is SDPA under SDPA's mask, or the same written out where scores are capped or have sinks: a
+    caller may use the model between a forward pass and its backward.
+    """
+    product = _Product(scaling, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
+    if covey_rows is None and not product.is_plain:
+        return product(query, key, value, attention_mask).transpose(1, 2), None
     if covey_rows is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -183,16 +230,18 @@ def attention(
             raise ValueError(f"its attention uses {name}")
     if covey_rows.heads is not None:
         covey_rows.heads.add(_heads_of(query, key, value))
-    attended = SharedPromptAttention.attend(
-        query, key, value, covey_rows.layouts, covey_rows.mask, kernel=covey_rows.kernel, scale=scaling, dropout=dropout
-    )
-    if attended is not None:
-        return attended, None
-    repeats = query.shape[1] // key.shape[1]
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+    window = covey_rows.window_of(getattr(module, "layer_idx", None))
+    kernel = covey_rows.kernel
+    if product.is_plain and (window is None or kernel == "flex"):
+        mask = covey_rows.mask(window)
+        attended = SharedPromptAttention.attend(
+            query, key, value, covey_rows.layouts, mask, kernel=kernel, scale=scaling, dropout=dropout
+        )
+        if attended is not None:
+            return attended, None
     parts = []
     for segment in covey_rows.segments:
-        parts += _attend(query[0], key[0], value[0], segment, repeats, options)
+        parts += _attend(query[0], key[0], value[0], segment, window, product)
     return torch.cat(parts)[None], None
 
 
@@ -202,13 +251,54 @@ def _heads_of(query: Tensor, key: Tensor, value: Tensor) -> AttentionHeads:
     return AttentionHeads(query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype, query.device)
 
 
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """Attention of some queries to some keys: PyTorch's, or written out where scores are capped or a sink joins the softmax."""
+
+    scale: float | None
+    dropout: float
+    softcap: float | None
+    sinks: Tensor | None
+    """[H]"""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, H, T, E] from `query` [B, H, T, D], `key` [B, K, S, D] and `value` [B, K, S, E].
+
+        `mask` is boolean and broadcasts to [B, H, T, S]; without it attention is causal, the last query seeing every key.
+        """
+        repeats = query.shape[1] // key.shape[1]
+        if self.is_plain:
+            options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": repeats > 1}
+            return F.scaled_dot_product_attention(
+                query, key, value, dropout_p=self.dropout, scale=self.scale, **options
+            )
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = query @ key.mT * scale
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
+        if mask is None:
+            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
+                key.shape[2] - query.shape[2]
+            )
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: padding may see nothing at all
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
+        return F.dropout(weights, self.dropout).to(value.dtype) @ value
+
+
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segment: Segment, repeats: int, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, segment: Segment, window: Window | None, product: _Product
 ) -> list[Tensor]:
     """[length, H, D] of the prompt's tokens and [sum T_i, H, D] of the completions', from [H, S, D]."""
-    options = {**options, "enable_gqa": True} if repeats > 1 else options
     own = lambda x: x[:, segment.layout.prompt][None]  # [1, H, length, D]
-    prompt = F.scaled_dot_product_attention(own(query), own(key), own(value), is_causal=True, **options)
+    prompt = product(own(query), own(key), own(value), segment.prompt_mask(window))
     count, longest = segment.index.shape
     if not segment.index.numel():
         return [prompt[0].transpose(0, 1)]
@@ -216,12 +306,12 @@ def _attend(
     pick = lambda x: x[:, flat].view(x.shape[0], count, longest, x.shape[2]).transpose(0, 1)  # [G, H, T, D]
     keys = torch.cat([own(key).expand(count, -1, -1, -1), pick(key)], dim=2)
     values = torch.cat([own(value).expand(count, -1, -1, -1), pick(value)], dim=2)
-    answers = F.scaled_dot_product_attention(pick(query), keys, values, attn_mask=segment.mask, **options)
-    return [prompt[0].transpose(0, 1), answers.transpose(1, 2)[segment.valid]]
+    answers = product(pick(query), keys, values, segment.mask(window))
+    return [prompt[0].transpose(0, 1), answers.transpose(1, 2).flatten(0, 1)[segment.written]]
 
 
 def install() -> None:
-    """Make the attention known to transformers, with SDPA's masks for calls without packed rows."""
+    """Register the attention with transformers, with SDPA's masks for calls without packed rows."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -230,7 +320,7 @@ def install() -> None:
 
 
 def switch(model: Any) -> None:
-    """Let this model attend by `attention` until `release`; gradient checkpointing calls it again in the backward pass."""
+    """Make this model attend through `attention` until `release`, which must follow the backward pass: checkpointing recomputes there."""
     config = model.config.get_text_config()
     if config._attn_implementation != ATTENTION:
         _before[model] = config._attn_implementation
@@ -248,29 +338,28 @@ _before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def drops(model: Any) -> bool:
-    """Whether attention drops weights at random while the model trains."""
+    """True if attention drops weights at random while the model trains."""
     names = ("attention_dropout", "attn_dropout")
     found = [getattr(module, name, 0.0) for module in model.modules() for name in names]
     return any((one.p if isinstance(one, torch.nn.Dropout) else one) for one in found if one is not None)
 
 
 def reason_against(model: Any) -> str | None:
-    """Why this model cannot share prompts, as far as its configuration tells; None: nothing is known against it."""
+    """Reason in the model's configuration against sharing prompts; None if there is none.
+
+    The attention that the model was loaded with is none: packed rows go through `attention` instead, and a trial compares the two.
+    """
     config = model.config.get_text_config()
     if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
         return "prompt-learning adapters put tokens of their own before the prompt"
     kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"}:
-        return f"it has {', '.join(sorted(kinds - {'full_attention'}))} layers"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return "it has sliding-window attention"
-    if config._attn_implementation not in ("sdpa", ATTENTION):
-        return f"it runs with attn_implementation={config._attn_implementation!r}"
+    if others := kinds - {"full_attention", *LOCAL_LAYERS}:
+        return f"it has {', '.join(sorted(others))} layers"
     return None
 
 
 def forward_kwargs(rows: SharedRows) -> dict[str, Any]:
-    """What the decoder is called with. The four-dimensional mask is never read; it keeps transformers from building one."""
+    """Keywords of the decoder's forward. The four-dimensional mask is never read; it keeps transformers from building one."""
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=rows.input_ids.device)
     return {
         "input_ids": rows.input_ids,

@@ -1,8 +1,8 @@
-"""Attention while sampling: a shared part for the prompt of a group, an own part for each completion, merged exactly.
+"""Decode attention in two parts, merged exactly: keys of a group's prompt, shared, and each completion's own keys.
 
 The queries of all completions of a group are rows of one product with the prompt's keys, which are stored and read once
 (Hydragen, Juravsky et al. 2024). Where a kernel gives the log-sum-exp `l` of each part, the parts are merged by
-`o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)`; where the scores are at hand, one softmax runs over both.
+`o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)`; otherwise the scores of both are concatenated for one softmax.
 """
 
 from __future__ import annotations
@@ -15,26 +15,37 @@ import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
+from covey.kernels import Window
 
 NAME = "covey_rollout"
-"""Our name in transformers' attention interface. No mask is registered under it, so that none is built."""
+"""Name of this attention in transformers' interface. It has no mask function, so transformers builds no mask."""
 
 HIDDEN = -3e4
-"""Added to the score of a key that may not be seen: finite in every precision, so that a part without keys is no NaN."""
+"""Bias of a masked key: finite in every precision, so that a softmax over masked keys alone is not NaN."""
 
 
 class Batch(Protocol):
-    """What a forward pass carries to every attention layer."""
+    """Batch of a forward pass, handed to every attention layer."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """[B, L, Hq, D] from `query` [B, Hq, L, D] and the new `key`, `value` [B, Hkv, L, D], which it also keeps."""
+        """[B, L, Hq, D] from `query` [B, Hq, L, D] and the new `key`, `value` [B, Hkv, L, D], which it also keeps.
+
+        `softcap` c turns a score s into c tanh(s / c). `sinks` [Hq] are scores of a further key without value in every softmax.
+        """
         ...
 
 
 def register() -> None:
-    """Make our attention known to transformers under its private name; again does nothing."""
+    """Register `attention_forward` with transformers; idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention_forward)
@@ -43,35 +54,49 @@ def register() -> None:
 def attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers' attention layers call. The batch arrives as the keyword `covey_batch` of the model's forward."""
+    """Attention function of transformers' interface; the batch is the keyword `covey_batch` of the model's forward.
+
+    Values narrower than the keys (multi-head latent attention) are stored with zeros behind them.
+    """
     batch = options.get("covey_batch")
     if batch is None:
         raise Unsupported(f"{type(module).__name__} does not hand the forward's keywords to its attention")
-    for name in ("s_aux", "position_bias", "indices"):
+    for name in ("position_bias", "indices"):
         if options.get(name) is not None:
             raise Unsupported(f"{type(module).__name__} attends with {name}")
-    window = options.get("sliding_window")
-    if window is not None and window < batch.context:
-        raise Unsupported(f"layers attend to a window of {window} tokens only")
-    if value.shape != key.shape or query.shape[-1] != key.shape[-1]:
-        raise Unsupported(f"{type(module).__name__} has queries, keys and values of different widths")
+    missing = key.shape[-1] - value.shape[-1]
+    if value.shape[:-1] != key.shape[:-1] or query.shape[-1] != key.shape[-1] or missing < 0:
+        raise Unsupported(f"{type(module).__name__} has queries, keys and values of different shapes")
+    if missing:
+        value = torch.nn.functional.pad(value, (0, missing))
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return batch.attend(module.layer_idx, query, key, value, scale, options.get("softcap")), None
+    out = batch.attend(module.layer_idx, query, key, value, scale, options.get("softcap"), options.get("s_aux"))
+    return (out[..., :-missing] if missing else out), None
 
 
 QUERY_BLOCK = 128
-"""Queries of a prompt that are computed together; keys after the block are skipped."""
+"""Queries of a prompt computed together; keys after the block are skipped."""
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[A, L, Hq, D], each token attending to itself and those before it; padding on the right is never seen.
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    *,
+    sinks: Tensor | None = None,
+    window: Window | None = None,
+) -> Tensor:
+    """[A, L, Hq, D], each token attending to itself and those before it in its window; padding on the right is never seen.
 
-    On a CPU in bfloat16 our products take half the time of torch's kernel (measured at 8 prompts of 900 tokens).
+    On a CPU in bfloat16, blocks of matrix products take half the time of torch's SDPA (8 prompts of 900 tokens).
     """
     is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    if softcap is not None or is_slow:
-        return _causal_by_blocks(query, key, value, scale, softcap)
+    window = window if window is not None and window.hides(query.shape[2]) else None
+    if softcap is not None or sinks is not None or window is not None or is_slow:
+        return _causal_by_blocks(query, key, value, scale, softcap, sinks, window)
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -79,7 +104,15 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: flo
     return out.transpose(1, 2)
 
 
-def _causal_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _causal_by_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: Window | None,
+) -> Tensor:
     prompts, heads, length, width = query.shape
     key_heads = key.shape[1]
     grouped = query.reshape(prompts * key_heads, heads // key_heads, length, width)
@@ -87,17 +120,35 @@ def _causal_by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, s
     out = []
     for start in range(0, length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, length)
-        hidden = torch.full((stop - start, stop), HIDDEN, device=query.device, dtype=query.dtype).triu(start + 1)
+        first = 0 if window is None else max(0, window.first(start))
+        hidden = _hidden(start, stop, first, window, query)
         bias = hidden.repeat(heads // key_heads, 1)[None].expand(len(grouped), -1, -1)
         block = grouped[:, :, start:stop].reshape(len(grouped), -1, width)
-        weights = _scores(block, keys[..., :stop], bias, scale, softcap).softmax(-1, dtype=torch.float32)
-        part = torch.bmm(weights.to(value.dtype), values[:, :stop])
+        scores = _scores(block, keys[..., first:stop], bias, scale, softcap)
+        drained = None if sinks is None else sinks.view(key_heads, -1, 1).repeat_interleave(stop - start, 1)
+        weights = _weights(scores, None if drained is None else drained.repeat(prompts, 1, 1))
+        part = torch.bmm(weights.to(value.dtype), values[:, first:stop])
         out.append(part.view(prompts, heads, stop - start, width))
     return torch.cat(out, 2).transpose(1, 2)
 
 
+def _hidden(start: int, stop: int, first: int, window: Window | None, like: Tensor) -> Tensor:
+    """[stop - start, stop - first] `HIDDEN` where the query may not see the key, else 0."""
+    query = torch.arange(start, stop, device=like.device)[:, None]
+    key = torch.arange(first, stop, device=like.device)
+    unseen = key > query if window is None else (key > query) | (key < window.first(query))
+    return torch.zeros(unseen.shape, device=like.device, dtype=like.dtype).masked_fill_(unseen, HIDDEN)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """[..., K] float32 softmax of `scores` [..., K]; `sinks` [..., 1] join it and are left out of the result."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    return torch.cat((scores, sinks.to(scores.dtype)), -1).softmax(-1, dtype=torch.float32)[..., :-1]
+
+
 def _scores(query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[B, Q, K] from `query` [B, Q, D], `keys` [B, D, K] and what is added, [B, Q or 1, K]."""
+    """Scores [B, Q, K] from `query` [B, Q, D], `keys` [B, D, K] and `bias` [B, Q or 1, K]."""
     if softcap is None:
         return torch.baddbmm(bias, query, keys, alpha=scale)
     return (torch.bmm(query, keys) * (scale / softcap)).tanh() * softcap + bias
@@ -110,21 +161,21 @@ def _flat(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class RowMap:
-    """Where the rows of a decode step sit: which of the R rows belong to which of the P prompts.
+    """Index tables between the R rows of a decode step and the P prompts they belong to.
 
-    Between two changes of the batch it stays the same, so it is made once for many steps and layers.
+    They change only when rows or prompts come or go, so they serve many steps and all layers.
     """
 
     members: Tensor
     """[P, Gmax] int64, rows of each prompt, padded with row 0."""
     back: Tensor
-    """[R] int64, where row r is in the flattened members; 0 for a row that belongs to none."""
+    """[R] int64, index of row r in the flattened `members`; 0 for a row without prompt."""
     is_regular: bool
-    """The rows lie in the order of `members` without padding: no gathering is needed."""
+    """True if the rows are in the order of `members` without padding, so that no gather is needed."""
 
     @staticmethod
     def of(owners: list[int], num_prompts: int, device: torch.device, num_rows: int | None = None) -> RowMap:
-        """From the prompt of each row. Rows beyond them, up to `num_rows`, belong to none and get anything."""
+        """Tables from the prompt of each row. Further rows, up to `num_rows`, belong to none; their results are arbitrary."""
         members: list[list[int]] = [[] for _ in range(num_prompts)]
         for row, owner in enumerate(owners):
             members[owner].append(row)
@@ -155,16 +206,16 @@ class RowMap:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPart:
-    """Keys that some queries attend to."""
+    """Keys and values of one part, with their biases."""
 
     keys: Tensor
     """[B, H, K, D]"""
     values: Tensor
     """[B, H, K, D]"""
     bias: Tensor
-    """[B, K], 0 for a key that may be seen, `HIDDEN` for one that may not."""
+    """[B, K], 0 for a visible key, `HIDDEN` for a masked one."""
     wide_bias: Tensor
-    """[B * H, 1, K], the same, once for each head."""
+    """[B * H, 1, K], the same repeated for each head."""
 
 
 def wide(bias: Tensor, heads: int) -> Tensor:
@@ -172,12 +223,18 @@ def wide(bias: Tensor, heads: int) -> Tensor:
     return bias[:, None].expand(-1, heads, -1).reshape(-1, 1, bias.shape[1])
 
 
-Merge = Callable[[Tensor, AttentionPart, AttentionPart, RowMap, float, "float | None"], Tensor]
-"""(query [R, H, repeats, D], own [R ..], shared [P ..], places, scale, softcap) -> [R, H, repeats, D]"""
+Merge = Callable[[Tensor, AttentionPart, AttentionPart, RowMap, float, "float | None", "Tensor | None"], Tensor]
+"""(query [R, H, repeats, D], own [R ..], shared [P ..], row map, scale, softcap, sinks [H * repeats]) -> [R, H, repeats, D]"""
 
 
 def by_one_softmax(
-    query: Tensor, own: AttentionPart, shared: AttentionPart, row_map: RowMap, scale: float, softcap: float | None
+    query: Tensor,
+    own: AttentionPart,
+    shared: AttentionPart,
+    row_map: RowMap,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Scores of both parts side by side, one softmax in float32, two products with the values."""
     rows, heads, repeats = query.shape[:3]
@@ -186,7 +243,7 @@ def by_one_softmax(
     shared_scores = _scores(_flat(grouped), _flat(shared.keys).transpose(1, 2), shared.wide_bias, scale, softcap)
     shared_scores = row_map.scatter(shared_scores.view(*grouped.shape[:3], -1), repeats)  # [R, H, repeats, K]
     scores = torch.cat((shared_scores, own_scores.view(rows, heads, repeats, -1)), -1)
-    weights = scores.softmax(-1, dtype=torch.float32)
+    weights = _weights(scores, None if sinks is None else sinks.view(heads, repeats, 1).expand(rows, -1, -1, -1))
     split = shared_scores.shape[-1]
     to_shared = row_map.gather(weights[..., :split].to(query.dtype))  # [P, H, Gmax * repeats, K]
     to_own = weights[..., split:].to(query.dtype)
@@ -196,11 +253,17 @@ def by_one_softmax(
 
 
 def by_flash(
-    query: Tensor, own: AttentionPart, shared: AttentionPart, row_map: RowMap, scale: float, softcap: float | None
+    query: Tensor,
+    own: AttentionPart,
+    shared: AttentionPart,
+    row_map: RowMap,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it gives."""
-    if softcap is not None:
-        return by_one_softmax(query, own, shared, row_map, scale, softcap)
+    if softcap is not None or sinks is not None:
+        return by_one_softmax(query, own, shared, row_map, scale, softcap, sinks)
     repeats = query.shape[2]
     own_out, own_lse = _flash(query, own, scale)
     shared_out, shared_lse = _flash(row_map.gather(query), shared, scale)
@@ -222,8 +285,8 @@ def merged(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor)
 
 
 def best_merge(device: torch.device, dtype: torch.dtype) -> Merge:
-    """The faster of the two: in float32 on a CPU they cost the same per byte, and flash is a quarter of the calls.
+    """The faster merge: flash in float32 on a CPU, with a quarter of the calls; one softmax elsewhere.
 
-    In bfloat16 the products are up to 2.5 times faster (measured at 128 rows of 100 keys on a Zen 5 core).
+    In bfloat16 the matrix products are up to 2.5 times faster than flash (128 rows of 100 keys on a Zen 5 core).
     """
     return by_flash if device.type == "cpu" and dtype == torch.float32 else by_one_softmax

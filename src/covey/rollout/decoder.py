@@ -1,7 +1,7 @@
-"""The common decoders written out: the same arithmetic as their modules in a quarter of the calls.
+"""Decoders of the Llama shape computed without their modules: the same arithmetic in a quarter of the calls.
 
-In float32 with the live weights; in bfloat16 on a CPU with packed copies that every `load` makes again, where sums of
-the residual stream, norms, rotations and softmax stay in float32.
+Float32 reads the live weights. Bfloat16 on a CPU reads packed copies that every `load` refreshes; the residual stream, norms,
+rotary embeddings and softmax stay in float32.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.nn import functional as F
 
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, SamplerLinear
+from covey.models import unwrapped
 from covey.rollout.forward import ModulesForward
 from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
-from covey.rollout.mode import unwrapped
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
-"""(layer, normed [M, hidden]) -> [M, Hq, D], or None where nobody needs what comes after."""
+"""(layer, normed [M, hidden]) -> [M, Hq, D], or None in the last layer of a prefill, which needs only keys and values."""
 
 _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
-"""What transformers and PEFT hang on embeddings with gradient checkpointing: it changes no number, and asks for their gradient."""
+"""Hooks that transformers and PEFT put on embeddings for gradient checkpointing; they only call `requires_grad_`."""
 
 WRITTEN_OUT = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Decoders of one shape, norm, rotary attention, norm, gated SiLU, that are computed here without calling their modules."""
+"""Models of one layer shape: norm, rotary attention, norm, gated SiLU."""
 
 PACKED = 64
-"""Tokens of prompts are computed in multiples of this many: a new number of rows costs oneDNN 3 ms."""
+"""Prefill computes multiples of this many tokens: each new number of rows costs oneDNN 3 ms to build a kernel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class DecoderForward:
         name = type(self.model).__name__
         if name not in WRITTEN_OUT or config.hidden_act != "silu":
             raise Unsupported(f"{name} is not one of the decoders that are written out")
-        probe = ModulesForward(model)  # refuses what no engine runs
+        probe = ModulesForward(model)  # raises Unsupported where the engine cannot run the model
         self.layers: tuple[LayerShape, ...] = probe.layers
         self.device, self.dtype = probe.device, dtype
         self.copies = dtype != probe.dtype
@@ -83,7 +83,7 @@ class DecoderForward:
         self._take()
 
     def refresh(self) -> bool:
-        """Take the weights as they are now. False when a layer has become something else."""
+        """Read the current weights. False when a layer has become of another kind."""
         try:
             self._take()
         except Unsupported:
@@ -96,7 +96,7 @@ class DecoderForward:
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
-        self.weights: DecodeWeights | None = None  # the old copy goes before the new one is whole
+        self.weights: DecodeWeights | None = None  # frees the old copy before the new one is made
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
             self.blocks = [self._pack(layer) for layer in decoder.layers]
@@ -120,18 +120,18 @@ class DecoderForward:
         )
 
     def evaluating(self) -> AbstractContextManager[None]:
-        return torch.no_grad()  # no module is called, so their modes, which take a walk over all of them, may stay
+        return torch.no_grad()  # no module is called, so their training modes do not matter
 
     def reserve(self, positions: int) -> None:
         if getattr(self.model.model.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
-            return  # its frequencies hang on how long the text is
+            return  # its frequencies depend on the length of the text
         self._rotate_up_to(positions)
         self.is_reserved = True
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
-        """The prompts' own tokens are computed end to end; only attention may see padding."""
+        """Compute the prompts' tokens concatenated, without padding; attention alone may pad them."""
         real = batch.token_indices(ids.shape[1])
-        # by the first token again, which nobody looks at
+        # padded with token 0, whose result is not read
         real = F.pad(real, (0, -len(real) % PACKED)).to(ids.device)
         cos, sin = self._rotation_at(positions.reshape(-1)[real])
 
@@ -146,10 +146,11 @@ class DecoderForward:
 
     def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
-        if cache.kernels and self.weights:
+        if cache.kernels and self.weights and not cache.is_windowed:
             step = self._step(cache, positions)
             return cache.kernels.decode(step, self.weights, cache.cache_tables, self.embedding[ids].float())
-        attend = self._by_kernels(cache, positions) if cache.kernels else self._by_operations(cache, positions)
+        in_kernels = cache.kernels and not cache.is_windowed
+        attend = self._by_kernels(cache, positions) if in_kernels else self._by_operations(cache, positions)
         return self.head(self._run(ids, attend, cache.kernels))
 
     def _by_operations(self, cache: KVCache, positions: Tensor) -> Attend:
@@ -162,7 +163,7 @@ class DecoderForward:
         return attend
 
     def _by_kernels(self, cache: KVCache, positions: Tensor) -> Attend:
-        """Norms of the heads, rotation, keeping and attending in one pass."""
+        """Attention by one kernel call a layer: norms of the heads, rotation, cache write and attention."""
         kernels = cache.kernels
         assert kernels is not None
         step = self._step(cache, positions)
@@ -176,7 +177,7 @@ class DecoderForward:
         return attend
 
     def _step(self, cache: KVCache, positions: Tensor) -> DecodeStep:
-        """This step with its rotations, for the kernels."""
+        """Arguments of the kernels for this step, rotary tables included."""
         if not self.is_reserved:
             self._rotate_up_to(int(positions.max()) + 1)
         step = cache.step(self.key_heads, self.query_heads // self.key_heads, self.width, self.scale)
@@ -186,7 +187,7 @@ class DecoderForward:
         return step
 
     def _run(self, ids: Tensor, attend: Attend, kernels: DecodeKernels | None) -> Tensor:
-        """[M, hidden] normed, for the head, for M tokens. Nothing useful where `attend` gave up in the last layer."""
+        """Normed hidden states [M, hidden] of M tokens; meaningless where `attend` returned None in the last layer."""
         x = self.embedding[ids].float()
         update: Tensor | None = None
         for layer, block in enumerate(self.blocks):
@@ -202,7 +203,7 @@ class DecoderForward:
     def _added_and_normed(
         self, x: Tensor, update: Tensor | None, weight: Tensor, kernels: DecodeKernels | None
     ) -> Tensor:
-        """The norm of `x + update`, which `x` becomes."""
+        """RMS norm of `x + update`; `x` is updated in place."""
         if kernels is not None:
             return kernels.add_norm(x, update, weight, self.eps)
         if update is not None:
@@ -215,7 +216,7 @@ class DecoderForward:
         return query, key, value
 
     def _rotated(self, block: _Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[M, Hq, D], [M, Hkv, D], [M, Hkv, D]: rotated queries and keys, and values."""
+        """Rotated queries [M, Hq, D], rotated keys [M, Hkv, D] and values [M, Hkv, D]."""
         heads = block.qkv(h).view(len(h), -1, self.width)
         turned = heads[:, : self.query_heads + self.key_heads].float()
         if block.query_norm is not None and block.key_norm is not None:
@@ -227,11 +228,11 @@ class DecoderForward:
             )
             turned = torch.cat((query, key), 1)
         other = turned.roll(self.width // 2, -1)
-        turned = turned.mul_(cos).addcmul_(other, sin).to(self.dtype)  # in place: nobody else has what was projected
+        turned = turned.mul_(cos).addcmul_(other, sin).to(self.dtype)  # in place: the projection has no other reader
         return turned[:, : self.query_heads], turned[:, self.query_heads :], heads[:, -self.key_heads :]
 
     def _rotation_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[M, 1, D] cosines, and sines with the sign that a rotation by halves wants, from a table by position."""
+        """Cosines and signed sines [M, 1, D] of `rotate_half`, from a table by position."""
         if not self.is_reserved:
             self._rotate_up_to(int(positions.max()) + 1)
         cos, sin = self.rotation[:, positions][:, :, None]
@@ -247,17 +248,17 @@ class DecoderForward:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether somebody sees, or may change, what goes in or comes out."""
+    """True if a hook other than those of gradient checkpointing may read or change the module's input or output."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__name__", None) not in _GRADIENT_HOOKS for hook in hooks)
 
 
 class CopyForward(ModulesForward):
-    """Any other architecture in bfloat16: a second model of half the memory, filled again by every `load`."""
+    """Bfloat16 copy of any other architecture: a second model of half the memory, refreshed by every `load`."""
 
     def __init__(self, model: Any) -> None:
         self.live = unwrapped(model)
-        ModulesForward(self.live)  # refuses before a copy is made
+        ModulesForward(self.live)  # raises Unsupported before a copy is made
         super().__init__(copy.deepcopy(self.live).requires_grad_(False).to(torch.bfloat16).eval())
 
     def refresh(self) -> bool:

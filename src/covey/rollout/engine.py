@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from covey.data import num_embeddings
 from covey.errors import ConfigError, MemoryLimitError, Unsupported
 from covey.kernels import DecodeKernels, SamplerLinear
+from covey.models import unwrapped
 from covey.process.memory import is_out_of_memory, release
 from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.decoder import CopyForward, DecoderForward
@@ -19,7 +21,6 @@ from covey.rollout.environments import Environment
 from covey.rollout.forward import Forward, ModulesForward
 from covey.rollout.graph_scheduler import GraphScheduler
 from covey.rollout.kernel_choice import AttentionChoice, captures, verified_attention, verified_kernels
-from covey.rollout.mode import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
@@ -137,7 +138,7 @@ class NativeSampler:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         context = context_of(unwrapped(self.model))
-        known = as_prompts(prompts, self.tokenizer, context)
+        known = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model))
         seed = fresh_seed(params)
         requests: deque[GroupRequest] = deque()
         for prompt, occurrence in zip(known, occurrences(known), strict=True):

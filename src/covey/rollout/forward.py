@@ -1,20 +1,20 @@
-"""Forward passes of the native engine through transformers' own modules, and the proof that they are the model's."""
+"""Forward passes of the native engine through transformers' own modules, and a check that their logits are the model's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
-from covey.kernels import DecodeKernels
+from covey.kernels import LOCAL_LAYERS, DecodeKernels, attention_windows
+from covey.models import accepts, evaluating, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
-from covey.rollout.mode import accepts, evaluating, unwrapped
 from covey.rollout.stopping import context_of
 
 UNLIMITED = 2**31
@@ -22,7 +22,7 @@ UNLIMITED = 2**31
 
 
 class Forward(Protocol):
-    """How the engine computes: whole prompts, then one token a row."""
+    """Forward passes of the engine: prefill of whole prompts, then decoding of one token a row."""
 
     layers: tuple[LayerShape, ...]
     device: torch.device
@@ -30,19 +30,19 @@ class Forward(Protocol):
     vocab_size: int
 
     def refresh(self) -> bool:
-        """The live weights have changed. False when the model itself has, so that another way must be found."""
+        """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """What both of the following run in: no gradient, and the modes of the modules that evaluation wants."""
+        """Context of prefill and decode: no gradients, and evaluation mode where modules are called."""
         ...
 
     def reserve(self, positions: int) -> None:
-        """What comes stays below this position: tables are made for it now, and not looked at in every step."""
+        """Build position tables up to `positions` now, so that no step has to check their size."""
         ...
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
-        """Run `ids` [A, L]; the batch keeps their keys and values."""
+        """Prefill `ids` [A, L]; the batch stores their keys and values."""
         ...
 
     def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
@@ -51,7 +51,7 @@ class Forward(Protocol):
 
 
 class ModulesForward:
-    """The model's own forward under our attention: any architecture, adapters and all, weights read in place."""
+    """The model's own forward with the engine's attention: any architecture, adapters included, weights read in place."""
 
     def __init__(self, model: Any) -> None:
         """Raises Unsupported, with the reason, for a model that this cannot run exactly."""
@@ -67,13 +67,13 @@ class ModulesForward:
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
 
     def refresh(self) -> bool:
-        return True  # nothing is kept
+        return True  # the weights are read in place
 
     def evaluating(self) -> AbstractContextManager[None]:
         return evaluating(self.model)
 
     def reserve(self, positions: int) -> None:
-        """The modules have tables of their own."""
+        """Nothing to do: the modules compute their own position tables."""
 
     def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
         self._run(ids, positions, batch)
@@ -87,8 +87,9 @@ class ModulesForward:
             return self.model(input_ids=ids, position_ids=positions, use_cache=False, covey_batch=batch, **self.extra)
 
     def _layers(self) -> tuple[LayerShape, ...]:
-        """Shapes of the keys by layer, from a forward pass that records them."""
-        record = _Record(self.context)
+        """Shape and window of each attention layer, from a recording forward pass."""
+        windows = attention_windows(self.model)
+        record = _Record()
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with evaluating(self.model):
             self._run(ids, torch.arange(2, device=self.device)[None], record)
@@ -96,12 +97,14 @@ class ModulesForward:
             raise Unsupported(f"{type(self.model).__name__} does not attend through transformers' attention interface")
         if sorted(record.shapes) != list(range(len(record.shapes))) or record.dtypes != {self.dtype}:
             raise Unsupported(f"{type(self.model).__name__} does not number its attention layers, or mixes precisions")
-        return tuple(record.shapes[i] for i in range(len(record.shapes)))
+        shapes = [record.shapes[i] for i in range(len(record.shapes))]
+        shapes = [replace(shape, window=windows.get(i)) for i, shape in enumerate(shapes)]
+        return tuple(replace(shape, window=shape.window_within(self.context)) for shape in shapes)
 
 
 @contextmanager
 def our_attention(model: Any) -> Iterator[None]:
-    """The model attends through `attention_forward` inside."""
+    """Context in which the model attends through `attention_forward`."""
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = NAME
@@ -113,28 +116,34 @@ def our_attention(model: Any) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Record:
-    """A batch that only notes what the layers look like."""
+    """Batch that records the shapes of the layers."""
 
-    context: int
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if layer in self.shapes:
             raise Unsupported("a layer attends more than once")
         self.shapes[layer] = LayerShape(heads=key.shape[1], width=key.shape[3])
         self.dtypes.add(key.dtype)
-        return causal(query, key, value, scale, softcap)
+        return causal(query, key, value, scale, softcap, sinks=sinks)
 
 
 def refuse_known(model: Any) -> None:
-    """Raise Unsupported for what is known not to work, before anything is tried."""
+    """Raise Unsupported for a model whose configuration or class rules the engine out."""
     inner = unwrapped(model)
     config = inner.config.get_text_config()
     name = type(inner).__name__
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", *LOCAL_LAYERS}
     if kinds:
         raise Unsupported(f"{name} has layers of kind {', '.join(sorted(kinds))}")
     if not getattr(inner, "_supports_attention_backend", False):

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
-from covey.rollout.mode import accepts, evaluating, unwrapped
+from covey.models import accepts, evaluating, unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
@@ -74,7 +75,7 @@ class TransformersSampler:
         """One group of `n` completions for each prompt, in the order of the prompts."""
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
         seed = fresh_seed(params)
         rows = [
             _Row(group, prompt, sequence_key(seed, prompt.uid, occurrence, sample))

@@ -1,7 +1,7 @@
-"""Keys and values while sampling: one prefix a prompt, one suffix a completion, both growing with what is held.
+"""KV cache of the engine: one prefix a prompt, one suffix a completion.
 
-Attention does not care in which order keys are stored (their positions are already in them), so all rows write their
-next key into the same column (`step_column`), whenever they began; a bias hides the columns before a row's first.
+Keys carry their positions, so their order in memory is free: all rows write their next key into the same column
+(`step_column`) whenever they began, and a bias masks the columns before a row's first.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Layout, zeros
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, best_merge, causal, wide
+from covey.kernels import CacheTables, DecodeKernels, DecodeStep, Layout, Window, zeros
+from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, best_merge, causal
+from covey.rollout.key_bias import KeyBias
 
 STEP = 32
-"""Columns are allocated by this many; kernels are fastest on whole blocks, and shapes repeat."""
+"""Columns are allocated in multiples of this; kernels are fastest on whole blocks, and few shapes occur."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads and width of the keys (and values) of one layer."""
+    """Heads and width of the keys (and values) of one layer, and the window in which its queries see them."""
 
     heads: int
     width: int
+    window: Window | None = None
+
+    def window_within(self, positions: int) -> Window | None:
+        """The window, if it hides a key in a text of `positions` tokens."""
+        return self.window if self.window is not None and self.window.hides(positions) else None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.heads * self.width * dtype.itemsize
 
 
 def padded_rows(rows: int) -> int:
-    """Rows to compute for this many: a new number of rows costs oneDNN about 3 ms of building kernels, so few numbers occur."""
+    """Rows to compute for `rows`, from few sizes: each new size costs oneDNN about 3 ms to build a kernel."""
     block = 1 if rows <= 2 else 4 if rows <= 16 else 8
     return -(-rows // block) * block
 
@@ -44,7 +50,7 @@ def rounded(tokens: int) -> int:
 
 
 class KVCache:
-    """Keys and values of the running prompts and rows, and the attention over them."""
+    """KV cache of the running prompts and rows, and the decode attention over it."""
 
     def __init__(
         self,
@@ -54,7 +60,7 @@ class KVCache:
         context: int,
         kernels: DecodeKernels | None = None,
     ) -> None:
-        """`kernels` attend while decoding; without them, PyTorch's operations do."""
+        """`kernels` compute decode attention; without them, PyTorch's operations do."""
         self.layers, self.device, self.dtype, self.context = tuple(layers), device, dtype, context
         self.kernels = kernels
         self.merge = best_merge(device, dtype)
@@ -65,12 +71,15 @@ class KVCache:
         self.prompt_lengths: list[int] = []  # of the P prompts in flight
         self.starts: list[int] = []  # first column of each of the R rows
         self.step_column = 0
-        self.wide_prefix: dict[int, Tensor] = {}  # by heads; see _wide
-        self.wide_suffix: dict[int, Tensor] = {}
+        self.wide_prefix, self.wide_suffix = dict[int, Tensor](), dict[int, Tensor]()  # by heads; see KeyBias
+        self.windows = {layer.window for layer in layers if layer.window is not None}
+        self.reach, self.in_window = (
+            0,
+            dict[Window, KeyBias](),
+        )  # positions of the longest text, and biases, of this step
         self.owners: list[int] = []  # the prompt slot of each row
         self._row_map: RowMap | None = None
-        # Starts, owners and prompt lengths, for the kernels. `set_row_owners`, which follows whatever comes or goes, makes them void,
-        # and `_resize` does, which alone may come between two steps.
+        # starts, owners and prompt lengths for the kernels; void after `set_row_owners` and `_resize`
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
         self._cache_tables: CacheTables | None = None  # void where `prefix` or `suffix` become other tensors
 
@@ -86,13 +95,11 @@ class KVCache:
 
     @property
     def num_computed(self) -> int:
-        """Rows that a decode step computes: those in flight and, so that few numbers of rows occur, some more, which mean nothing."""
+        """Rows that a decode step computes: the running ones, padded to one of few sizes; results of the padding are not read."""
         return padded_rows(self.num_rows)
 
-    # -- prompts and rows come and go -------------------------------------------------------------------------------
-
     def add_prompts(self, lengths: Sequence[int]) -> range:
-        """Room for prompts of these lengths; their slots."""
+        """Allocate slots for prompts of these lengths; returns the slots."""
         old, self._cache_tables = len(self.prompt_lengths), None
         self.prompt_lengths += lengths
         columns, rows = rounded(max(self.prompt_lengths)), len(self.prompt_lengths)
@@ -106,7 +113,7 @@ class KVCache:
         return range(old, rows)
 
     def add_rows(self, count: int) -> None:
-        """Room for `count` more rows, which have seen nothing but their prompts so far."""
+        """Allocate `count` more rows, whose suffixes are empty."""
         old = self.num_rows
         if not old:
             self.step_column = 0
@@ -114,10 +121,10 @@ class KVCache:
         self._resize(old)
 
     def _resize(self, old: int) -> None:
-        """New buffers for all rows, holding the columns that are still seen by one of the `old` first rows, and some more."""
+        """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new ones added."""
         first = min(self.starts[:old], default=self.step_column)
         used = self.step_column - first
-        # kernels read what is used alone, and pages that nobody has written take no memory
+        # kernels read used columns only, and pages never written take no memory
         soon = min(used // 2, 4 * STEP) if self.kernels is not None else 0
         columns = rounded(used + max(STEP, used // 8, soon))
         for i, layer in enumerate(self.layers):
@@ -132,7 +139,7 @@ class KVCache:
         self._tables = self._cache_tables = None
 
     def drop_rows(self, freed: list[int], moved: list[int], left: int) -> None:
-        """Keep `left` rows: the rows `moved` from the end go to the places `freed`."""
+        """Keep `left` rows: the rows `moved`, from the end, replace the rows `freed`."""
         for freed_row, moved_row in zip(freed, moved, strict=True):
             self.starts[freed_row] = self.starts[moved_row]
         del self.starts[left:]
@@ -147,33 +154,33 @@ class KVCache:
         self.prompt_lengths, self._cache_tables = [self.prompt_lengths[p] for p in kept], None
         columns = rounded(max(self.prompt_lengths, default=0))
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        for i, buffer in enumerate(self.prefix):  # one after the other, so that two are never held whole
+        for i, buffer in enumerate(self.prefix):  # one layer at a time, to bound the memory of copies
             self.prefix[i] = self._zeros(self.layers[i], len(kept), columns)
             for place, p in enumerate(kept):
                 self.prefix[i][:, place] = buffer[:, p, :, :columns]
         self.prefix_bias = self.prefix_bias[index, :columns]
 
     def set_row_owners(self, owners: list[int]) -> None:
-        """Say which prompt slot each row belongs to, after any change."""
+        """Set the prompt slot of each row; called after every change of rows or prompts."""
         self.owners, self._row_map, self._tables = owners, None, None
         self.wide_prefix = {}
 
     @property
     def row_map(self) -> RowMap:
-        """Which rows belong to which prompts, as PyTorch's operations want it."""
+        """Index tables between rows and prompts, for PyTorch's operations."""
         if self._row_map is None:
             self._row_map = RowMap.of(self.owners, len(self.prompt_lengths), self.device, self.num_computed)
         return self._row_map
 
     @property
     def cache_tables(self) -> CacheTables:
-        """Where the keys and values of all layers are, as the kernels want it."""
+        """Addresses of all layers' keys and values, for the kernels."""
         if self._cache_tables is None:
             self._cache_tables = CacheTables(self.suffix, self.prefix)
         return self._cache_tables
 
     def step(self, heads: int, repeats: int, width: int, scale: float) -> DecodeStep:
-        """This decode step, as the kernels want it; rotation and norms are not in it."""
+        """Arguments of the kernels for this decode step, without rotary tables and norms."""
         if self._tables is None:
             starts, owners, lengths = map(torch.tensor, (self.starts, self.owners, self.prompt_lengths))
             self._tables = starts, owners, lengths
@@ -191,74 +198,109 @@ class KVCache:
             scale=scale,
         )
 
-    # -- forward passes ---------------------------------------------------------------------------------------------
-
     def begin_step(self) -> None:
-        """A column for the keys of this decode step."""
+        """Open the column for the keys of this decode step."""
         if self.step_column >= self.suffix_bias.shape[1]:
             self._resize(self.num_rows)
         self.suffix_bias[:, self.step_column] = 0.0
-        self.wide_suffix = {}
+        self.wide_suffix, self.in_window = {}, {}
+        if self.windows:
+            self.reach = max(self._positions(), default=0) + 1
 
     def end_step(self) -> None:
         self.step_column += 1
 
+    def _positions(self) -> list[int]:
+        """Position of each row's token in this step."""
+        lengths, now = self.prompt_lengths, self.step_column
+        return [lengths[owner] + now - start for owner, start in zip(self.owners, self.starts, strict=True)]
+
+    def window_of(self, layer: int) -> Window | None:
+        """The layer's window, if it hides a key from a row that is running."""
+        return self.layers[layer].window_within(self.reach)
+
+    @property
+    def is_windowed(self) -> bool:
+        """True if some layer's window masks keys in this step, which the kernels do not support."""
+        return any(window.hides(self.reach) for window in self.windows)
+
+    def _window_firsts(self, window: Window) -> tuple[Tensor, Tensor]:
+        """First column in the window: of each prompt's keys [P], and of each computed row's own keys [R].
+
+        Rows of a prompt begin together, so its keys have one first column for all of them.
+        """
+        positions = self._positions()
+        at = dict(zip(self.owners, positions, strict=True))
+        prompts = [window.first(at.get(p, 0)) for p in range(len(self.prompt_lengths))]
+        rows = [window.first(position) - position + self.step_column for position in positions]
+        rows += [0] * (self.num_computed - len(rows))
+        return torch.tensor(prompts, device=self.device), torch.tensor(rows, device=self.device)
+
+    def biases(self, layer: int, rows: int) -> KeyBias:
+        """Biases of the prompts' keys and of the own keys of `rows` rows, made once a step for all layers of one window."""
+        window = self.window_of(layer)
+        everything = KeyBias(self.prefix_bias, self.suffix_bias[:rows], self.wide_prefix, self.wide_suffix)
+        if window is not None and window not in self.in_window:
+            self.in_window[window] = everything.before_hidden(*self._window_firsts(window))
+        return everything if window is None else self.in_window[window]
+
     def attend_decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[R, Hq, D] of one new token a row: `query` [R, Hq, D], `key` and `value` [R, Hkv, D]."""
         rows, heads, width = key.shape
         repeats = query.shape[1] // heads
-        if self.kernels is not None and softcap is None:
+        if self.kernels is not None and softcap is None and sinks is None and self.window_of(layer) is None:
             step = self.step(heads, repeats, width, scale)
             return self.kernels.attend(step, query, key, value, self.suffix[layer], self.prefix[layer])
         keys, values = self.suffix[layer][:, :rows]
         keys[:, :, self.step_column], values[:, :, self.step_column] = key, value
         query = query.view(rows, heads, repeats, width)
-        own = AttentionPart(
-            keys, values, self.suffix_bias[:rows], self._wide(self.wide_suffix, self.suffix_bias[:rows], heads)
-        )
-        buffer = self.prefix[layer]
-        shared = AttentionPart(
-            buffer[0], buffer[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads)
-        )
-        return self.merge(query, own, shared, self.row_map, scale, softcap).view(rows, -1, width)
+        own, shared = self._parts(layer, keys, values)
+        return self.merge(query, own, shared, self.row_map, scale, softcap, sinks).view(rows, -1, width)
 
-    def _wide(self, known: dict[int, Tensor], bias: Tensor, heads: int) -> Tensor:
-        """`bias` repeated for each head, made once for all layers of as many heads."""
-        if heads not in known:
-            known[heads] = wide(bias, heads)
-        return known[heads]
+    def _parts(self, layer: int, keys: Tensor, values: Tensor) -> tuple[AttentionPart, AttentionPart]:
+        """Parts of the rows' own `keys` and `values` [R, Hkv, columns, D] and of their prompts', masked by the layer's window."""
+        rows, heads = keys.shape[:2]
+        buffer, bias = self.prefix[layer], self.biases(layer, rows)
+        own = AttentionPart(keys, values, bias.suffix, bias.suffix_by_head(heads))
+        return own, AttentionPart(buffer[0], buffer[1], bias.prefix, bias.prefix_by_head(heads))
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """A forward pass of one new token for each row in flight."""
+    """Batch of a decode step: one new token for each running row."""
 
     cache: KVCache
 
-    @property
-    def context(self) -> int:
-        return self.cache.context
-
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[R, 1, Hq, D]; see `Batch`."""
-        out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, softcap)
+        out = self.cache.attend_decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, softcap, sinks)
         return out[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
-    """A forward pass of whole prompts into these slots: padded on the right, or end to end."""
+    """Batch of a prefill into these slots: prompts padded on the right, or concatenated."""
 
     cache: KVCache
     slots: range
-
-    @property
-    def context(self) -> int:
-        return self.cache.context
 
     @property
     def lengths(self) -> list[int]:
@@ -266,46 +308,55 @@ class PrefillBatch:
         return self.cache.prompt_lengths[self.slots.start : self.slots.stop]
 
     def token_indices(self, width: int) -> Tensor:
-        """[M] int64, where the prompts' own tokens are among prompts padded to `width`."""
+        """[M] int64, flat indices of the prompts' tokens among prompts padded to `width`."""
         return torch.cat([torch.arange(length) + p * width for p, length in enumerate(self.lengths)])
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[A, L, Hq, D]; see `Batch`."""
         self._keep(layer, key, value)
         prompts, _, length, _ = query.shape
-        if self.cache.kernels is not None and softcap is None:
+        window = self.cache.layers[layer].window_within(max(self.lengths))
+        if self.cache.kernels is not None and softcap is None and sinks is None and window is None:
             layouts = [Layout(p * length, length, ()) for p in range(prompts)]
             row = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))  # each [H, A * L, D]
             out = self._by_kernels(*row, layouts=layouts, scale=scale)
             if out is not None:
                 return out.transpose(0, 1).unflatten(0, (prompts, length))
-        return causal(query, key, value, scale, softcap)
+        return causal(query, key, value, scale, softcap, sinks=sinks, window=window)
 
     def attend_end_to_end(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the prompts one after the other.
+        """[M, Hq, D] from `query` [M, Hq, D], `key` and `value` [M, Hkv, D] of the concatenated prompts.
 
-        Tokens beyond those of the prompts get zeros.
+        Padding after the last prompt gets zeros.
         """
         count = sum(self.lengths)
         beyond = len(query) - count
         query, key, value = query[:count], key[:count], value[:count]
         row = [x.transpose(0, 1) for x in (query, key, value)]  # each [H, M, D]
-        found = self._by_kernels(*row, layouts=self._layouts, scale=scale)
+        window = self.cache.layers[layer].window_within(max(self.lengths))
+        found = None if window else self._by_kernels(*row, layouts=self._layouts, scale=scale)
         if found is not None:
             self.keep_end_to_end(layer, key, value)
             out = found.transpose(0, 1)
         else:
             query, key, value = map(self._padded, (query, key, value))
             self._keep(layer, key, value)
-            out = causal(query, key, value, scale, None).flatten(0, 1)[self._token_indices]
+            out = causal(query, key, value, scale, None, window=window).flatten(0, 1)[self._token_indices]
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, beyond)) if beyond else out
 
     def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Put `key` and `value` [M, Hkv, D] into the cache: all that the last layer of a prompt is computed for."""
+        """Store `key` and `value` [M, Hkv, D], all that prefill needs of the last layer."""
         count, start = sum(self.lengths), 0
-        if self.cache.device.type != "cpu":  # where a call costs more than the padding
+        if self.cache.device.type != "cpu":  # one call costs less than a loop over prompts
             self._keep(layer, self._padded(key[:count]), self._padded(value[:count]))
             return
         for slot, length in zip(self.slots, self.lengths, strict=True):
@@ -320,17 +371,17 @@ class PrefillBatch:
 
     @functools.cached_property
     def _layouts(self) -> tuple[Layout, ...]:
-        starts = itertools.accumulate(self.lengths, initial=0)
-        return tuple(Layout(start, length, ()) for start, length in zip(starts, self.lengths, strict=False) if length)
+        starts = itertools.accumulate(self.lengths[:-1], initial=0)
+        return tuple(Layout(start, length, ()) for start, length in zip(starts, self.lengths, strict=True) if length)
 
     @functools.cached_property
     def _width(self) -> int:
         """Tokens of a padded prompt."""
-        return min(rounded(max(self.lengths)), self.context)
+        return min(rounded(max(self.lengths)), self.cache.context)
 
     @functools.cached_property
     def _token_indices(self) -> Tensor:
-        """Where each token is among the padded prompts."""
+        """Flat index of each token among the padded prompts."""
         return self.token_indices(self._width).to(self.cache.device)
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -342,7 +393,7 @@ class PrefillBatch:
     def _by_kernels(
         self, query: Tensor, key: Tensor, value: Tensor, *, layouts: Sequence[Layout], scale: float
     ) -> Tensor | None:
-        """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where they do not run."""
+        """[Hq, S, D] from `query` [Hq, S, D], `key` and `value` [Hkv, S, D]; None where the kernels do not run."""
         if self.cache.kernels is None or not layouts or not query.dtype == key.dtype == value.dtype:
             return None
         return self.cache.kernels.prefill(query, key, value, layouts, scale)

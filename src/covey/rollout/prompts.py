@@ -1,4 +1,4 @@
-"""Prompts as the samplers take them: text, chat messages, token ids or `Prompt`s, encoded once."""
+"""Prompts as samplers take them (text, chat messages, token ids or `Prompt`s), encoded once."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from typing import Any, TypeAlias
 
 import torch
 
+from covey.data import expect_known_ids
 from covey.errors import DataError
 from covey.types import Message, Prompt
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
 
 
-def as_prompts(prompts: Sequence[PromptLike], tokenizer: Any, context: int | None) -> list[Prompt]:
-    """Every prompt with its token ids. What is not yet a `Prompt` gets its place in the sequence as uid.
+def as_prompts(
+    prompts: Sequence[PromptLike], tokenizer: Any, context: int | None, vocabulary: int | None = None
+) -> list[Prompt]:
+    """Prompts with their token ids. One that is not yet a `Prompt` gets its place in the sequence as uid.
 
-    Raises DataError for an empty prompt and for one that leaves no room in a context of `context` tokens.
+    Raises DataError for an empty prompt, for one that leaves no room in a context of `context` tokens, and for one with a
+    token id that is not below `vocabulary`, the model's embeddings.
     """
     if isinstance(prompts, str):
         raise DataError("sample() takes a sequence of prompts; put the single one in a list.")
@@ -27,6 +31,7 @@ def as_prompts(prompts: Sequence[PromptLike], tokenizer: Any, context: int | Non
     for prompt in encoded:
         if not prompt.token_ids:
             raise DataError(f"prompt {prompt.uid} has no tokens; a completion needs at least one to start from.")
+        expect_known_ids(prompt.token_ids, vocabulary, f"prompt {prompt.uid}")
         if context is not None and len(prompt.token_ids) >= context:
             raise DataError(
                 f"prompt {prompt.uid} has {len(prompt.token_ids)} tokens and the model's context {context}, which leaves "
@@ -50,7 +55,7 @@ def _encoded(prompt: str | Sequence[Message] | Sequence[int], uid: str, tokenize
 
 
 def occurrences(prompts: Sequence[Prompt]) -> list[int]:
-    """How often each prompt's uid came before it, so that a prompt given twice gets two different groups."""
+    """Number of earlier prompts with the same uid, for each prompt, so that a prompt given twice gets two different groups."""
     seen: dict[str, int] = {}
     out = []
     for prompt in prompts:

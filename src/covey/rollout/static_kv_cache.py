@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from covey.kernels import TritonDecode
-from covey.rollout.attention import HIDDEN, AttentionPart, RowMap
+from covey.kernels import TritonDecode, Window
+from covey.rollout.attention import HIDDEN, RowMap
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 
 Attention = Literal["torch", "triton"]
@@ -61,6 +61,7 @@ class StaticKVCache(KVCache):
         """At most `most_rows` rows, each at most `longest` steps old; at most `group_size` of them share a prompt."""
         super().__init__(layers, device, dtype, context)
         self.group_size, self.most_rows, self.attention = group_size, most_rows, attention
+        self.longest = longest
         self.most_columns = rounded(longest + max(longest // 8, 2 * STEP))
         self.epoch = 0
         """Counts how often buffers have moved; what was captured before is void."""
@@ -97,7 +98,14 @@ class StaticKVCache(KVCache):
         ends = torch.tensor(lengths, device=self.device)
         self.prefix_bias[old:prompts] = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
         self.lengths[old:prompts] = ends.to(torch.int32)
+        self._reach_to(min(max(lengths, default=0) + self.longest + 1, self.context))
         return range(old, prompts)
+
+    def _reach_to(self, positions: int) -> None:
+        """Rows may come up to so many positions. Steps captured before one of the windows hid anything are void."""
+        active = {window for window in self.windows if window.hides(positions) and not window.hides(self.reach)}
+        self.epoch += bool(active)
+        self.reach = max(self.reach, positions)
 
     def _grow_prefix(self, old: int, prompts: int, columns: int) -> None:
         for i, layer in enumerate(self.layers):
@@ -193,7 +201,14 @@ class StaticKVCache(KVCache):
     def begin_step(self) -> None:
         """Every row sees the step column from now on. Nothing grows in a step."""
         self.suffix_bias.index_fill_(1, self.now, 0.0)
-        self.wide_prefix, self.wide_suffix = {}, {}
+        self.wide_prefix, self.wide_suffix, self.in_window = {}, {}, {}
+
+    def _window_firsts(self, window: Window) -> tuple[Tensor, Tensor]:
+        """As `KVCache`'s, from tensors, for every place of a prompt and a row; means nothing for those not in use."""
+        oldest = self.first[self.members[:, 0]]
+        of_prompts = window.first(self.lengths + self.now - oldest)
+        position = self.lengths[self.back // self.group_size] + self.now - self.first
+        return of_prompts, window.first(position) - position + self.now
 
     def end_step(self) -> None:
         """Move the kernels' step column on by one; the host's follows in `advance`."""
@@ -204,19 +219,27 @@ class StaticKVCache(KVCache):
         self.step_column += steps
 
     def attend_decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         rows, heads, width = key.shape
         own, shared = self.suffix[layer], self.prefix[layer]
-        if self.attention == "triton":
+        if self.attention == "triton" and sinks is None:
+            bias = self.biases(layer, rows)
             return TritonDecode.attend(
                 query,
                 key,
                 value,
                 own=own,
-                own_bias=self.suffix_bias,
+                own_bias=bias.suffix,
                 prompts=shared,
-                prompt_bias=self.prefix_bias,
+                prompt_bias=bias.prefix,
                 members=self.members,
                 counts=self.counts,
                 lengths=self.lengths,
@@ -229,15 +252,7 @@ class StaticKVCache(KVCache):
         own = own[:, :rows]
         own[0].index_copy_(2, self.now, key[:, :, None])
         own[1].index_copy_(2, self.now, value[:, :, None])
-        bias = self.suffix_bias[:rows]
         row_map = RowMap(self.members, self.back[:rows], is_regular=False)
-        return self.merge(
-            query.view(rows, heads, -1, width),
-            AttentionPart(own[0], own[1], bias, self._wide(self.wide_suffix, bias, heads)),
-            AttentionPart(
-                shared[0], shared[1], self.prefix_bias, self._wide(self.wide_prefix, self.prefix_bias, heads)
-            ),
-            row_map,
-            scale,
-            softcap,
-        ).view(rows, -1, width)
+        parts = self._parts(layer, own[0], own[1])
+        out = self.merge(query.view(rows, heads, -1, width), *parts, row_map, scale, softcap, sinks)
+        return out.view(rows, -1, width)

@@ -1,4 +1,4 @@
-"""When a completion is over, and what it is then: several EOS ids, stop strings, the limit of the context."""
+"""End of a completion: EOS ids, stop strings, the context's limit, and the finished `Completion`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.types import Completion, Finish
 
 
 def eos_ids_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a text: those of the generation config, and the tokenizer's own. () when nothing names one."""
+    """EOS ids of the generation config and of the tokenizer; () where neither has one."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = [named] if isinstance(named, int) else list(named or [])
     own = getattr(tokenizer, "eos_token_id", None)
@@ -22,7 +22,7 @@ def eos_ids_of(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def context_of(model: Any) -> int | None:
-    """Positions that the model knows, or None where its config does not say."""
+    """Context length of the model, or None where its config does not say."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     return int(limit) if isinstance(limit, int) and limit > 0 else None
@@ -30,16 +30,16 @@ def context_of(model: Any) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class StopStrings:
-    """Finds the tokens that complete a stop string, looking only at those that can."""
+    """Stop strings, and a table of the tokens that can complete one, so that only these are decoded."""
 
     stop: tuple[str, ...]
     tokenizer: Any
     enders: Tensor
-    """[V] bool, tokens whose text holds the last character of a stop string."""
+    """[V] bool, tokens whose text contains the last character of a stop string."""
 
     @staticmethod
     def of(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStrings:
-        """A character beyond ASCII may be spread over several tokens, so then every token is looked at."""
+        """Every token is a candidate where a string ends in a character beyond ASCII, which several tokens may spell."""
         last = {text[-1] for text in stop}
         if not stop:
             enders = torch.zeros(vocab_size, dtype=torch.bool)
@@ -52,7 +52,7 @@ class StopStrings:
         return StopStrings(tuple(stop), tokenizer, enders)
 
     def is_reached(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of these tokens completes a stop string."""
+        """True if the last of these tokens completes a stop string."""
         longest = max(len(text.encode()) for text in self.stop)
         tail = list(token_ids[-longest - 1 :])  # a token is at least one byte
         with_last, without = self.tokenizer.decode(tail), self.tokenizer.decode(tail[:-1])
@@ -60,7 +60,7 @@ class StopStrings:
 
 
 def check_finite(logprobs: Tensor) -> None:
-    """Raises NumericsError when a probability of finished completions is not a number."""
+    """Raise NumericsError when a log-probability of finished completions is not finite."""
     if not bool(torch.isfinite(logprobs).all()):
         raise NumericsError(
             "The model gave logits that are not finite while sampling, so its weights or its precision are broken; "
@@ -83,7 +83,7 @@ def completion(
 
 
 def checked_eos_ids(eos_ids: Sequence[int] | None, model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids given, or those that model and tokenizer name. Raises ModelError for an id beyond the vocabulary."""
+    """`eos_ids`, or those of model and tokenizer. Raises ModelError for an id outside the vocabulary."""
     ids = eos_ids_of(model, tokenizer) if eos_ids is None else tuple(eos_ids)
     size = model.config.get_text_config().vocab_size
     for token in ids:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError, ModelError
-from covey.rollout.mode import unwrapped
+from covey.models import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key

@@ -1,0 +1,98 @@
+"""Attention windows: the part of the past that each layer of a model sees, found by asking its own masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from covey.errors import Unsupported
+from covey.models import evaluating
+
+PROBE = "covey_probe"
+"""Name of the probe in transformers' attention and mask interfaces."""
+
+LOCAL_LAYERS = ("sliding_attention", "chunked_attention")
+"""Values of `config.layer_types` for layers with a window."""
+
+Position = TypeVar("Position", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Keys that a token of a local layer sees: the last `size` with its own, or those of its chunk of `size` positions."""
+
+    size: int
+    is_chunked: bool = False
+
+    def first(self, position: Position) -> Position:
+        """Position of the first key that the token at `position` sees; may be negative."""
+        return position - position % self.size if self.is_chunked else position - self.size + 1
+
+    def hides(self, positions: int) -> bool:
+        """True if a text of `positions` tokens has a token that does not see all before it."""
+        return positions > self.size
+
+
+def attention_windows(model: Any) -> dict[int, Window | None]:
+    """The window of each attention layer by its index; None for a layer that sees everything before.
+
+    One forward pass of two tokens, in which transformers' mask functions are asked about distant tokens; {} for a model that does not attend
+    through transformers' interface. Raises Unsupported for a mask that is neither causal nor a window of that.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    found: dict[int, Window | None] = {}
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        index = getattr(module, "layer_idx", None)
+        if index is not None:
+            size = options.get("sliding_window")
+            found[index] = getattr(mask, "covey_window", None if size is None else Window(int(size)))
+            if found[index] is None and index < len(kinds) and kinds[index] in LOCAL_LAYERS:
+                raise Unsupported(f"layer {index} has {kinds[index]}, but its mask shows no window")
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(PROBE, attend)
+    AttentionMaskInterface.register(PROBE, _probe_mask)
+    before = config._attn_implementation
+    config._attn_implementation = PROBE
+    try:
+        with evaluating(model):
+            model(
+                input_ids=torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False
+            )
+    finally:
+        config._attn_implementation = before
+    return found
+
+
+def _probe_mask(*given: Any, **options: Any) -> Tensor:
+    """A mask that carries the window it would have shown."""
+    device = options.get("device") or "cpu"
+    mask = torch.zeros(1, 1, 1, 1, device=device)
+    mask.covey_window = _window_of(options["mask_function"], options.get("local_size"), device)  # type: ignore[attr-defined]
+    return mask
+
+
+def _window_of(sees: Any, size: int | None, device: Any) -> Window | None:
+    """The window of a mask function (batch, head, query, key) -> bool, judged at the edges of windows of `size`."""
+    edges = {place + step for place in (0, *(k * (size or 5) for k in (1, 2, 3))) for step in (-1, 0, 1, 2)}
+    places = torch.tensor(sorted(edge for edge in edges if edge >= 0), device=device)
+    query, key = places[:, None], places[None]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    found = sees(zero, zero, query, key)
+    windows = [None] if size is None else [Window(int(size)), Window(int(size), is_chunked=True), None]
+    for window in windows:
+        wanted = key <= query
+        if window is not None:
+            wanted = wanted & (key >= window.first(query))
+        if torch.equal(found.expand_as(wanted), wanted):
+            return window
+    raise Unsupported("a layer's mask is neither causal nor a window of that")

@@ -1,0 +1,47 @@
+"""Biases added to the scores of a decode step's keys: 0 for a key that a row may see, `HIDDEN` for one that it may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from covey.rollout.attention import HIDDEN, wide
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBias:
+    """Biases of P prompts' keys and of R rows' own keys, and the same repeated for each head, by number of heads."""
+
+    prefix: Tensor
+    """[P, columns]"""
+    suffix: Tensor
+    """[R, columns]"""
+    wide_prefix: dict[int, Tensor]
+    """[P * H, 1, columns] by H, filled as layers ask."""
+    wide_suffix: dict[int, Tensor]
+    """[R * H, 1, columns] by H, filled as layers ask."""
+
+    def before_hidden(self, first_of_prompts: Tensor, first_of_rows: Tensor) -> KeyBias:
+        """The same with the columns before `first_of_prompts` [P] and `first_of_rows` [R or more] hidden too."""
+        rows = first_of_rows[: len(self.suffix)]
+        return KeyBias(_hidden_before(self.prefix, first_of_prompts), _hidden_before(self.suffix, rows), {}, {})
+
+    def prefix_by_head(self, heads: int) -> Tensor:
+        return _by_head(self.wide_prefix, self.prefix, heads)
+
+    def suffix_by_head(self, heads: int) -> Tensor:
+        return _by_head(self.wide_suffix, self.suffix, heads)
+
+
+def _by_head(known: dict[int, Tensor], bias: Tensor, heads: int) -> Tensor:
+    if heads not in known:
+        known[heads] = wide(bias, heads)
+    return known[heads]
+
+
+def _hidden_before(bias: Tensor, first: Tensor) -> Tensor:
+    """`bias` [B, K] with the columns before `first` [B] hidden too."""
+    column = torch.arange(bias.shape[1], device=bias.device)
+    return bias.masked_fill(column < first[:, None], HIDDEN)

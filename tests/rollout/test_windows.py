@@ -1,0 +1,135 @@
+"""Layers that see a window of the past only: the native engine writes what `generate` writes, wherever the window ends."""
+
+import pytest
+import torch
+import transformers
+from test_native_engine import EXPERTS, SHAPE
+from test_samplers import collect, ids_of, plain_logprobs
+
+from covey.kernels import Window, attention_windows
+from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
+from covey.rollout.attention import causal
+from covey.rollout.decoder import DecoderForward
+from kit import tiny_tokenizer
+
+ALL_EXPERTS = EXPERTS | {"num_experts_per_tok": 4}  # a choice among nearly equal ones would hang on rounding
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+EVERY_HEAD = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LOCAL = {
+    "mistral": ("Mistral", {"sliding_window": 12}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "gemma2": ("Gemma2", {"sliding_window": 12, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 12, "num_hidden_layers": 6, "query_pre_attn_scalar": 8}),
+    "llama4": ("Llama4Text", {**ALL_EXPERTS, "attention_chunk_size": 12, "num_hidden_layers": 4}),
+    "gpt_oss": ("GptOss", {**ALL_EXPERTS, "sliding_window": 12}),
+    "deepseek_v3": ("DeepseekV3", {**ALL_EXPERTS, **LATENT, **EVERY_HEAD}),
+}
+"""One of each kind: every layer, some layers, capped scores, two rotations, chunks, sinks, values narrower than keys."""
+
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 1, 40, 11, 12, 13, 25)]
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def build(arch, **more):
+    name, options = LOCAL[arch]
+    config = getattr(transformers, f"{name}Config")(**(SHAPE | options | more))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
+    if arch == "gemma2":
+        model.config._attn_implementation = "eager"  # SDPA of transformers before 5.23 leaves the cap out
+    with torch.no_grad():
+        for parameter in model.parameters():  # wide enough that a wrong key changes the next token; some are left unset
+            parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.0)
+    return model
+
+
+QUICK = ("mistral", "gemma3")
+EACH = [pytest.param(arch, marks=() if arch in QUICK else pytest.mark.slow) for arch in LOCAL]
+
+
+@pytest.mark.parametrize("arch", EACH)
+def test_every_kind_is_native_and_equals_generate(tokenizer, arch):
+    model = build(arch)
+    sampler = choose_sampler(model, tokenizer, backend="native", dtype="float32")
+    for group in collect(sampler, PROMPTS, 2, SamplingParams(max_tokens=30, temperature=0)):
+        ids = torch.tensor([group.prompt.token_ids])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30)
+        for completion in group.completions:
+            assert completion.token_ids.tolist() == expected[0, ids.shape[1] :].tolist(), arch
+
+
+@pytest.mark.parametrize(
+    "arch, attention",
+    [(arch, "static") for arch in LOCAL]
+    + [pytest.param(arch, "auto", marks=() if arch in QUICK else pytest.mark.slow) for arch in LOCAL]
+    + [pytest.param(arch, "torch", marks=() if arch == "mistral" else pytest.mark.slow) for arch in LOCAL],
+)
+def test_log_probabilities_equal_a_plain_forward(tokenizer, arch, attention):
+    """Prompts shorter and longer than the window, rows of several ages beside each other."""
+    model = build(arch)
+    sampler = NativeSampler(
+        model, tokenizer, dtype="float32", max_rows=6, attention="torch" if attention == "static" else attention
+    )
+    sampler.is_static = attention == "static"
+    params = SamplingParams(max_tokens=30, seed=4, temperature=0.8)
+    for group in sampler.sample(PROMPTS, 2, params):
+        for completion, expected in zip(group.completions, plain_logprobs(model, group, params), strict=True):
+            torch.testing.assert_close(completion.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_a_window_that_hides_nothing_changes_nothing(tokenizer):
+    """The kernels go on as long as texts are shorter than the window."""
+    params = SamplingParams(max_tokens=8, seed=1)
+    wide, without = build("mistral", sliding_window=100), build("mistral", sliding_window=None)
+    sampler = NativeSampler(wide, tokenizer, dtype="float32")
+    assert isinstance(sampler.forward, DecoderForward)
+    assert ids_of(collect(sampler, PROMPTS, 2, params)) == ids_of(
+        collect(NativeSampler(without, tokenizer, dtype="float32"), PROMPTS, 2, params)
+    )
+
+
+def test_draws_are_those_of_plain_transformers(tokenizer):
+    model = build("gemma3")
+    params = SamplingParams(max_tokens=30, seed=4)
+    native = collect(NativeSampler(model, tokenizer, dtype="float32", max_rows=4), PROMPTS, 2, params)
+    assert ids_of(native) == ids_of(collect(TransformersSampler(model, tokenizer), PROMPTS, 2, params))
+
+
+@pytest.mark.parametrize("arch, kinds", [("gemma3", 6 * [Window(12)]), ("llama4", 4 * [Window(12, is_chunked=True)])])
+def test_windows_are_read_from_the_models_own_masks(arch, kinds):
+    expected = dict(enumerate([*kinds[:-1], None]))
+    model = build(arch)
+    assert attention_windows(model) == expected
+    assert model.config._attn_implementation != "covey_probe"
+
+
+def test_a_mask_of_another_kind_is_refused(tokenizer):
+    model = build("gemma3", use_bidirectional_attention=True)
+    with pytest.raises(Unsupported, match="neither causal nor a window"):
+        NativeSampler(model, tokenizer, dtype="float32")
+
+
+@pytest.mark.parametrize("window", [Window(5), Window(130), Window(7, is_chunked=True)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_prompts_are_computed_in_blocks_as_with_the_mask_written_out(window, has_sinks):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 300, 8), *torch.randn(2, 2, 2, 300, 8)
+    sinks = torch.randn(4) if has_sinks else None
+    place = torch.arange(300)
+    seen = (place <= place[:, None]) & (place >= window.first(place)[:, None])
+    scores = (query @ key.repeat_interleave(2, 1).mT * 0.3).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(2, -1, 300, 1)), -1)
+    expected = scores.softmax(-1)[..., :300] @ value.repeat_interleave(2, 1)
+    out = causal(query, key, value, 0.3, None, sinks=sinks, window=window)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
