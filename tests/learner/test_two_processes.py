@@ -17,6 +17,8 @@ from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.learner import Policy, ValueHead, ValueModel
 from covey.learner.packing import rows_of
+from covey.process import gradient_buckets
+from covey.process.gradient_buckets import GradientBuckets
 from covey.process.world import World
 from covey.types import Completion, Group, Prompt
 from kit import learner_of, tiny_model, tiny_tokenizer
@@ -136,6 +138,50 @@ def idle_steps_of(world):
     return before, flat(one)
 
 
+SHARES = {
+    "as they come": lambda groups: groups,
+    "a rank without completions": lambda groups: [groups[1].take([0])],
+    "a rank without a completion that teaches": lambda groups: [groups[1].take([0, 2])],
+    "one of the groups": lambda groups: groups[1:2],
+}
+"""Rows go to the ranks in turn; in the third case the second rank's have no advantage."""
+
+
+def float32_step_of(share, world, *, fails=False):
+    """Gradient of a step in float32, buckets of which a sum had begun before the last backward ended, and all buckets.
+
+    Buckets are small enough for several. `fails`: memory runs out on the last rank at the end of its last backward, once.
+    """
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_buckets, "BUCKET_BYTES", 4000)
+        finish = GradientBuckets.finish
+        patch.setattr(GradientBuckets, "finish", lambda own: seen.append((own._next, len(own.buckets))) or finish(own))
+        policy = Policy(tiny_model("qwen2", hidden=16, layers=2), pad_id=0)
+        one = learner_of(
+            policy,
+            torch.optim.SGD(policy.parameters(), lr=1.0),
+            world=world,
+            max_completion_length=8,
+            max_rows=3,
+            max_grad_norm=0.0,
+        )
+        accumulate = one._accumulate
+
+        def failing(*given):
+            metrics = accumulate(*given)
+            if fails and world.rank == world.size - 1 and one.micro_batcher.is_last and not failed:
+                failed.append(True)
+                raise torch.OutOfMemoryError("CUDA out of memory (not really).")
+            return metrics
+
+        failed = []
+        one._accumulate = failing
+        before = flat(one)
+        report = one.step(SHARES[share](groups_of(False)), alg.dapo(), 1)
+    return before - flat(one), seen, [event.kind for event in report.events]
+
+
 # -- runs of the trainer ----------------------------------------------------------------------------------------------
 
 
@@ -212,6 +258,9 @@ def work(folder):
     found = {
         "steps": {name: step_of(name, world) for name in CASES},
         "idle": idle_steps_of(world),
+        "float32": {share: float32_step_of(share, world) for share in SHARES},
+        "spoiled": float32_step_of("as they come", world, fails=True),
+        "gathered": world.gather([{"rank": world.rank, "ids": torch.arange(3 + 40 * world.rank), "text": "é"}]),
         "whole": whole,
         "resumed": trained(folder / "resumed", 2, resume=str(folder / "whole" / "checkpoint-2")),
         "interrupted": interrupted(folder / "interrupted", world.rank),
@@ -274,6 +323,37 @@ def test_one_step_has_the_same_gradient_and_says_the_same(name, pair):
     assert set(reported) == set(metrics)
     for key, value in metrics.items():
         assert reported[key] == pytest.approx(value, rel=1e-6, abs=1e-9, nan_ok=True), key
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_sums_that_begin_in_the_backward_pass_are_those_of_one_process(share, pair):
+    (first, second), _ = pair
+    expected, _, _ = float32_step_of(share, World())
+    found, seen, _ = first["float32"][share]
+    assert torch.equal(found, second["float32"][share][0])
+    assert apart(found, expected) <= 1e-6
+    ((begun, buckets),) = seen
+    assert buckets > 3
+    assert begun > 3, "the first rank had a backward pass, in which sums began"
+
+
+def test_memory_that_runs_out_after_a_sum_has_begun_repeats_the_step_on_every_process(pair):
+    (first, second), _ = pair
+    expected, _, _ = float32_step_of("as they come", World())
+    for found, seen, events in (first["spoiled"], second["spoiled"]):
+        assert apart(found, expected) <= 1e-6
+        assert [begun > 0 for begun, _ in seen] == [True, False], (
+            "the second time sums begin after the last micro-batch"
+        )
+        assert len(events) <= 1
+    assert second["spoiled"][2] == ["out_of_memory"]
+    assert torch.equal(first["spoiled"][0], second["spoiled"][0])
+
+
+def test_values_of_unequal_length_are_gathered_in_the_order_of_ranks(pair):
+    for found in pair[0]:
+        assert [[one["rank"] for one in part] for part in found["gathered"]] == [[0], [1]]
+        assert [[one["ids"].tolist() for one in part] for part in found["gathered"]] == [[[0, 1, 2]], [list(range(43))]]
 
 
 def test_a_step_in_which_nothing_teaches_leaves_the_weights_alone_in_both(pair):

@@ -281,7 +281,11 @@ def leave_now() -> None:
 
 def _caller(frame: FrameType | None) -> str:
     """The place outside of the world's own files that asked for a collective."""
-    while frame is not None and Path(frame.f_code.co_filename).name in ("world.py", "heartbeat.py"):
+    while frame is not None and Path(frame.f_code.co_filename).name in (
+        "world.py",
+        "gradient_buckets.py",
+        "heartbeat.py",
+    ):
         frame = frame.f_back
     return _place(frame)
 

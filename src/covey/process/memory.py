@@ -83,6 +83,13 @@ def free_memory() -> int | None:
     return min(free, limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of an accelerator in all, whatever of it is free; None for a CPU and where the device does not say."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).get_device_properties(device).total_memory)
+    return int(torch.mps.recommended_max_memory()) if device.type == "mps" else None
+
+
 def _numbers(path: Path) -> dict[str, int]:
     """The lines `name number ...` of a file of the system; none where there is no such file."""
     lines = [line.split() for line in path.read_text().splitlines()] if path.is_file() else []

@@ -1,11 +1,11 @@
-"""Other processes: the only file that knows there may be some. A world of one is the same code and does nothing."""
+"""Collectives of the processes of a run. Only this room knows of other processes; a world of one runs the same code."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -18,6 +18,7 @@ from torch import Tensor
 from covey.errors import DataError
 from covey.process.heartbeat import SILENCE_SECONDS, Heartbeat, leave_now
 from covey.process.rendezvous import agree
+from covey.process.tensor_bytes import from_bytes, to_bytes
 from covey.types import Metric, Totals, merge_metrics
 
 T = TypeVar("T")
@@ -56,12 +57,18 @@ class World:
         return list(items[self.rank :: self.size])
 
     def gather(self, items: Sequence[T]) -> list[list[T]]:
-        """What each process brought, in the order of ranks, on every process. Sends Python objects: keep them small."""
+        """Items of each process, in the order of ranks, on every process. Tensors in them are sent as they are and arrive on the CPU."""
         if self.size == 1:
             return [list(items)]
-        everyone: list[list[T]] = [[] for _ in range(self.size)]
-        self._meet(lambda: dist.all_gather_object(everyone, list(items)))
-        return everyone
+        own = to_bytes(list(items))
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        size = torch.tensor([own.numel()], device=self.device)
+        self._meet(lambda: dist.all_gather(sizes, size))
+        longest = max(int(one) for one in sizes)
+        sent = torch.nn.functional.pad(own, (0, longest - own.numel())).to(self.device)
+        everyone = [torch.empty_like(sent) for _ in range(self.size)]
+        self._meet(lambda: dist.all_gather(everyone, sent))
+        return [from_bytes(one.cpu()) for one in everyone]
 
     def interleave(self, items: Sequence[T]) -> list[T]:
         """Undo `share`: the items of all processes in their first order."""
@@ -90,26 +97,17 @@ class World:
             return dict(metrics)
         return merge_metrics(part[0] for part in self.gather([dict(metrics)]))
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add the gradients of all processes, in place. A parameter without gradient here counts as zero.
+    def start_sum(self, x: Tensor) -> Callable[[], None]:
+        """Begin to add `x` over processes in place; `wait_for` what is returned. Every process begins its sums in one order."""
+        work = dist.all_reduce(x, async_op=True)
+        return lambda: None if work is None else work.wait()
 
-        One without gradient on every process keeps none, as in a world of one: an optimizer would not leave a zero alone.
-        """
-        if self.size == 1:
-            return
-        parameters = list(parameters)
-        flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self.device)
-        gradients = []
-        for parameter, count in zip(parameters, self.sum(flags).tolist(), strict=True):
-            if not count:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        self._meet(lambda: [dist.all_reduce(gradient) for gradient in gradients])
+    def wait_for(self, waits: Sequence[Callable[[], None]]) -> None:
+        """Wait for sums that were begun with `start_sum`."""
+        self._meet(lambda: [wait() for wait in waits])
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any process."""
+        """True if the flag is set on any process."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor([float(flag)], device=self.device)).item())
 
     def broadcast(self, item: T) -> T:
@@ -146,7 +144,7 @@ class World:
 
 
 def is_on_cpu_with_others() -> bool:
-    """Whether a launcher started several processes where there is no accelerator.
+    """True if a launcher started several processes where there is no accelerator.
 
     Unless it is told that a CPU is meant, accelerate then takes each process for the only one.
     """

@@ -1,0 +1,136 @@
+"""Sum of gradients over processes in buckets, begun while the backward pass of the last micro-batch still runs.
+
+`torch.nn.parallel.DistributedDataParallel` does this for a module whose forward it wraps, with the same number of backward
+passes on every process. Here processes may have different numbers of micro-batches, or none, and may run out of memory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes that are reduced at a time, DistributedDataParallel's default: below, latency counts; above, less of it overlaps."""
+_ALIGNED = 64
+"""Elements that the gradients in a bucket are aligned to: optimizers' kernels read several at a time."""
+
+
+class Reduction(Protocol):
+    """Collectives of the processes; `World` has them."""
+
+    @property
+    def size(self) -> int: ...
+
+    def start_sum(self, x: Tensor) -> Callable[[], None]:
+        """Begin to add `x` over processes in place, and return what waits for the end."""
+
+    def wait_for(self, waits: Sequence[Callable[[], None]]) -> None:
+        """Wait for sums that were begun."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    parameters: list[nn.Parameter]
+    missing: set[int] = field(default_factory=set)
+    """Positions of parameters whose gradient of the last micro-batch is still to come."""
+    sums: list[Tensor] = field(default_factory=list)
+    """One a parameter, parts of one tensor: the local gradients, then their sums. Empty: not begun."""
+    wait: Callable[[], None] = lambda: None
+
+
+class GradientBuckets:
+    """The gradients of `parameters` of one step, summed over processes. Every process makes one for every step.
+
+    `overlap_next_backward` before the backward pass of the last micro-batch; `finish` after it, on every process. The buckets and
+    their order follow from the parameters alone, so that a repeated or resumed step adds in the same order.
+    """
+
+    def __init__(self, world: Reduction, parameters: Sequence[nn.Parameter]) -> None:
+        self.world, self.parameters = world, list(parameters)
+        self.buckets = _buckets(self.parameters, BUCKET_BYTES) if world.size > 1 else []
+        self.is_spoiled = False
+        """True if gradients were dropped after their sum had begun: the step must be taken again on every process."""
+        self._next = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def overlap_next_backward(self) -> None:
+        """Begin the sum of each bucket as soon as the next backward pass has completed its gradients."""
+        for bucket in () if self.is_spoiled else self.buckets:
+            bucket.missing = set(range(len(bucket.parameters)))
+            for place, parameter in enumerate(bucket.parameters):
+                arrived = lambda _, bucket=bucket, place=place: self._arrived(bucket, place)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+
+    def drop(self) -> None:
+        """The gradients so far are dropped: the micro-batches are computed again."""
+        self._unhook()
+        self.is_spoiled = self.is_spoiled or self._next > 0
+
+    def finish(self) -> bool:
+        """Replace each gradient by its sum over processes. False, with gradients of no use, if any process dropped some of them.
+
+        A parameter without gradient here counts as zero. One without gradient on every process keeps none, as in a world of one:
+        an optimizer would not leave a zero alone.
+        """
+        self._unhook()
+        if self.world.size == 1:
+            return True
+        while self._next < len(self.buckets):
+            self._begin_next()
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        flags = torch.zeros(len(self.parameters) + 1, device=device)
+        flags[:-1] = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
+        flags[-1] = float(self.is_spoiled)
+        read = list[float]()
+        waits = [*(bucket.wait for bucket in self.buckets), self.world.start_sum(flags)]
+        self.world.wait_for(
+            [*waits, lambda: read.extend(flags.tolist())]
+        )  # NCCL's sums end on the device, not in `wait`
+        *counts, spoiled = read
+        has_gradient = {id(parameter): count > 0 for parameter, count in zip(self.parameters, counts, strict=True)}
+        for bucket in self.buckets:
+            for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
+                parameter.grad = total if has_gradient[id(parameter)] else None
+        return spoiled == 0
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _arrived(self, bucket: _Bucket, place: int) -> None:
+        bucket.missing.discard(place)
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            self._begin_next()  # in one order on all processes, as collectives must be
+
+    def _begin_next(self) -> None:
+        """Move the gradients of a bucket into one tensor, and begin its sum. The parameters' gradients are parts of it from here on."""
+        bucket = self.buckets[self._next]
+        self._next += 1
+        sizes = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in bucket.parameters]
+        whole = bucket.parameters[0].new_zeros(sum(sizes))
+        for parameter, part in zip(bucket.parameters, whole.split(sizes), strict=True):
+            bucket.sums.append(part[: parameter.numel()].view_as(parameter))
+            if parameter.grad is not None:
+                parameter.grad = bucket.sums[-1].copy_(parameter.grad)
+        bucket.wait = self.world.start_sum(whole)
+
+
+def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+    """Parameters from the last to the first, about as their gradients come; a bucket has one type and one device."""
+    found: list[_Bucket] = []
+    sizes: list[int] = []
+    open_: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in reversed(parameters):
+        kind = parameter.dtype, parameter.device
+        if kind not in open_ or sizes[open_[kind]] + parameter.nbytes > bucket_bytes:
+            open_[kind] = len(found)
+            found.append(_Bucket([]))
+            sizes.append(0)
+        found[open_[kind]].parameters.append(parameter)
+        sizes[open_[kind]] += parameter.nbytes
+    return found

@@ -1,0 +1,81 @@
+"""Python objects as one buffer of bytes whose tensors are copied, not pickled: pickling a small tensor takes longer than sending it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 16
+"""Every tensor starts at a multiple of so many bytes: `view` asks for a multiple of the element's size."""
+_SIZE = 8
+"""Bytes of the length of the pickle, which comes first."""
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves plain tensors out of the pickle: their type, shape and place in the buffer stay in it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self.end = 0
+        self._known: dict[int, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized or obj.requires_grad:
+            return None  # pickled as torch does it
+        if id(obj) not in self._known:
+            self._known[id(obj)] = (self.end, obj.dtype, tuple(obj.shape))
+            self.tensors.append(obj)  # which also keeps its id from being used again
+            self.end += _aligned(obj.nbytes)
+        return self._known[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, data: Tensor) -> None:
+        super().__init__(file)
+        self.data = data
+        self._known: dict[int, Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        start, dtype, shape = pid
+        count = torch.Size(shape).numel() * dtype.itemsize
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if start not in self._known:
+            found = self.data[
+                start : start + count
+            ].clone()  # the buffer is not kept for the sake of one of its tensors
+            self._known[start] = found.view(dtype).view(shape)
+        return self._known[start]
+
+
+def to_bytes(items: Any) -> Tensor:
+    """[n] uint8 on the CPU: the length of the pickle, the pickle, the tensors' contents. Any object that pickle takes."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(items)
+    said = file.getbuffer()
+    first = _aligned(_SIZE + len(said))
+    out = torch.zeros(first + pickler.end, dtype=torch.uint8)
+    out[:_SIZE].view(torch.int64).fill_(len(said))
+    out[_SIZE : _SIZE + len(said)] = torch.frombuffer(said, dtype=torch.uint8)
+    for tensor in pickler.tensors:
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        out[first : first + content.numel()] = content
+        first += _aligned(content.numel())
+    return out
+
+
+def from_bytes(data: Tensor) -> Any:
+    """The objects of `to_bytes`; [n] uint8 on the CPU, longer than that by any padding. Tensors are on the CPU."""
+    size = int(data[:_SIZE].view(torch.int64))
+    said = io.BytesIO(data[_SIZE : _SIZE + size].numpy().tobytes())
+    return _Unpickler(said, data[_aligned(_SIZE + size) :]).load()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
