@@ -11,18 +11,30 @@ if TYPE_CHECKING:
     from covey.data.mixing import mix
     from covey.data.order import Outcome
     from covey.data.stream import PromptStream
-    from covey.data.tokenizer import eos_ids, prepare_tokenizer
+    from covey.data.tokenizer import eos_ids, expect_known_ids, num_embeddings, prepare_tokenizer
 
 _WHERE = {
     "Outcome": "order",
     "PromptStream": "stream",
     "check_dataset": "checks",
     "eos_ids": "tokenizer",
+    "expect_known_ids": "tokenizer",
     "load": "loading",
     "mix": "mixing",
+    "num_embeddings": "tokenizer",
     "prepare_tokenizer": "tokenizer",
 }
-__all__ = ["Outcome", "PromptStream", "check_dataset", "eos_ids", "load", "mix", "prepare_tokenizer"]
+__all__ = [
+    "Outcome",
+    "PromptStream",
+    "check_dataset",
+    "eos_ids",
+    "expect_known_ids",
+    "load",
+    "mix",
+    "num_embeddings",
+    "prepare_tokenizer",
+]
 
 
 def __getattr__(name: str) -> Any:

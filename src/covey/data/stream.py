@@ -11,6 +11,7 @@ from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
 from covey.data.order import Outcome
 from covey.data.prompts import to_prompt
+from covey.data.tokenizer import expect_known_ids, tokens_beyond
 from covey.errors import DataError
 from covey.types import Prompt
 
@@ -42,12 +43,14 @@ class PromptStream:
         max_prompt_length: int | None = None,
         on_too_long: Literal["error", "drop"] = "error",
         block_size: int = 1000,
+        num_embeddings: int | None = None,
         name: str = "the data set",
     ) -> None:
         self.tokenizer = tokenizer
         self.template = dict(chat_template_kwargs or {})
         self.max_prompt_length = max_prompt_length
         self.on_too_long = on_too_long
+        self.num_embeddings = num_embeddings
         self.name = name
         self.num_dropped = 0
         self._dataset = dataset
@@ -58,7 +61,7 @@ class PromptStream:
                 f"No room for a prompt: max_completion_length takes the whole context and leaves {max_prompt_length} tokens; lower it."
             )
         if hasattr(dataset, "__len__"):
-            self._check_lengths()
+            self._check_rows()
 
     @property
     def num_rows(self) -> int | None:
@@ -129,6 +132,7 @@ class PromptStream:
         length, limit = len(prompt.token_ids), self.max_prompt_length
         if not length:
             raise DataError(f"{where} has a prompt without a single token; remove the row.")
+        expect_known_ids(prompt.token_ids, self.num_embeddings, f"{where}: its prompt")
         if limit is None or length <= limit:
             return prompt
         if self.on_too_long == "error":
@@ -146,14 +150,16 @@ class PromptStream:
         self.num_dropped += 1
         return None
 
-    def _check_lengths(self) -> None:
-        """Measure the rows that could be too long, before any work is spent."""
-        limit = self.max_prompt_length
-        if limit is None or self.on_too_long == "drop":
+    def _check_rows(self) -> None:
+        """Encode the rows that could be too long, or hold an id without embedding, before any work is spent."""
+        limit = self.max_prompt_length if self.on_too_long == "error" else None
+        beyond = tokens_beyond(self.tokenizer, self.num_embeddings)
+        if limit is None and not beyond:
             return
         count = min(len(self._dataset), _FIRST_CHECK_ROWS)
         for index, prompt in enumerate(first_prompts(self._dataset, count, self.name)):
-            if _most_tokens(prompt) > limit:
+            is_long = limit is not None and _most_tokens(prompt) > limit
+            if is_long or any(token in str(prompt) for token in beyond):
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
     def _fingerprint(self) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from covey.errors import ModelError
+from covey.errors import DataError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,8 @@ def prepare_tokenizer(tokenizer: Any, model: Any = None) -> Any:
     """The same tokenizer (of a processor: its tokenizer), padding on the left, with a padding token.
 
     A missing padding token becomes EOS, with a warning. Raises ModelError when neither the tokenizer nor `model` names an
-    EOS, because completions could then end only at the length limit, or when a token id is beyond the model's embeddings.
+    EOS, because completions could then end only at the length limit, or when an id that training uses (padding, EOS, the chat
+    template's own tokens) is beyond the model's embeddings; other ids beyond them are told once.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):
@@ -52,16 +54,59 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _check_vocabulary(tokenizer: Any, model: Any) -> None:
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-    rows = getattr(embeddings, "num_embeddings", None)
+    rows = num_embeddings(model)
     if rows is None:
         return
-    highest = max(tokenizer.get_vocab().values(), default=0)
-    if highest >= rows:
-        raise ModelError(
-            f"The tokenizer has token ids up to {highest}, but the model has only {rows} embeddings; "
-            f"use the model's own tokenizer, or call model.resize_token_embeddings({highest + 1})."
+    beyond = sorted((one, token) for token, one in tokenizer.get_vocab().items() if one >= rows)
+    if not beyond:
+        return
+    highest = beyond[-1][0]
+    used = [("padding token", tokenizer.pad_token_id), ("end-of-text token", tokenizer.eos_token_id)]
+    used += [("chat template's token", one) for one in _template_ids(tokenizer)]
+    for what, one in used:
+        if one is not None and one >= rows:
+            raise ModelError(
+                f"The tokenizer's {what} {tokenizer.convert_ids_to_tokens(one)!r} has id {one}, but the model has only {rows} "
+                f"embeddings; use the model's own tokenizer, or call model.resize_token_embeddings({highest + 1})."
+            )
+    _warn_once(
+        f"The tokenizer has ids up to {highest}, but the model has only {rows} embeddings; a prompt that holds "
+        f"{beyond[0][1]!r} or another of the {len(beyond)} ids beyond them is refused."
+    )
+
+
+def num_embeddings(model: Any) -> int | None:
+    """Token ids that the model has embeddings for; None where it does not say."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(embeddings, "num_embeddings", None)
+
+
+def expect_known_ids(token_ids: Sequence[int], limit: int | None, where: str) -> None:
+    """Raise DataError when one of `token_ids` is not below `limit`, the model's embeddings; `where` names the prompt."""
+    highest = max(token_ids, default=0)
+    if limit is not None and highest >= limit:
+        raise DataError(
+            f"{where} has token id {highest}, but the model has only {limit} embeddings; change the prompt, or call "
+            f"model.resize_token_embeddings({highest + 1})."
         )
+
+
+def tokens_beyond(tokenizer: Any, limit: int | None) -> list[str]:
+    """Tokens whose ids are `limit` or more: a text that holds none of them encodes to ids below it."""
+    return [] if limit is None else [token for token, one in tokenizer.get_vocab().items() if one >= limit]
+
+
+def _template_ids(tokenizer: Any) -> list[int]:
+    """Ids that the chat template writes around a message; [] without a template, or for one that wants other messages."""
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    from jinja2 import TemplateError
+
+    messages = [{"role": "user", "content": "a"}]
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    except (TemplateError, TypeError, ValueError, KeyError):  # it is judged where it meets the messages of the data set
+        return []
 
 
 @lru_cache(maxsize=256)
