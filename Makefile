@@ -8,7 +8,7 @@ PEER   := .venv-trl
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test slow nightly test-all check bench soak audit clean
+.PHONY: install demo test slow nightly gpu test-all check bench soak audit clean
 
 install: $(STAMP)
 
@@ -28,6 +28,10 @@ slow: $(STAMP)           ## real runs that are killed, resumed and trained: CI r
 
 nightly: $(STAMP)        ## repetitions of the slow tests; with `pip install triton` its kernels too
 	$(PYTEST) -m "nightly and not gpu" --timeout 1800
+
+gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
+	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800
+	$(BIN)/python benchmarks/gpu_table.py
 
 test-all: test slow nightly   ## every test that needs no GPU
 

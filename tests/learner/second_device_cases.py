@@ -1,0 +1,154 @@
+"""The learner and the decode step on a second device, beside the same on the CPU: printed as JSON. Run by `test_second_device.py`."""
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from test_samplers import collect, ids_of
+from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
+from test_whole_logits import groups
+
+import second_device
+from covey import algorithms as alg
+from covey.learner import FrozenCopy, Policy, ValueHead
+from covey.learner.preparation import checkpoint_activations
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.graph_scheduler import GraphScheduler
+from kit import learner_of, tiny_model, tiny_tokenizer
+from second_device import WAITS, SecondDevice, to_second
+
+LEARNERS = {
+    "shared prompts": {},
+    "padded rows": {"attention": "eager"},
+    "gpt2": {"arch": "gpt2"},
+    "weights in bfloat16": {"dtype": torch.bfloat16},
+    "recomputed": {"checkpoints": True},
+    "several micro-batches": {"max_rows": 1},
+    "a reference": {"algorithm": alg.grpo(kl=alg.KL(coefficient=0.04))},
+    "a critic": {"algorithm": alg.ppo()},
+    "top entropy": {"algorithm": alg.dapo().replace(weights=(alg.TopEntropy(0.3),))},
+    "GSPO": {"algorithm": alg.gspo()},
+}
+
+
+def learned(
+    is_second, *, arch="qwen2", attention=None, dtype=torch.float32, checkpoints=False, max_rows=8, algorithm=None
+):
+    """Weights after a step, its numbers, and what waited in annotate, in the micro-batches and after them."""
+    algorithm = algorithm or alg.dapo()
+    model = tiny_model(arch, layers=2, dtype=dtype).train()
+    if attention:
+        model.config._attn_implementation = attention
+    if is_second:
+        to_second(model)
+    if checkpoints:
+        checkpoint_activations(model)
+    policy = Policy(model, pad_id=0)
+    critic = ValueHead(32, policy.device) if algorithm.critic is not None else None
+    if critic is not None and is_second:
+        critic = to_second(critic)
+    more = {"critic": critic} if critic is not None else {}
+    if algorithm.needs.ref_logp:
+        more["reference"] = FrozenCopy.of(policy)
+    parameters = [*policy.parameters(), *(critic.parameters() if critic is not None else [])]
+    one = learner_of(
+        policy, torch.optim.AdamW(parameters, lr=1e-2), max_completion_length=24, max_rows=max_rows, **more
+    )
+    policy.shares_prompts()
+    waits = {}
+    WAITS.clear()
+    drawn = one.annotate(groups(), algorithm)
+    if algorithm.critic is not None:
+        drawn = [replace(group, returns=torch.ones(group.size, 24)) for group in drawn]
+    waits["annotate"] = dict(WAITS)
+    read, accumulate_all = one._read, one._accumulate_all
+
+    def begin(*given):
+        WAITS.clear()
+        return accumulate_all(*given)
+
+    def end(*given):
+        waits.setdefault("micro-batches", dict(WAITS))
+        return read(*given)
+
+    one._accumulate_all, one._read = begin, end
+    report = one.step(drawn, algorithm, 1)
+    weights = [p.detach().cpu() for p in model.parameters()]
+    return torch.cat([x.float().flatten() for x in weights]), {k: m.value for k, m in report.metrics.items()}, waits
+
+
+def decoded(is_second, way):
+    """What a flight on static buffers writes, and what waited while a row was decoded and while rows came and went."""
+    model = writer()
+    options = (
+        {"dtype": "float32", "max_rows": 9, "cuda_graphs": False} if is_second else {"dtype": "float32", "max_rows": 9}
+    )
+    sampler = NativeSampler(to_second(model) if is_second else model, tiny_tokenizer(), **options)
+    sampler.is_static = True
+    WAITS.clear()
+    steps, run = [], GraphScheduler._step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphScheduler, "_step", lambda own, *given: steps.append(1) or run(own, *given))
+        found = collect(sampler, PROMPTS, 4, SamplingParams(max_tokens=80, seed=7, **WAYS[way]))
+    return ids_of(found), finishes_of(found), logprobs_of(found), dict(WAITS), len(steps)
+
+
+def rules():
+    """Errors and waits that the device itself has to show."""
+    x = torch.ones(3, device="second")
+    found = {}
+    try:
+        x + torch.ones(3)
+    except RuntimeError as error:
+        found["mixed"] = str(error)
+    found["one number"] = (x + torch.tensor(1.0)).cpu().tolist()
+    for name, work in {
+        "item": lambda: x.sum().item(),
+        "tolist": lambda: x.tolist(),
+        "bool": lambda: bool(x.sum() > 0),
+        "cpu": lambda: x.cpu(),
+        "nonzero": lambda: x.nonzero(),
+        "mask": lambda: x[x > 0],
+        "from the host": lambda: torch.ones(3).to("second"),
+        "free": lambda: torch.ones(3).to("second", non_blocking=True) * 2,
+    }.items():
+        WAITS.clear()
+        work()
+        found[name] = sum(WAITS.values())
+    return found
+
+
+def main():
+    warnings.simplefilter("ignore")
+    second_device.register()
+    found = {"learner": {}, "decode": {}}
+    with SecondDevice():
+        found["rules"] = rules()
+        for name, options in LEARNERS.items():
+            (weights, metrics, _), (own, numbers, waits) = (
+                learned(is_second, **options) for is_second in (False, True)
+            )
+            gaps = {key: abs(value - metrics[key]) for key, value in numbers.items() if value == value}
+            found["learner"][name] = {
+                "weights": float((weights - own).norm() / weights.norm()),
+                "metrics": gaps,
+                "same": sorted(metrics) == sorted(numbers),
+                "waits": waits,
+            }
+        for way in WAYS:
+            cpu, second = decoded(False, way), decoded(True, way)
+            found["decode"][way] = {
+                "same": cpu[:2] == second[:2],
+                "logprobs": float((cpu[2] - second[2]).abs().max()),
+                "tokens": second[2].numel(),
+                "waits": second[3],
+                "steps": second[4],
+            }
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

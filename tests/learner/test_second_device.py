@@ -1,0 +1,125 @@
+"""No tensor on the wrong device, no hidden wait for the device: the learner and the decode step on a second device made in Python.
+
+`tests/second_device.py` has real numbers and a GPU's rules. Each wait that is allowed is listed here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.utils.backend_registration
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="this torch cannot register a device in Python",
+    ),
+]
+
+PACKING = {
+    "shared_prompt.py:share_rows to the device",
+    "shared_prompt.py:_counts between the devices",
+    "shared_prompt.py:index between the devices",
+    "packing.py:pad_rows to the device",
+}
+"""Token ids and places of a micro-batch, copied from the host before its forward pass."""
+TRANSFORMERS = {"policy.py:_hidden _local_scalar_dense"}
+"""transformers looks once a forward pass of padded rows whether rows are packed."""
+TRIED_ONCE = {
+    "policy.py:_splits_exactly _local_scalar_dense",
+    "policy.py:_splits_exactly allclose",
+    "policy.py:_try_sharing _local_scalar_dense",
+}
+"""A model is tried on its first use."""
+NOTES = {"learner.py:_notes to the CPU", "learner.py:<listcomp> to the CPU"}
+"""What is measured at the rollout goes to the host, once a micro-batch."""
+DECODE = {
+    "graph_scheduler.py:_step _local_scalar_dense",  # once a step: has a row ended?
+}
+ROWS_CHANGE = {
+    "static_kv_cache.py:set_row_owners to the device",
+    "static_kv_cache.py:drop_rows between the devices",
+    "static_kv_cache.py:drop_prompts between the devices",
+    "static_kv_cache.py:add_prompts between the devices",
+    "kv_cache.py:<genexpr> between the devices",
+    "kv_cache.py:_token_indices to the device",
+    "decoder.py:prefill to the device",
+    "graph_scheduler.py:__init__ between the devices",
+    "scheduler.py:__init__ between the devices",
+    "scheduler.py:__init__ to the device",
+    "scheduler.py:<lambda> between the devices",
+    "scheduler.py:<lambda> to the CPU",
+    "scheduler.py:_drop_finished_prompts between the devices",
+    "scheduler.py:_place between the devices",
+    "scheduler.py:_place index from the CPU",
+    "scheduler.py:_place to the device",
+    "scheduler.py:_prefill_batch to the device",
+    "scheduler.py:_retire between the devices",
+    "scheduler.py:_retire nonzero",
+    "scheduler.py:_retire to the CPU",
+    "scheduler.py:_set_row_owners to the CPU",
+}
+"""Prompts are prefilled, rows begin and end."""
+STOP_STRINGS = {
+    "scheduler.py:_completes_stop_string to the CPU",
+    "scheduler.py:_completes_stop_string _local_scalar_dense",
+    "scheduler.py:_completes_stop_string nonzero",
+}
+"""Text is compared on the host."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The cases of `second_device_cases.py`, in a process of their own: a device is registered for ever."""
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, str(Path(__file__).with_name("second_device_cases.py"))]
+    paths = [*map(str, (tests, tests / "learner", tests / "rollout")), *sys.path]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_device_has_a_gpus_rules(found):
+    rules = found["rules"]
+    assert "same device" in rules["mixed"]
+    assert rules["one number"] == [2.0, 2.0, 2.0]
+    assert [rules[name] for name in ("item", "tolist", "bool", "cpu", "nonzero", "mask", "from the host")] == [1] * 7
+    assert rules["free"] == 0
+
+
+def test_the_learner_computes_there_what_it_computes_on_a_cpu(found):
+    for name, case in found["learner"].items():
+        assert case["same"], name
+        assert case["weights"] < (2e-2 if "bfloat16" in name else 5e-6), name
+        assert max(case["metrics"].values()) < (2e-2 if "bfloat16" in name else 1e-5), name
+
+
+def test_forward_and_backward_passes_of_a_step_wait_for_nothing_but_their_own_token_ids(found):
+    for name, case in found["learner"].items():
+        assert set(case["waits"]["micro-batches"]) <= PACKING | TRANSFORMERS, name
+
+
+def test_what_is_measured_at_the_rollout_goes_to_the_host_once_a_micro_batch(found):
+    for name, case in found["learner"].items():
+        waits = case["waits"]["annotate"]
+        assert set(waits) <= PACKING | TRANSFORMERS | TRIED_ONCE | NOTES, name
+        assert sum(waits.get(place, 0) for place in NOTES) <= 3, name
+
+
+def test_the_engine_writes_there_what_it_writes_on_a_cpu(found):
+    for way, case in found["decode"].items():
+        assert case["same"], way
+        assert case["tokens"] > 0
+        assert case["logprobs"] < 1e-4, way
+
+
+def test_a_decode_step_waits_once_and_every_other_wait_is_known(found):
+    for way, case in found["decode"].items():
+        allowed = DECODE | ROWS_CHANGE | (STOP_STRINGS if way == "rich" else set())
+        assert set(case["waits"]) <= allowed, way
+        assert case["waits"]["graph_scheduler.py:_step _local_scalar_dense"] <= case["steps"], way
