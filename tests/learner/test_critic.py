@@ -11,8 +11,9 @@ from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.errors import ConfigError
 from covey.learner import Policy, ValueHead, ValueModel
+from covey.learner.optimizer import make_optimizer
 from covey.learner.packing import rows_of
-from covey.learner.preparation import make_optimizer, prepare_for_training
+from covey.learner.preparation import prepare_for_training
 from covey.types import Completion, Group, Prompt
 from kit import learner_of, tiny_model, tiny_tokenizer
 

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from covey.learner.lm_head import Workspace
+from covey.learner import lm_head, logprobs
+from covey.learner.lm_head import LogitTransform, Workspace, block_of, chunk_for
 from covey.learner.logprobs import Head, score_logits, score_tokens
 
 
@@ -120,3 +121,89 @@ def test_a_token_that_cannot_happen_leaves_the_entropy_finite():
 def test_no_tokens_give_no_values():
     logp, entropy = score_tokens(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), Head(nn.Linear(4, 5)))
     assert logp.shape == entropy.shape == (0,)
+
+
+@pytest.fixture
+def by_vocabulary(monkeypatch):
+    """The backward pass of an accelerator, on a CPU."""
+    monkeypatch.setattr(
+        logprobs, "LogitTransform", lambda *given, **named: LogitTransform(*given, **{**named, "by_vocabulary": True})
+    )
+
+
+@pytest.mark.parametrize("terms", ["both", "logp", "entropy"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_blocks_of_the_vocabulary_give_the_dense_gradients(chunk, softcap, bias, terms, by_vocabulary):
+    linear = nn.Linear(8, 300, bias=bias).double()
+    head = Head(project=linear, multiply=1.5, softcap=softcap)
+    hidden = torch.randn(11, 8, dtype=torch.double, requires_grad=True)
+    targets, slope = torch.randint(300, (11,)), torch.randn(11)
+    targets[:3] = torch.tensor([0, 299, 128])
+
+    def gradients(logp, entropy):
+        loss = (slope * logp).sum() * (terms != "entropy") + 0.3 * entropy.sum() * (terms != "logp")
+        return torch.autograd.grad(loss, [hidden, *linear.parameters()])
+
+    found = gradients(*score_tokens(hidden, targets, head, temperature=0.7, entropy=True, chunk=chunk))
+    for got, want in zip(found, gradients(*dense(hidden, targets, head, 0.7)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+def test_a_block_has_as_many_logits_as_a_chunk_and_the_weights_gradient_is_made_once(by_vocabulary):
+    made = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.extend((func, tuple(x.shape)) for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    tokens, words = 500, 4096
+    linear = nn.Linear(16, words, bias=False)
+    hidden = torch.randn(tokens, 16, requires_grad=True)
+    logp, entropy = score_tokens(hidden, torch.randint(words, (tokens,)), Head(linear), entropy=True, chunk=40)
+    with Watched():
+        (logp.sum() + entropy.sum()).backward()
+    blocks = -(-words // block_of(40, tokens, words))
+    assert max(torch.Size(shape).numel() for _, shape in made if shape != (words, 16)) <= max(40 * words, 128 * tokens)
+    adds = [func for func, shape in made if shape == (words, 16) and "add" in str(func)]
+    assert not adds, "no product is added to the weight's gradient"
+    assert (
+        len([shape for func, shape in made if "mm" in str(func) and shape[1:] == (16,) and shape[0] < tokens]) == blocks
+    )
+
+
+def test_a_frozen_weight_or_frozen_hidden_states_get_no_gradient_by_blocks(by_vocabulary):
+    linear, hidden = nn.Linear(8, 300).requires_grad_(False), torch.randn(5, 8, requires_grad=True)
+    targets = torch.randint(300, (5,))
+    score_tokens(hidden, targets, Head(linear))[0].sum().backward()
+    assert linear.weight.grad is None
+    assert hidden.grad is not None
+    linear.requires_grad_(True)
+    score_tokens(hidden.detach(), targets, Head(linear))[0].sum().backward()
+    assert linear.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "gib, vocabulary, expected",
+    [
+        (80, 152_000, 883),
+        (80, 32_000, 4194),
+        (80, 4096, 8192),
+        (24, 152_000, 220),
+        (16, 152_000, 110),
+        (1, 152_000, 55),
+    ],
+)
+def test_tokens_at_a_time_follow_from_the_devices_memory_and_the_vocabulary(gib, vocabulary, expected, monkeypatch):
+    monkeypatch.setattr(lm_head, "device_memory", lambda device: gib * 2**30)
+    assert chunk_for(vocabulary, None, torch.device("cuda")) == expected
+    assert chunk_for(vocabulary, 7, torch.device("cuda")) == 7
+    assert expected * vocabulary * lm_head.BYTES_AN_ELEMENT <= max(gib * 2**30 / 32, 2**23 * 20)
+
+
+def test_on_a_cpu_tokens_at_a_time_do_not_depend_on_its_memory():
+    assert chunk_for(152_000, None, torch.device("cpu")) == 55
+    assert chunk_for(4096, None, torch.device("cpu")) == 1024

@@ -13,10 +13,11 @@ from covey.errors import ConfigError
 from covey.kernels import learning
 from covey.learner.packing import Row, pad_rows
 from covey.learner.policy import Measured, Policy
+from covey.models import has_adapter
 
 
 class Critic(Protocol):
-    """What estimates the return of each completion token."""
+    """Estimator of the return of each completion token."""
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
         """[N, T], with gradient to the critic when gradients are enabled."""
@@ -30,7 +31,7 @@ class Critic(Protocol):
 
 
 class NoCritic:
-    """Group-relative methods compare siblings instead of estimating values."""
+    """No critic: group-relative methods compare siblings instead of estimating values."""
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
         return torch.zeros_like(measured.logp)
@@ -111,7 +112,7 @@ def _read(linear: nn.Linear, hidden: Tensor) -> Tensor:
 
 def _decoder_copy(model: Any) -> nn.Module:
     """A copy of the decoder, without adapters, in floating point."""
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+    if has_adapter(model):
         adapted = copy.deepcopy(model)
         model = adapted.unload() if hasattr(adapted.base_model, "unload") else adapted.get_base_model()
     decoder = copy.deepcopy(model.get_decoder()) if hasattr(model, "get_decoder") else None

@@ -14,14 +14,15 @@ from covey.algorithms import Algorithm
 from covey.learner.critic import Critic, no_critic
 from covey.learner.gradients import clip, grad_norm
 from covey.learner.micro_batches import MicroBatcher
-from covey.learner.noting import TokenEntropies
-from covey.learner.optimizer_memory import check_room
+from covey.learner.optimizer import check_room
 from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.learner.soundness import expect_rates, expect_sound_training
-from covey.learner.token_metrics import effective_size, sampler_mismatch
+from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of
+from covey.learner.token_metrics import TokenEntropies, effective_size, sampler_mismatch
 from covey.learner.update_guard import UpdateGuard
+from covey.process.gradient_buckets import GradientBuckets
 from covey.process.world import World
 from covey.types import (
     Completion,
@@ -41,9 +42,20 @@ FIRST_UPDATE = "first_update/log_ratio"
 """Mean distance, a token, of the log-probabilities of a rollout's first update from those measured at the rollout."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Unread:
+    """Tensors that the metrics of a micro-batch are computed from, still on the device."""
+
+    batch: Sequence[Row]
+    tokens: TokenBatch
+    """Detached."""
+    losses: Mapping[str, Tensor]
+    """[] each, detached."""
+
+
 @dataclass(eq=False)
 class Learner:
-    """Turns groups with advantages into a better policy. Holds what lives for the whole run, nothing of a step."""
+    """The update of a policy from groups with advantages. Its fields live for the whole run; nothing of a step stays."""
 
     policy: Policy
     reference: Reference
@@ -61,10 +73,12 @@ class Learner:
     """0 clips nothing."""
     mask_truncated: bool = False
     is_off_policy: bool = False
-    """Whether one rollout serves several optimizer steps, so that old log-probabilities must be measured."""
+    """True if one rollout serves several optimizer steps, so that old log-probabilities must be measured."""
     disable_dropout: bool = False
     uses_sampler_logp: bool = True
     """False when completions were drawn from a truncated or penalised distribution, which the learner's is not."""
+    overlaps_reduction: bool = True
+    """Sum gradients over processes while the last micro-batch's backward runs. False where that computes a gradient in pieces."""
     scaler: Any = None
     """torch.amp.GradScaler, for float16 only."""
     critic: Critic = field(default_factory=no_critic)
@@ -119,14 +133,11 @@ class Learner:
             old = self.policy.measure(batch) if wants_old or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
+            wanted = (old.logp if old is not None and wants_old else None, None if ref is None else ref.logp, values)
+            on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], each once
             for r, row in enumerate(batch):
-                cut = lambda x, r=r, row=row: x[r, : row.completion.num_tokens].float().cpu()
-                notes[id(row)] = replace(
-                    row.completion,
-                    old_logp=cut(old.logp) if old is not None and wants_old else None,
-                    ref_logp=cut(ref.logp) if ref is not None else None,
-                    values=cut(values) if values is not None else None,
-                )
+                own = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
+                notes[id(row)] = replace(row.completion, old_logp=own[0], ref_logp=own[1], values=own[2])
         return [notes[id(row)] for row in rows]
 
     # -- the update -------------------------------------------------------------------------------------------------
@@ -148,10 +159,10 @@ class Learner:
         pick = lambda flags: [row for row, flag in zip(mine, flags, strict=True) if flag]
         silent, loud = pick([not loud and not k for loud, k in zip(is_loud, known, strict=True)]), pick(is_loud)
         algorithm = self._prepared(algorithm, (silent, loud), totals)
-        parts = [{**algorithm.metrics(_as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
+        parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
         with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
             parts += self.micro_batcher.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
-        parts += self.micro_batcher.attempt(lambda: self._accumulate_all(loud, algorithm, totals), self.forget)
+        parts += self._gradients(loud, algorithm, totals)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.before_first_update(metrics, step - 1)
@@ -162,7 +173,7 @@ class Learner:
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
 
     def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
-        """Whether what is shown of a completion that teaches nothing follows from how it was drawn, without a forward."""
+        """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
         drawn = row.completion
         is_fresh = drawn.old_logp is None and drawn.logprobs is not None and not bool(drawn.logprobs.isnan().any())
         return is_fresh and self.uses_sampler_logp and not algorithm.needs.whole_step
@@ -188,19 +199,47 @@ class Learner:
         """
         if not algorithm.needs.whole_step:
             return algorithm
-        look = lambda batch: _moved(self._tokens(batch, algorithm)[0].detached(), "cpu")
+        look = lambda batch: moved(self._tokens(batch, algorithm)[0].detached(), "cpu")
         with torch.no_grad():
             seen = self.micro_batcher.attempt(
                 lambda: [look(batch) for rows in parts for batch in self.micro_batcher.each(rows)]
             )
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
-        return algorithm.prepare(_moved(everywhere, self.policy.device), totals)
+        return algorithm.prepare(moved(everywhere, self.policy.device), totals)
 
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        return [self._evaluate(batch, algorithm, totals)[1] for batch in self.micro_batcher.each(rows)]
+        return [self._evaluate(batch, algorithm, totals) for batch in self.micro_batcher.each(rows)]
 
-    def _accumulate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        return [self._accumulate(batch, algorithm, totals) for batch in self.micro_batcher.each(rows)]
+    def _gradients(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
+        """Gradients of the step, summed over processes, and the metrics of this process's micro-batches.
+
+        Where memory runs out after the sum has begun, every process computes the step again and sums afterwards.
+        """
+        for overlaps in (self.overlaps_reduction, False):
+            gradients = GradientBuckets(self.world, self.trainable())
+
+            def undo(gradients: GradientBuckets = gradients) -> None:
+                gradients.drop()
+                self.forget()
+
+            def work(overlaps: bool = overlaps, gradients: GradientBuckets = gradients) -> list[dict[str, Metric]]:
+                return self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
+
+            parts = self.micro_batcher.attempt(work, undo)
+            if gradients.finish():
+                return parts
+            self.forget()
+        raise AssertionError("sums that begin after the last micro-batch cannot be spoiled")
+
+    def _accumulate_all(
+        self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, overlapping: GradientBuckets | None
+    ) -> list[dict[str, Metric]]:
+        unread = []
+        for batch in self.micro_batcher.each(rows):
+            if overlapping is not None and self.micro_batcher.is_last:
+                overlapping.overlap_next_backward()
+            unread.append(self._accumulate(batch, algorithm, totals))
+        return [self._read(one, algorithm, totals) for one in unread]  # now, so that the device never waited in between
 
     def rehearse(self, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
         """The largest micro-batch of a step forward and backward, without an update: what ran out of memory on the way."""
@@ -220,30 +259,44 @@ class Learner:
         """Drop the gradients of a step that was begun."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
-        loss, metrics = self._evaluate(batch, algorithm, totals)
+    def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> _Unread:
+        loss, unread = self._loss(batch, algorithm, totals)
         if loss.requires_grad:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        return metrics
+        self.policy.release()
+        return unread
 
-    def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, dict[str, Metric]]:
+    def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
+        return self._read(self._loss(batch, algorithm, totals)[1], algorithm, totals)
+
+    def _loss(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, _Unread]:
+        """The loss of a micro-batch, and what its metrics are computed from; the host waits for no number of the device."""
         tokens, measured = self._tokens(batch, algorithm)
-        self.token_entropies.take(batch, measured.entropy)
-        loss = algorithm.loss(tokens, totals)
-        metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
+        parts = {"loss": algorithm.loss(tokens, totals)}
+        loss = parts["loss"]
         if algorithm.critic is not None:
-            value_loss = algorithm.critic.loss(tokens, totals)
-            loss = loss + value_loss
-            metrics["value_loss"] = Sum(value_loss.item())
+            parts["value_loss"] = algorithm.critic.loss(tokens, totals)
+            loss = loss + parts["value_loss"]
         if measured.auxiliary_loss is not None:
-            share = len(batch) / totals.sequences
-            metrics["aux_loss"] = Mean(measured.auxiliary_loss.item() * len(batch), len(batch))
-            loss = loss + self.policy.auxiliary_coefficient * share * measured.auxiliary_loss
-        metrics["loss"] = Sum(loss.item())
-        gap = (tokens.logp.detach() - tokens.old_logp).abs()
-        return loss, metrics | {FIRST_UPDATE: Mean.of(gap, tokens.mask)} | sampler_mismatch(tokens) | effective_size(
-            tokens
-        )
+            parts["aux_loss"] = measured.auxiliary_loss
+            loss = loss + self.policy.auxiliary_coefficient * (len(batch) / totals.sequences) * parts["aux_loss"]
+        parts["loss"] = loss
+        return loss, _Unread(batch, tokens.detached(), {name: part.detach() for name, part in parts.items()})
+
+    def _read(self, unread: _Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
+        """The metrics of a micro-batch: here the host waits for the device."""
+        tokens, losses = unread.tokens, {name: part.item() for name, part in unread.losses.items()}
+        if tokens.entropy is not None:
+            self.token_entropies.take(unread.batch, tokens.entropy)
+        metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
+        if "value_loss" in losses:
+            metrics["value_loss"] = Sum(losses["value_loss"])
+        if "aux_loss" in losses:
+            metrics["aux_loss"] = Mean(losses["aux_loss"] * len(unread.batch), len(unread.batch))
+        metrics["loss"] = Sum(losses["loss"])
+        gap = (tokens.logp - tokens.old_logp).abs()
+        metrics[FIRST_UPDATE] = Mean.of(gap, tokens.mask)
+        return metrics | sampler_mismatch(tokens) | effective_size(tokens)
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
@@ -253,7 +306,7 @@ class Learner:
         self.check_stop()
         measured = self.policy.measure(batch, entropy=True, against=against)
         device, shape = measured.logp.device, measured.logp.shape
-        spread = lambda values, fill=0.0: _spread(values, shape, device, fill)
+        padded = lambda values, fill=0.0: spread(values, shape, device, fill)
         completions = [row.completion for row in batch]
         old = [completion.old_logp for completion in completions]
         drawn = [completion.logprobs for completion in completions]
@@ -261,24 +314,22 @@ class Learner:
         has_values = all(completion.values is not None for completion in completions)
         tokens = TokenBatch(
             logp=measured.logp,
-            old_logp=measured.logp.detach() if any(x is None for x in old) else spread(old),
-            advantages=_advantages(batch, shape, device),
-            mask=spread([row.counts for row in batch], False),
-            group=torch.tensor([row.group for row in batch], device=device),
-            row=torch.tensor([row.index for row in batch], device=device),
-            sampler_logp=spread(drawn) if self.uses_sampler_logp and all(x is not None for x in drawn) else None,
-            ref_logp=None if any(x is None for x in ref) else spread(ref),
+            old_logp=measured.logp.detach() if any(x is None for x in old) else padded(old),
+            advantages=advantages(batch, shape, device),
+            mask=padded([row.counts for row in batch], False),
+            group=onto(device, torch.tensor([row.group for row in batch])),
+            row=onto(device, torch.tensor([row.index for row in batch])),
+            sampler_logp=padded(drawn) if self.uses_sampler_logp and all(x is not None for x in drawn) else None,
+            ref_logp=None if any(x is None for x in ref) else padded(ref),
             entropy=measured.entropy,
             full_kl=measured.distance,
             values=self.critic.values(measured, batch) if algorithm.critic is not None else None,
-            old_values=spread([completion.values for completion in completions]) if has_values else None,
-            returns=spread([row.returns for row in batch]) if batch[0].returns is not None else None,
+            old_values=padded([completion.values for completion in completions]) if has_values else None,
+            returns=padded([row.returns for row in batch]) if batch[0].returns is not None else None,
         )
         return tokens, measured
 
     def _update(self, metrics: dict[str, Metric], step: int) -> StepReport:
-        parameters = self.trainable()
-        self.world.sum_gradients(parameters)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         trained = [self.policy.parameters(), self.critic.parameters()]
@@ -317,46 +368,12 @@ class Learner:
 
 
 def teaches(row: Row, algorithm: Algorithm) -> bool:
-    """Whether a completion can have a gradient: a zero advantage silences those terms that are known to scale with it."""
+    """True if a completion can have a gradient. Terms that scale with the advantage have none where it is zero."""
     acts_alone = algorithm.regularizers or algorithm.critic is not None
     acts_alone = acts_alone or (algorithm.kl is not None and algorithm.kl.where == "loss")
     if acts_alone or not getattr(algorithm.objective, "scales_with_advantage", False):
         return True
     return bool((row.advantage != 0).any())
-
-
-def _as_drawn(rows: Sequence[Row]) -> TokenBatch:
-    """Completions without advantage as the sampler saw them: on-policy, the entropy of a token estimated by `-log p`.
-
-    That estimate is unbiased, for a token drawn from p has E[-log p] = H(p).
-    """
-    shape = torch.Size([len(rows), max(row.completion.num_tokens for row in rows)])
-    spread = lambda values, fill=0.0: _spread(values, shape, torch.device("cpu"), fill)
-    logp = spread([row.completion.logprobs for row in rows])
-    return TokenBatch(
-        logp=logp,
-        old_logp=logp,
-        advantages=torch.zeros(len(rows), 1),
-        mask=spread([row.counts for row in rows], False),
-        group=torch.tensor([row.group for row in rows]),
-        entropy=-logp,
-    )
-
-
-def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
-    """Denominators of the step, counted on the host: every process holds all rows, so all count the same."""
-    counts = [int(row.counts.sum()) for row in rows]
-    by_prompt: dict[int, int] = {}
-    for row, count in zip(rows, counts, strict=True):
-        by_prompt[row.group] = by_prompt.get(row.group, 0) + count
-    return Totals(
-        tokens=sum(counts),
-        sequences=len(rows),
-        nonempty_sequences=sum(count > 0 for count in counts),
-        prompts=len({row.group for row in rows}),
-        max_length=max_length,
-        tokens_by_prompt=by_prompt,
-    )
 
 
 def _unscored_row(group: Group, index: int, completion: Completion) -> Row:
@@ -372,22 +389,3 @@ def _unscored_row(group: Group, index: int, completion: Completion) -> Row:
 def _regroup(groups: Sequence[Group], completions: Sequence[Completion]) -> list[Group]:
     remaining = iter(completions)
     return [replace(group, completions=tuple(next(remaining) for _ in group.completions)) for group in groups]
-
-
-def _spread(values: Sequence[Any], shape: torch.Size, device: torch.device, fill: float | bool) -> Tensor:
-    """[N, T] from one tensor a row, `fill` beyond each end."""
-    out = torch.full(shape, fill, dtype=values[0].dtype)
-    for i, value in enumerate(values):
-        out[i, : value.shape[0]] = value
-    return out.to(device)
-
-
-def _advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Tensor:
-    """[N, 1], or [N, T] when the advantage is one a token."""
-    if batch[0].advantage.ndim == 0:
-        return torch.stack([row.advantage for row in batch]).unsqueeze(-1).to(device)
-    return _spread([row.advantage for row in batch], shape, device, 0.0)
-
-
-def _moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
-    return TokenBatch(**{name: value.to(device) for name, value in tokens.tensors().items()})

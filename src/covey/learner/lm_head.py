@@ -1,12 +1,15 @@
 """Log-probability and entropy straight from hidden states and the head's weight, in one autograd function.
 
-The forward keeps one normalizer and one entropy a token; the backward computes each chunk's logits again and turns them
-into gradients in place. Beside the weight's own gradient nothing as wide as the vocabulary outlives a chunk.
+The forward keeps one normalizer and one entropy a token; the backward computes logits again, a part at a time, and turns them
+into gradients in place. Beside the weight's own gradient no [tokens, V] tensor outlives its part. On a CPU a part is a chunk of
+tokens, forward and backward. On an accelerator the backward's part is a block of the vocabulary for all tokens: the normalizers
+are known, so the weight's gradient is computed once a micro-batch, a block of rows at a time, and never read again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,28 +19,38 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from covey.kernels import WeightMatmul
+from covey.process.memory import device_memory
 
-CHUNK_ELEMENTS = 2**23
-"""Logits that exist at a time where the chunk is chosen here: 32 MiB in float32."""
+CPU_ELEMENTS = 2**23
+"""Logits that exist at a time on a CPU: 32 MiB in float32, about what its caches gain from."""
+BYTES_AN_ELEMENT = 20
+"""Workspace of one logit: logits and their gradient in float32, both in bfloat16, float32 temporaries of the entropy's gradient."""
+DEVICE_SHARE = 32
+"""A workspace takes one part in so many of an accelerator's memory."""
+MOST_ELEMENTS = 2**27
+"""Most logits at a time on an accelerator: 880 tokens of a vocabulary of 152,000, 2.5 GiB of workspace. By then products are bound
+by arithmetic, not by reading the weight (by calculation for an H100; not measured)."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What stands between the product with the weight and the softmax."""
+    """Scale, soft cap and temperature between the product with the weight and the softmax."""
 
     multiply: float
     softcap: float | None
     temperature: float
     chunk: int
-    """Tokens at a time."""
+    """Tokens whose logits exist at a time."""
+    by_vocabulary: bool = False
+    """In the backward pass, as many logits as of `chunk` tokens, but of a block of the vocabulary for all tokens."""
 
     @property
     def scale(self) -> float:
-        """What the products are multiplied by where no cap comes between."""
+        """Factor of the products where there is no soft cap."""
         return self.multiply / self.temperature
 
     def logits_(self, logits: Tensor) -> Tensor:
-        """Of the tempered distribution, in place of the products [m, V]."""
+        """Logits of the tempered distribution, in place of the products [m, V]."""
         if self.softcap is None:
             return logits if self.scale == 1.0 else logits.mul_(self.scale)
         return logits.mul_(self.multiply / self.softcap).tanh_().mul_(self.softcap / self.temperature)
@@ -105,8 +118,12 @@ def _gradient(
     shape: LogitTransform,
     known: tuple[Tensor, Tensor, Tensor],
     slopes: tuple[Tensor | None, Tensor | None],
+    inside: Tensor | None = None,
 ) -> Tensor:
-    """`Workspace.gradient` in float32 or wider, in the place of `gradient`; `logits` [m, V] are overwritten."""
+    """`Workspace.gradient` in float32 or wider, in the place of `gradient`; `logits` [m, V] are overwritten.
+
+    `inside` [m] bool: tokens whose target is among these columns; None: all.
+    """
     targets, normalizer, entropy = known
     of_logp, of_entropy = slopes
     torch.sub(logits, normalizer[:, None], out=gradient).exp_()  # the probabilities
@@ -119,13 +136,31 @@ def _gradient(
     else:
         gradient.zero_()
     if of_logp is not None:
-        gradient.scatter_add_(-1, targets[:, None], of_logp[:, None].to(gradient.dtype))
+        of_target = of_logp.to(gradient.dtype) if inside is None else of_logp.to(gradient.dtype) * inside
+        gradient.scatter_add_(-1, targets[:, None], of_target[:, None])
     return shape.backward_(gradient, logits)
 
 
-def chunk_for(vocabulary: int, chunk: int | None) -> int:
-    """Tokens whose logits exist at a time: `chunk` if given, else what `CHUNK_ELEMENTS` allows, between 16 and 1024."""
-    return chunk or min(1024, max(16, CHUNK_ELEMENTS // vocabulary))
+def chunk_for(vocabulary: int, chunk: int | None, device: torch.device | None = None) -> int:
+    """Tokens whose logits exist at a time: `chunk` if given, else `elements_at_a_time(device) / vocabulary`.
+
+    At least 16, and at most 1024 on a CPU and 8192 elsewhere. The hidden size does not enter: it changes what a product costs, not
+    what a logit takes.
+    """
+    on_cpu = device is None or device.type == "cpu"
+    return chunk or min(1024 if on_cpu else 8192, max(16, elements_at_a_time(device) // vocabulary))
+
+
+def elements_at_a_time(device: torch.device | None) -> int:
+    """Logits that exist at a time: `min(2**27, memory / 32 / 20)`, rounded down to a power of two; 2**23 on a CPU.
+
+    `memory` is what the accelerator has in all, not what is free of it: sums would be made in another order after each start.
+    """
+    total = None if device is None else device_memory(device)
+    if total is None:
+        return CPU_ELEMENTS
+    wanted = min(MOST_ELEMENTS, total // DEVICE_SHARE // BYTES_AN_ELEMENT)
+    return max(CPU_ELEMENTS, 1 << max(0, wanted.bit_length() - 1))
 
 
 class LinearLogProbability(torch.autograd.Function):
@@ -171,6 +206,15 @@ class LinearLogProbability(torch.autograd.Function):
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         shape: LogitTransform = ctx.shape
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        if shape.by_vocabulary:
+            known = targets, normalizer, entropy
+            slopes = _slopes(logp_gradient, entropy_gradient if ctx.with_entropy else None, slice(None))
+            return (
+                *by_vocabulary(hidden, weight, bias, shape, known, slopes, ctx.needs_input_grad[:3]),
+                None,
+                None,
+                None,
+            )
         wide = torch.promote_types(weight.dtype, torch.float32)
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide) if wants_weight else None
@@ -197,3 +241,48 @@ class LinearLogProbability(torch.autograd.Function):
 def _slopes(of_logp: Tensor | None, of_entropy: Tensor | None, part: slice) -> tuple[Tensor | None, Tensor | None]:
     cut = lambda x: None if x is None else x[part].contiguous()
     return cut(of_logp), cut(of_entropy)
+
+
+def by_vocabulary(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: LogitTransform,
+    known: tuple[Tensor, Tensor, Tensor],
+    slopes: tuple[Tensor | None, Tensor | None],
+    wants: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden [M, D], weight [V, D] and bias [V], those that are wanted, a block of the vocabulary at a time.
+
+    `known`: targets, normalizers and entropies of all tokens, each [M]. The sum over blocks is that of `hidden`'s gradient,
+    [M, D] in float32 or wider; the weight's gradient is one product a block, rounded once. So a micro-batch moves `blocks x M x D`
+    numbers through memory where chunks of tokens move `chunks x V x D`, at the same number of parts.
+    """
+    (targets, normalizer, entropy), (tokens, vocabulary) = known, (hidden.shape[0], weight.shape[0])
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total = torch.zeros_like(hidden, dtype=wide) if wants[0] else None
+    of_weight = torch.empty_like(weight) if wants[1] else None
+    of_bias = torch.empty_like(bias) if wants[2] and bias is not None else None
+    size = block_of(shape.chunk, tokens, vocabulary)
+    for start in range(0, vocabulary, size):
+        part = slice(start, min(start + size, vocabulary))
+        rows = weight[part]
+        product = hidden @ rows.t() if bias is None else torch.addmm(bias[part], hidden, rows.t())
+        logits = shape.logits_(product.to(wide))
+        inside = (targets >= start) & (targets < part.stop)
+        place = (targets - start).clamp(0, rows.shape[0] - 1)
+        gradient = _gradient(logits, torch.empty_like(logits), shape, (place, normalizer, entropy), slopes, inside)
+        narrow = gradient.to(hidden.dtype)
+        if total is not None:
+            total += narrow @ rows
+        if of_weight is not None:
+            torch.mm(narrow.t(), hidden, out=of_weight[part])
+        if of_bias is not None:
+            of_bias[part] = gradient.sum(0)
+        del product, logits, gradient, narrow  # before the next block's are made
+    return None if total is None else total.to(hidden.dtype), of_weight, of_bias
+
+
+def block_of(chunk: int, tokens: int, vocabulary: int) -> int:
+    """Words of a block for all `tokens`, with as many logits as `chunk` tokens have of the whole vocabulary; at least 128."""
+    return min(vocabulary, max(128, chunk * vocabulary // max(1, tokens) // 128 * 128))

@@ -95,7 +95,7 @@ def _by_chunks(one: Callable[[Tensor, Tensor], R], heads: Sequence[Head], *chunk
 
 
 def is_plain(project: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the product is that of a linear layer as torch has it: no adapter, no quantization, no hooks."""
+    """True for a linear layer as torch has it: no adapter, no quantization, no hooks."""
     return type(project) is nn.Linear and not project._forward_hooks and not project._forward_pre_hooks
 
 
@@ -107,7 +107,8 @@ def _fused(
     dtype = linear.weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    shape = LogitTransform(head.multiply, head.softcap, temperature, chunk_for(linear.weight.shape[0], chunk))
+    chunk = chunk_for(linear.weight.shape[0], chunk, hidden.device)
+    shape = LogitTransform(head.multiply, head.softcap, temperature, chunk, by_vocabulary=hidden.device.type != "cpu")
     count = hidden.shape[0]
     hidden = hidden.to(dtype).contiguous()
     weight: Tensor = linear.weight

@@ -1,4 +1,4 @@
-"""What holds the memory of a run, and how many tokens a forward pass may have at the start."""
+"""Memory of a run by what holds it, and the tokens of a forward pass at the start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from covey.learner.live_memory import LiveBytes
 from covey.learner.policy import Policy
+from covey.models import decoder_of, unwrapped
 from covey.process.memory import free_memory
 
 
@@ -116,9 +117,8 @@ def bytes_a_token(policy: Policy) -> float:
 
     Gradients and the state of the random generator stay as they are.
     """
-    inner = policy.model.get_base_model() if hasattr(policy.model, "get_base_model") else policy.model
-    decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
-    embedding = inner.get_input_embeddings()
+    decoder = decoder_of(policy.model)
+    embedding = unwrapped(policy.model).get_input_embeddings()
     peaks = []
     for count in _TRIED:
         ids = (torch.arange(count) % embedding.num_embeddings)[None].to(policy.device)

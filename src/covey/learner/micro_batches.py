@@ -1,4 +1,4 @@
-"""How much goes into one forward pass: bounded by options, halved when memory runs out, and remembered for the run."""
+"""Micro-batches: rows and tokens of one forward pass, bounded by options, halved when memory runs out, and remembered for the run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,54 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from covey.errors import MemoryLimitError
-from covey.learner.left_out import SkippedCompletions, sentence
 from covey.learner.packing import Row, microbatches, tokens_in
 from covey.process.memory import until_it_fits
-from covey.types import Event
+from covey.types import Event, Metric, Sum
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+_SHARE = 8
+"""At most one completion in so many: a step of which more is missing would teach something else."""
+
+
+@dataclass(eq=False)
+class SkippedCompletions:
+    """The completions that a step had to do without. Their share of the gradient is zero; denominators still count them."""
+
+    most: int = 0
+    """Most completions that may be left out; 0: none."""
+    rows: list[Row] = field(default_factory=list)
+
+    def begin(self, num_rows: int) -> None:
+        """A step of `num_rows` completions: one in eight may be left out, and one in any case if there are several."""
+        self.most, self.rows = max(1, num_rows // _SHARE) if num_rows > 1 else 0, []
+
+    def end(self) -> dict[str, Metric]:
+        """After the step: how many were left out on this process, if any. From now on none may be."""
+        self.most, rows = 0, self.rows
+        self.rows = []
+        return {"completions/left_out": Sum(float(len(rows)))} if rows else {}
+
+    def take(self, row: Row) -> bool:
+        """Leave this one out; False when too many are already."""
+        if len(self.rows) >= self.most:
+            return False
+        self.rows.append(row)
+        return True
+
+    def without(self, rows: Sequence[Row]) -> list[Row]:
+        """`rows`, less those that were left out."""
+        return [row for row in rows if not any(row is gone for gone in self.rows)]
+
+
+def _sentence(row: Row) -> str:
+    """Message of a completion that was left out."""
+    return (
+        f"A completion of {row.completion.num_tokens} tokens to prompt {row.prompt.uid} ({row.num_tokens} tokens together) does not fit "
+        "in memory even alone. It is left out of this step, and the others keep their share; lower max_completion_length to learn from all."
+    )
 
 
 @dataclass(eq=False)
@@ -25,25 +66,28 @@ class MicroBatcher:
     max_tokens: int | None = None
     """Tokens of one forward pass, a shared prompt counted once, padding included."""
     shares_prompts: Callable[[], bool] = lambda: False
-    """Whether the rows of a group share their prompt."""
+    """True if the rows of a group share their prompt."""
     enough_tokens: int | None = None
     """Tokens up to which groups are joined; None: up to `max_tokens`."""
     enable_recomputation: Callable[[], bool] = lambda: False
     """Makes a single completion need less; False when there is nothing left to do."""
     is_last_resort: bool = False
-    """Whether it came to that."""
+    """True once `enable_recomputation` was called."""
     largest: tuple[int, int] = (0, 0)
     """Rows and tokens of the largest micro-batch of the attempt that runs, for work that does not go through `each`."""
     events: list[Event] = field(default_factory=list)
     left_out: SkippedCompletions = field(default_factory=SkippedCompletions)
-    """Within a step: completions that did not fit even alone."""
+    """Completions of the step that did not fit even alone."""
+    is_last: bool = False
+    """True while `each` is at its last micro-batch."""
     _current: Sequence[Row] = ()
     """The micro-batch that is being worked on."""
 
     def each(self, rows: Sequence[Row], factor: int = 1) -> Iterator[list[Row]]:
         """`batches`, one after another; the one that memory runs out on is known."""
-        for batch in self.batches(rows, factor):
-            self._current = batch
+        found = self.batches(rows, factor)
+        for place, batch in enumerate(found, 1):
+            self._current, self.is_last = batch, place == len(found)
             yield batch
         self._current = ()
 
@@ -87,7 +131,7 @@ class MicroBatcher:
             )
             return
         if rows <= 1 and current and self.left_out.take(current[0]):
-            self._tell(sentence(current[0]), said, kind="completion_left_out")
+            self._tell(_sentence(current[0]), said, kind="completion_left_out")
             return
         if rows <= 1:
             raise MemoryLimitError(
@@ -106,12 +150,12 @@ class MicroBatcher:
         self.events.append(Event(kind=kind, said=told, details={"error": error}))
 
     def take_events(self) -> tuple[Event, ...]:
-        """What happened since the last call."""
+        """Events since the last call."""
         taken, self.events = tuple(self.events), []
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What memory has taught this process, so that a resumed run need not run out of it again."""
+        """Sizes that fit in memory so far, so that a resumed run need not run out of it again."""
         return {
             "max_rows": self.max_rows,
             "max_tokens": self.max_tokens,

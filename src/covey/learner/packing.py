@@ -1,4 +1,4 @@
-"""Completions to the rows of a forward pass, and rows to micro-batches. Nothing here changes a gradient."""
+"""Rows of a forward pass from completions, and micro-batches from rows. Neither changes a gradient."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from covey.types import Completion, Group, Prompt
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One completion on its way through the learner, with the prompt it answers."""
+    """One completion in the learner, with its prompt."""
 
     prompt: Prompt
     completion: Completion
     group: int
-    """Which prompt of the step it answers."""
+    """Index of its prompt in the step."""
     advantage: Tensor
     """[] or [T_i]"""
     counts: Tensor
-    """[T_i] bool, tokens that enter the loss: written by the model, and not masked as truncated."""
+    """[T_i] bool, tokens that enter the loss: written by the model, and not of a masked truncated completion."""
     returns: Tensor | None = None
     index: int = 0
-    """Which completion of the step it is."""
+    """Index of the completion in the step."""
 
     @property
     def num_tokens(self) -> int:
@@ -33,12 +33,12 @@ class Row:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the completion that behind a shared prompt are computed: all that predict another."""
+        """Tokens of the completion that are computed behind a shared prompt: all that predict another."""
         return max(0, self.completion.num_tokens - 1)
 
 
 def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Row]:
-    """Every completion of every group, groups in order. Groups need advantages.
+    """Rows of all completions, groups in order. Groups need advantages.
 
     `mask_truncated` takes completions that hit the length limit out of the loss (their rewards still count in the
     group's baseline, and the rows in the sequence count).
@@ -75,11 +75,11 @@ def microbatches(
     enough_tokens: int | None = None,
     shares_prompts: bool = False,
 ) -> list[list[Row]]:
-    """Rows in batches of at most `max_rows` rows and, if given, `max_tokens` tokens as `tokens_in` counts (one row always fits).
+    """Micro-batches of at most `max_rows` rows and, if given, `max_tokens` tokens as `tokens_in` counts (one row always fits).
 
-    `enough_tokens`: a batch grows beyond these only by completions of the group that it began with. Rows of one prompt share
-    a batch, little is padded, and the largest batch comes first, so that a step that cannot fit in memory fails at once.
-    Where all groups can be kept whole in no more batches, no shared prompt is computed twice, and batches are of nearly one size.
+    Beyond `enough_tokens` a batch takes only further completions of the group it began with. Rows of one prompt share a
+    batch, rows of similar length stand together, and the largest batch comes first, so that a step that does not fit in memory
+    fails at once. Where as few batches can hold all groups whole, they do, so that no shared prompt is computed twice.
     """
     members: dict[int, list[Row]] = {}
     for row in rows:
@@ -117,7 +117,7 @@ def microbatches(
 def _of_whole_groups(
     members: Mapping[int, list[Row]], whole: Mapping[int, int], count: int, fits: Callable[[Row, int, int], bool]
 ) -> list[list[Row]] | None:
-    """So many batches of nearly as many tokens, no group in two of them; None where that is not found."""
+    """`count` batches of nearly equal size with every group whole; None where greedy filling finds none."""
     batches: list[list[Row]] = [[] for _ in range(count)]
     tokens = [0] * count
     for group in sorted(members, key=lambda group: -whole[group]):
@@ -130,7 +130,7 @@ def _of_whole_groups(
 
 
 def limit_of(group_tokens: int, max_tokens: int | None, enough_tokens: int | None) -> int | None:
-    """Tokens of a batch that begins with a group of so many: enough, or that whole group, but never more than `max_tokens`."""
+    """Token limit of a batch that begins with a group of `group_tokens`: `enough_tokens` or the whole group, at most `max_tokens`."""
     if enough_tokens is None:
         return max_tokens
     wanted = max(enough_tokens, group_tokens)
@@ -169,7 +169,7 @@ class PaddedRows:
 
 
 def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRows:
-    """Right-padded, so that positions count from 0 and causality alone keeps padding out of every real token."""
+    """Rows padded on the right: positions count from 0, and the causal mask alone hides the padding from every real token."""
     width = max(row.num_tokens for row in rows)
     longest = max(row.completion.num_tokens for row in rows)
     input_ids = torch.full((len(rows), width), pad_id, dtype=torch.long)

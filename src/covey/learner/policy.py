@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,11 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
-from covey.kernels import AttentionHeads, SharedPromptAttention, learning
+from covey.kernels import AttentionHeads, SharedPromptAttention, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
+from covey.models import accepts, decoder_of, unwrapped
 from covey.process.world import autocast
 from covey.types import Completion, Prompt
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What one forward pass says of N completions."""
+    """Result of one forward pass over N completions."""
 
     logp: Tensor
     """[N, T]"""
@@ -67,16 +67,17 @@ class Policy:
     """Log-probabilities are those of the tempered distribution that completions are drawn from."""
     compute_dtype: torch.dtype | None = None
     logits_chunk: int | None = None
-    """Tokens whose logits exist at a time; None chooses by the vocabulary."""
+    """Tokens whose logits exist at a time; None chooses by device and vocabulary."""
     auxiliary_coefficient: float = 0.0
     offloads: bool = False
     """Keep activations in the host's memory between forward and backward."""
     shared_attention: str = "auto"
-    """What computes the attention of prompts that are shared: auto (FlexAttention on CUDA where it works), flex, sdpa."""
+    """Kernel for the attention of shared prompts: auto (FlexAttention on CUDA where it works), flex, sdpa."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
     _kernel: str = field(default="own", init=False)
+    _windows: dict[int, Window | None] = field(default_factory=dict, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -84,20 +85,20 @@ class Policy:
 
     @property
     def is_checkpointing(self) -> bool:
-        """Whether activations are computed again in the backward pass."""
-        inner = _inner(self.model)
+        """True if activations are recomputed in the backward pass."""
+        inner = unwrapped(self.model)
         name = "is_activation_checkpointing"  # "gradient" before transformers 5.23
         return bool(getattr(inner, name if hasattr(type(inner), name) else "is_gradient_checkpointing", False))
 
     def output_layer(self) -> nn.Module:
         """The layer that turns hidden states into logits."""
-        layer = _inner(self.model).get_output_embeddings()
+        layer = unwrapped(self.model).get_output_embeddings()
         assert isinstance(layer, nn.Module)
         return layer
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Everything that is computed of the model is computed inside."""
+        """Context of every forward pass of the model: its precision and its kernels."""
         with learning(self.model), autocast(self.device, self.compute_dtype):
             yield
 
@@ -142,6 +143,8 @@ class Policy:
             )
             if other is not None:
                 distance = distances(picked, head, other, temperature=self.temperature, chunk=self.logits_chunk)
+        if not torch.is_grad_enabled():  # else the backward may still recompute activations
+            self.release()
         return Measured(
             distance=None if distance is None else rows.spread(distance),
             logp=rows.spread(logp),
@@ -154,30 +157,32 @@ class Policy:
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
         if isinstance(rows, SharedRows):
-            shared_prompt.switch(_inner(self.model))
-            return _decoder(self.model)(use_cache=False, **shared_prompt.forward_kwargs(rows)).last_hidden_state, None
+            rows = replace(rows, windows=self._windows)
+            shared_prompt.switch(unwrapped(self.model))
+            return decoder_of(self.model)(use_cache=False, **shared_prompt.forward_kwargs(rows)).last_hidden_state, None
+        self.release()
         extra: dict[str, Any] = {"use_cache": False}
         if self.auxiliary_coefficient:
             # padding would be routed too and would change the balance that the loss measures
             extra |= {"attention_mask": rows.attention_mask, "output_router_logits": True}
-            if self._splits() and "logits_to_keep" in inspect.signature(_inner(self.model).forward).parameters:
+            if self._splits() and accepts(self.model, "logits_to_keep"):
                 extra["logits_to_keep"] = 1  # the model's own logits are not wanted, and would be whole
             output = self.model(input_ids=rows.input_ids, output_hidden_states=self._splits(), **extra)
             return (output.hidden_states[-1] if self._splits() else output.logits), output.aux_loss
         if self._splits():
-            return _decoder(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
+            return decoder_of(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
         return self.model(input_ids=rows.input_ids, **extra).logits, None
 
     def release(self) -> None:
-        """Give the model back the attention that it had; shared prompts switch it again."""
-        shared_prompt.release(_inner(self.model))
+        """Restore the attention that the model was loaded with; the next packed row switches it again."""
+        shared_prompt.release(unwrapped(self.model))
 
     def shares_prompts(self) -> bool:
-        """Whether the completions of a group share the computation of their prompt."""
+        """True if the completions of a group share the computation of their prompt."""
         return self._shares()
 
     def _shares(self) -> bool:
-        """Whether prompts can be shared: told by the configuration, then tried once on two short completions."""
+        """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""
         if self._is_shared is None:
             reason = None if self._splits() else "its head cannot be called apart"
             if self.auxiliary_coefficient:
@@ -186,23 +191,24 @@ class Policy:
             self._is_shared = reason is None
             if reason is not None and self.shared_attention != "auto":
                 raise ConfigError(
-                    f"shared_attention={self.shared_attention!r}, but {type(_inner(self.model)).__name__} computes each prompt "
+                    f"shared_attention={self.shared_attention!r}, but {type(unwrapped(self.model)).__name__} computes each prompt "
                     f"once a completion: {reason}; leave it out."
                 )
             if reason is not None:
                 logger.warning(
-                    "%s computes each prompt once a completion: %s.", type(_inner(self.model)).__name__, reason
+                    "%s computes each prompt once a completion: %s.", type(unwrapped(self.model)).__name__, reason
                 )
         return self._is_shared
 
     @torch.no_grad()
     def _try_sharing(self) -> str | None:
-        """Switch the model to the shared attention, which is SDPA wherever no prompt is shared. A reason if it differs."""
+        """Compare packed rows with rows apart under the model's own attention. A reason if they differ."""
         rows = [_short_row(self.model, count) for count in (3, 2)]
         was_training = self.model.training
         shared_prompt.install()
         self.model.eval()
         try:
+            self._windows = attention_windows(unwrapped(self.model))
             apart = self._measure(pad_rows(rows, self.pad_id, self.device), True)
             heads: set[AttentionHeads] = set()
             together = self._measure(replace(share_rows(rows, self.device), heads=heads), True)
@@ -216,9 +222,8 @@ class Policy:
             reason = str(error).splitlines()[0]
         finally:
             self.model.train(was_training)
-        if reason is not None:
             self.release()
-        else:
+        if reason is None:
             self._kernel = self._choose_kernel(heads)
         return reason
 
@@ -252,7 +257,7 @@ class Policy:
         return self._head
 
     def _splits(self) -> bool:
-        """Whether decoder and head, called apart, give the model's own logits: tried once, on four tokens."""
+        """True if decoder and head, called apart, give the model's own logits on four tokens; tried once."""
         if self._is_split is None:
             self._is_split = _splits_exactly(self.model, self.device)
             if not self._is_split:
@@ -271,7 +276,7 @@ def _tell_once(said: str) -> None:
 
 def _short_row(model: Any, count: int) -> Row:
     """Five prompt tokens and `count` answer tokens, the same prompt for every count."""
-    vocabulary = _inner(model).get_input_embeddings().num_embeddings
+    vocabulary = unwrapped(model).get_input_embeddings().num_embeddings
     ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
     return Row(
         prompt=Prompt(uid="try", token_ids=tuple(ids[:5].tolist())),
@@ -282,17 +287,9 @@ def _short_row(model: Any, count: int) -> Row:
     )
 
 
-def _inner(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _decoder(model: Any) -> Any:
-    return _inner(model).get_decoder()
-
-
 def find_head(model: Any) -> Head:
     """The head of a transformers causal LM, with the scaling its configuration names."""
-    inner = _inner(model)
+    inner = unwrapped(model)
     config = inner.config.get_text_config()
     multiply = getattr(config, "logit_scale", None) or 1.0
     multiply = multiply / (getattr(config, "logits_scaling", None) or 1.0)
@@ -307,7 +304,7 @@ def find_head(model: Any) -> Head:
 def _splits_exactly(model: Any, device: torch.device) -> bool:
     if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
         return False  # virtual tokens are added outside the decoder
-    inner = _inner(model)
+    inner = unwrapped(model)
     if inner.get_output_embeddings() is None or not hasattr(inner, "get_decoder"):
         return False
     vocabulary = inner.get_input_embeddings().num_embeddings
@@ -316,7 +313,9 @@ def _splits_exactly(model: Any, device: torch.device) -> bool:
     model.eval()
     try:
         whole = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = getattr(decoder_of(model)(input_ids=ids, use_cache=False), "last_hidden_state", None)
+        if hidden is None:
+            return False
         apart = find_head(model).logits(hidden[0]).float()
     finally:
         model.train(was_training)

@@ -20,7 +20,7 @@ class Reference(Protocol):
     """A model that stands still unless its rule says otherwise."""
 
     moves: int
-    """How often its weights were changed on purpose: by its rule, or from a checkpoint."""
+    """Number of intended changes of its weights: by its rule, or from a checkpoint."""
 
     def weights(self) -> dict[str, Tensor]:
         """Its own weights, those that it does not share with the policy."""
@@ -39,7 +39,7 @@ class Reference(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold: empty while the reference is still the model that training started from."""
+        """Weights for a checkpoint; empty while the reference is still the model that training started from."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
@@ -76,7 +76,7 @@ class FrozenCopy:
     policy: Policy
     has_moved: bool = False
     follows: bool = False
-    """Whether its rule may move it: a checkpoint then holds it from the start, so that a run can go back to any."""
+    """True if its rule may move it: a checkpoint then holds it from the start, so that a run can go back to any."""
     moves: int = 0
 
     @staticmethod

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import NumericsError, SpoiledError
+from covey.models import has_adapter
 from covey.process.world import World
 
 _LARGEST = 1e18
@@ -157,7 +158,7 @@ def expect_sound_training(
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
     """Tensors that are written of the model: every weight and buffer, or the adapter's alone."""
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+    if has_adapter(model):
         from peft import get_peft_model_state_dict
 
         return dict(get_peft_model_state_dict(model, adapter_name=model.active_adapter))

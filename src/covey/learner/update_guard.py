@@ -22,7 +22,7 @@ _ENOUGH = 20
 _SMALLEST_KL = 0.1
 """Nats a token below which no KL is a jump: it starts at 0, so early on any value is far from the others."""
 _SMALLEST_DEVIATION = 0.25
-"""Of a logarithm: twenty steps that happen to be equal must not make the next one a spike."""
+"""Least spread of a logarithm: twenty steps that happen to be equal must not make the next one a spike."""
 _LEFT_OUT = frozenset({"non_finite_step", "spike_skipped"})
 
 
@@ -31,9 +31,9 @@ class GuardPolicy:
     """Limits of the guard: what a bad number or a spike leads to, and how often."""
 
     on_bad_numbers: Literal["skip", "roll_back", "stop"] = "skip"
-    """What NaN and infinities lead to: their update is always left out; then go on, go back, or stop."""
+    """Action on NaN and infinities: their update is always left out; then go on, go back, or stop."""
     on_spike: Literal["log", "clip", "skip", "roll_back", "stop"] = "log"
-    """What a gradient norm or KL far above its recent values leads to."""
+    """Action on a gradient norm or KL far above its recent values."""
     bad_steps_limit: int = 3
     """Updates left out in a row before the next action."""
     roll_backs_limit: int = 2
@@ -46,7 +46,7 @@ class GuardPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What becomes of one update."""
+    """Decision about one update."""
 
     is_left_out: bool = False
     max_norm: float = math.inf
@@ -65,7 +65,7 @@ class UpdateGuard:
     """Updates left out in a row because float16 overflowed, which a smaller loss scale cures."""
 
     def check(self, metrics: Mapping[str, Metric], step: int, *, loss_scale: float | None = None) -> Verdict:
-        """What to do with the update that `metrics` (loss, grad_norm, kl ...) describe. Remembers them if they are healthy.
+        """Decision about the update that `metrics` (loss, grad_norm, kl ...) describe. Remembers them if they are healthy.
 
         `loss_scale`: with float16, what the loss was multiplied by: an overflow is then no fault of the numbers until the
         scale is down to 1.
@@ -152,5 +152,5 @@ class UpdateGuard:
 
 
 def is_left_out(events: tuple[Event, ...]) -> bool:
-    """Whether the update of a step was left out for its numbers."""
+    """True if the update of a step was left out for its numbers."""
     return any(event.kind in _LEFT_OUT for event in events)

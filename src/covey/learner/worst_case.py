@@ -16,16 +16,16 @@ from covey.types import Completion, Event, Group, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Longest:
-    """What came of it."""
+    """Result of trying the longest micro-batch."""
 
     rows: int
     """Completions of the micro-batch, every one as long as allowed."""
     prompt_tokens: int
     completion_tokens: int
     seconds: float
-    """Of what measures before the update, and of the forward and backward pass that fitted."""
+    """Time of the measurements before the update, and of the forward and backward pass that fitted."""
     events: tuple[Event, ...]
-    """What ran out of memory on the way; the learner keeps the size that fits."""
+    """Events of memory that ran out on the way; the learner keeps the size that fits."""
 
 
 def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, group: int, vocabulary: int) -> Longest:

@@ -1,0 +1,115 @@
+"""The optimizer, its learning-rate schedule, and whether its state fits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.errors import ConfigError, MemoryLimitError, ModelError
+from covey.models import first_line
+from covey.process.lean import imported
+from covey.process.memory import is_out_of_memory, release
+
+_STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}
+"""Tensors of a parameter's size that each optimizer keeps for it; others are not known, and not asked about."""
+
+
+def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
+    """The optimizer that `args.optim` names, over the trainable parameters of `model` and of `extra` modules (a critic).
+
+    Weight decay leaves out biases and norms, as in transformers.
+    """
+    get_parameter_names = imported("transformers.trainer_pt_utils").get_parameter_names
+
+    norms = [nn.LayerNorm]
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("The model has no trainable parameters; unfreeze some, or pass peft_config=.")
+    with_decay: list[nn.Parameter] = []
+    without: list[nn.Parameter] = []
+    for module in (model, *extra):
+        decayed = set(get_parameter_names(module, norms, patterns))
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                (with_decay if name in decayed else without).append(parameter)
+    groups = [
+        {"params": with_decay, "weight_decay": args.weight_decay},
+        {"params": without, "weight_decay": 0.0},
+    ]
+    make, kwargs = imported("transformers.trainer").Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if "params" in kwargs or "model" in kwargs or "optimizer_dict" in kwargs:
+        raise ConfigError(
+            f"optim={args.optim} builds its own parameter groups, which Covey cannot checkpoint; use adamw_torch."
+        )
+    try:
+        return make([group for group in groups if group["params"]], **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optim={str(getattr(args.optim, 'value', args.optim))!r} cannot be made with these options: {first_line(error)}"
+        ) from error
+
+
+def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    """The learning-rate schedule that `args.lr_scheduler_type` names, over `total_steps` optimizer steps."""
+    from transformers import get_scheduler
+
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(total_steps),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError, ZeroDivisionError, LookupError, AttributeError) as error:
+        given = f"lr_scheduler_type={str(getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type))!r}"
+        raise ConfigError(
+            f"{given} cannot be made with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}: {first_line(error)}"
+        ) from error
+
+
+def check_room(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate, and free again, what the first `optimizer.step()` will allocate; nothing once there is state.
+
+    Where only the working space of the foreach implementation is too much, the optimizer goes parameter by parameter from
+    now on, with the same result. Raises MemoryLimitError, before any weight has changed, where the state itself does not fit.
+    """
+    states = _STATES.get(type(optimizer))
+    if states is None or optimizer.state:
+        return
+    kept = sum(parameter.nbytes for parameter in _trained(optimizer)) * states
+    if _fits(optimizer, states, with_space=True):
+        return
+    if _fits(optimizer, states, with_space=False):
+        for group in optimizer.param_groups:
+            group["foreach"] = group["fused"] = False
+        return
+    raise MemoryLimitError(
+        f"The state of {type(optimizer).__name__} ({kept / 2**20:,.0f} MiB) does not fit in memory; use an 8-bit optimizer "
+        "(optim='adamw_bnb_8bit'), train an adapter (peft_config), or choose a smaller model."
+    )
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def _fits(optimizer: torch.optim.Optimizer, states: int, with_space: bool) -> bool:
+    groups = optimizer.param_groups
+    wants_space = with_space and not any(group.get("fused") or group.get("foreach") is False for group in groups)
+    held: list[Tensor] = []
+    try:
+        for parameter in _trained(optimizer):
+            held += [torch.empty_like(parameter) for _ in range(states + wants_space)]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return True  # without a collection of garbage, which takes longer than many a step
+    held.clear()
+    release()
+    return False

@@ -1,0 +1,72 @@
+"""Tensors of a micro-batch as an algorithm sees them, and the denominators of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.learner.packing import Row
+from covey.types import TokenBatch, Totals
+
+CPU = torch.device("cpu")
+
+
+def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
+    """Denominators of the step, counted on the host: every process holds all rows, so all count the same."""
+    counts = [int(row.counts.sum()) for row in rows]
+    by_prompt: dict[int, int] = {}
+    for row, count in zip(rows, counts, strict=True):
+        by_prompt[row.group] = by_prompt.get(row.group, 0) + count
+    return Totals(
+        tokens=sum(counts),
+        sequences=len(rows),
+        nonempty_sequences=sum(count > 0 for count in counts),
+        prompts=len({row.group for row in rows}),
+        max_length=max_length,
+        tokens_by_prompt=by_prompt,
+    )
+
+
+def as_drawn(rows: Sequence[Row]) -> TokenBatch:
+    """Completions without advantage as the sampler saw them: on-policy, the entropy of a token estimated by `-log p`.
+
+    That estimate is unbiased, for a token drawn from p has E[-log p] = H(p).
+    """
+    shape = torch.Size([len(rows), max(row.completion.num_tokens for row in rows)])
+    logp = spread([row.completion.logprobs for row in rows], shape, CPU, 0.0)
+    return TokenBatch(
+        logp=logp,
+        old_logp=logp,
+        advantages=torch.zeros(len(rows), 1),
+        mask=spread([row.counts for row in rows], shape, CPU, False),
+        group=torch.tensor([row.group for row in rows]),
+        entropy=-logp,
+    )
+
+
+def spread(values: Sequence[Any], shape: torch.Size, device: torch.device, fill: float | bool) -> Tensor:
+    """[N, T] from one tensor a row, `fill` beyond each end."""
+    out = torch.full(shape, fill, dtype=values[0].dtype)
+    for i, value in enumerate(values):
+        out[i, : value.shape[0]] = value
+    return onto(device, out)
+
+
+def advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Tensor:
+    """[N, 1], or [N, T] when the advantage is one a token."""
+    if batch[0].advantage.ndim == 0:
+        return onto(device, torch.stack([row.advantage for row in batch]).unsqueeze(-1))
+    return spread([row.advantage for row in batch], shape, device, 0.0)
+
+
+def moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
+    """The batch on another device."""
+    return TokenBatch(**{name: onto(torch.device(device), value) for name, value in tokens.tensors().items()})
+
+
+def onto(device: torch.device, x: Tensor) -> Tensor:
+    """`x` on `device`. Towards an accelerator the host does not wait: it would for all that the device has still to do."""
+    return x.to(device, non_blocking=device.type != "cpu")
