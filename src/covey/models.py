@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,15 +184,57 @@ def refuse_quantized(model: Any, device: torch.device, has_adapter: bool) -> Non
         )
 
 
+def unwrapped(model: Any) -> Any:
+    """The causal LM inside adapters and inside wrappers for several processes."""
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_of(model: Any) -> Any:
+    """The decoder inside the causal LM, which gives hidden states; the model itself where it names none."""
+    inner = unwrapped(model)
+    found = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
+    if found is inner:  # Llama 4 says so of itself
+        found = getattr(inner, "model", inner)
+    return found if isinstance(found, nn.Module) else inner
+
+
+def has_adapter(model: Any) -> bool:
+    """True for a model of PEFT."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def accepts(model: Any, name: str) -> bool:
+    """True if the model's forward has a parameter of this name."""
+    return name in inspect.signature(unwrapped(model).forward).parameters
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode is restored on every exit.
+
+    Gradient checkpointing, which forbids a cache, is active in training mode only, so it is off inside too.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:  # `model.eval()` would write to every module
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def with_adapter(model: Any, peft_config: Any) -> Any:
     """The model with a fresh PEFT adapter on it. A model that already is a PeftModel is returned as it is.
 
     Raises ConfigError for a second adapter, or when peft is not installed.
     """
-    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     if peft_config is None:
         return model
-    if is_peft:
+    if has_adapter(model):
         raise ConfigError("peft_config is given, but the model already carries an adapter; drop one of the two.")
     try:
         from peft import get_peft_model

@@ -52,6 +52,11 @@ def predicted(args, config, adapter=None):
     return dry_run(args, config, peft_config=adapter, prompts=2, prompt_tokens=PROMPT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_where_no_kernels_are_written_none_are_expected_to_save_memory(dtype):
+    assert footprint(tiny_model(layers=2, hidden=256, intermediate_size=1024), dtype).saved_a_token == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
@@ -67,8 +72,9 @@ def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
         held, peak, _ = module._step(learner, args, live, PROMPT)
     found = predicted(args, config, lora(name))
     stays = found.weights + found.reference + found.critic + found.optimizer
-    assert stays == pytest.approx(held, rel=0.15)
-    assert stays + found.gradients + found.activations == pytest.approx(peak, rel=0.15)
+    near = 0.15 if "LoRA" in name else 0.02  # PEFT leaves garbage on the way that a real model holds for a while
+    assert stays == pytest.approx(held, rel=near)
+    assert stays + found.gradients + found.activations == pytest.approx(peak, rel=near)
 
 
 @pytest.mark.slow

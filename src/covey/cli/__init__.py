@@ -26,9 +26,9 @@ VERBS = {
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
-    "merge": "an adapter added into its base model, as a model that any tool can load",
+    "merge": "an adapter added into its base, or several models or adapters merged into one",
     "faults": "kill, starve and poison a tiny real run in every known way; what each costs",
-    "env": "versions and devices, for a bug report",
+    "env": "versions and devices, for a bug report; env check examines an environment",
     "completion": "verbs and options for the Tab key of bash, zsh or fish",
 }
 """Each is `covey.cli.<name>` with a `verb` in it."""

@@ -33,10 +33,16 @@ def header_lines(given: Given, wanted: Mapping[str, Any]) -> list[str]:
     held_out = f", evaluated on {given['eval_dataset']}" if given.get("eval_dataset") else ""
     step = _resumes_at(given.get("resume", "never"), Path(str(wanted["output_dir"])))
     resumed = f", goes on from step {step}" if step is not None else ""
+    rewards = [
+        *(given.get("reward") or ()),
+        *([given["environment_factory"]] if given.get("environment_factory") else []),
+    ]
+    tools = [_entry("tools", ", ".join(given["tools"]))] if given.get("tools") else []
     return [
         _entry("model", f"{given['model']}{adapter}"),
         _entry("data", f"{given['dataset']}{held_out}"),
-        _entry("reward", ", ".join(given["reward"])),
+        _entry("reward", ", ".join(rewards)),
+        *tools,
         _entry("algorithm", str(wanted.get("algorithm") or _value(wanted, "loss_type"))),
         _entry("batch", _batch(wanted)),
         _entry("folder", f"{wanted['output_dir']}{resumed}"),

@@ -18,7 +18,17 @@ NEVER = frozenset(
     {"from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source"}
 )
 """What belongs to one call, not to the run."""
-_PATHS = ("model", "dataset", "eval_dataset", "reward", "algorithm", "alert_detectors")
+_PATHS = (
+    "model",
+    "dataset",
+    "eval_dataset",
+    "reward",
+    "algorithm",
+    "alert_detectors",
+    "tools",
+    "environment_factory",
+    "rollout_func",
+)
 
 
 def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from covey.config import GRPOConfig
 from covey.kernels import SamplerLinear, footprint
 from covey.learner.learner import Learner
 from covey.learner.live_memory import FakeBytes, nbytes
+from covey.learner.lm_head import chunk_for
 from covey.learner.memory_estimate import Memory, allocator_bytes, cache_bytes, enough_tokens, starting_tokens
 from covey.learner.packing import Row, tokens_in
 from covey.learner.preparation import prepare_for_training
@@ -110,6 +111,10 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         algorithm, nothing = build_algorithm(args), None
         parts = RunInputs(plain, model, _NoTokenizer(), (), algorithm, nothing, nothing, World(device=CPU))  # type: ignore[arg-type]
         learner = build_learner(parts, 1, (None, None), is_off_policy=False)
+    if not on_cpu:
+        vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
+        device = torch.accelerator.current_accelerator()
+        learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device)
     learner.micro_batcher.max_tokens = starting_tokens(args.max_tokens_per_microbatch, learner.policy, on_cpu=on_cpu)
     learner.micro_batcher.enough_tokens = enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu)
     return learner

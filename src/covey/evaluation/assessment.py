@@ -58,6 +58,11 @@ class Assessment:
         """Mean over prompts of the unbiased pass@k of the drawn answers."""
         return bounded_mean([pass_at_k(len(s), sum(x >= self.threshold for x in s), k) for s in self.sampled])
 
+    def part(self, start: int | None, stop: int | None) -> Assessment:
+        """The same of prompts `start` to `stop` alone; `mean_length` stays that of all."""
+        cut = slice(start, stop)
+        return replace(self, greedy=self.greedy[cut], sampled=self.sampled[cut], texts=self.texts[cut])
+
     def right(self) -> list[float]:
         """[P], 1.0 where the greedy answer is right, NaN where it was not scored."""
         return [score if math.isnan(score) else float(score >= self.threshold) for score in self.greedy]

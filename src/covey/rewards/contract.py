@@ -100,7 +100,10 @@ class Batch:
     @staticmethod
     def of(groups: Sequence[Group]) -> Batch:
         """Lay P groups out flat. A column that only some rows have is `None` for the others."""
-        names = dict.fromkeys(name for group in groups for name in group.prompt.columns if name not in NOT_PASSED)
+        of_rows = [name for group in groups for name in group.prompt.columns if name not in NOT_PASSED]
+        names = dict.fromkeys(
+            [*of_rows, *(name for group in groups for one in group.completions for name in one.columns)]
+        )
         columns: dict[str, list[Any]] = {name: [] for name in names}
         batch = Batch([], [], [], columns)
         for group in groups:
@@ -108,10 +111,11 @@ class Batch:
             for completion in group.completions:
                 text = completion.text
                 batch.prompts.append(group.prompt.raw)
-                batch.completions.append([{"role": "assistant", "content": text}] if chat else text)
+                turns = [{"role": "assistant", "content": text}] if completion.messages is None else completion.messages
+                batch.completions.append([dict(turn) for turn in turns] if chat else text)
                 batch.completion_ids.append(completion.token_ids.tolist())
                 for name, values in columns.items():
-                    values.append(group.prompt.columns.get(name))
+                    values.append(completion.columns.get(name, group.prompt.columns.get(name)))
         return batch
 
     def part(self, start: int, stop: int) -> Batch:

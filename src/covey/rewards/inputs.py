@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _FIXED = frozenset({str, int, float, bool, bytes, complex, type(None)})
-_SHARED = frozenset({"log_extra", "log_metric"})
+_SHARED = frozenset({"log_extra", "log_metric", "environments"})
 
 
 def own_inputs(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ SCHEMA = 1
 _DATACLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        *(types.Prompt, types.Completion, types.Group, types.Event, types.StepReport, types.Alert),
+        *(types.Prompt, types.Completion, types.ToolCall, types.Group, types.Event, types.StepReport, types.Alert),
         *get_args(types.Metric),
     )
 }
@@ -48,7 +48,7 @@ _STORED_DTYPES = frozenset(
     )
 )
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-_CARRIED_ALONG = {("Prompt", "columns"), ("Group", "extras"), ("Event", "details")}
+_CARRIED_ALONG = {("Prompt", "columns"), ("Completion", "columns"), ("Group", "extras"), ("Event", "details")}
 
 
 class StateError(CoveyError, TypeError):

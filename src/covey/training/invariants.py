@@ -14,6 +14,7 @@ from torch import Tensor
 
 from covey.errors import InvariantError
 from covey.learner import FIRST_UPDATE, Learner, Policy
+from covey.models import has_adapter
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.types import Metric
@@ -170,7 +171,7 @@ def expect_adapter_reloads(model: Any, folder: Path, weights: Mapping[str, Any] 
     The same tensors under the same options on the same base give the same logits. `weights` as in `write_model`.
     A model without an adapter is not looked at.
     """
-    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+    if not has_adapter(model):
         return
     from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights
 

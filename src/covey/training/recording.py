@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from covey.errors import CheckpointError, RewardError, SpoiledError
 from covey.learner.soundness import saved_weights, weight_fault
-from covey.models import quiet_bars
+from covey.models import has_adapter, quiet_bars
 from covey.process.lean import ExportableState, TrainerState
 from covey.process.world import World
 from covey.rollout import NativeSampler
@@ -111,7 +111,7 @@ def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
 
 def load_weights(model: Any, folder: Path) -> None:
     """The weights of a checkpoint into a model that is in use, in place."""
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+    if has_adapter(model):
         from peft import load_peft_weights, set_peft_model_state_dict
 
         set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
