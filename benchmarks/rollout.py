@@ -41,7 +41,7 @@ from covey.rollout.forward import Forward, plain_cache
 from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, rounded
 from covey.types import Group
 
-DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))
+DATA = Path(os.environ.get("COVEY_BENCHMARK_DATA", Path(__file__).parents[1] / "tests" / "data" / "gsm8k"))
 CACHE = Path(os.environ.get("COVEY_BENCHMARK_CACHE", Path.home() / ".cache" / "covey-benchmarks"))
 SHAPES = {
     "10m": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 4},

@@ -1,6 +1,6 @@
 """Programs a second through the sandbox: MBPP's reference solutions and their tests.
 
-    python benchmarks/sandbox.py [--data ../shared/data/mbpp/mbpp.jsonl] [--workers 2] [--repeat 3]
+    python benchmarks/sandbox.py [--data tests/data/mbpp/mbpp.jsonl] [--workers 2] [--repeat 3]
 
 The cost of a bare interpreter is measured in the same run: what a sandbox that starts one for each program could do at best.
 """
@@ -22,7 +22,7 @@ from covey.rewards.sandbox import Result, Sandbox
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="../shared/data/mbpp/mbpp.jsonl")
+    parser.add_argument("--data", default="tests/data/mbpp/mbpp.jsonl")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     given = parser.parse_args()

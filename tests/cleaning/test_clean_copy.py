@@ -18,7 +18,7 @@ from covey.data import load
 from covey.doctor.data_check import Rows, Settings, clean, inspect
 from covey.errors import ConfigError, DataError, StorageError
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
 GOOD = [
     b'{"prompt":  "Two plus two?", "answer": "4",   "more": [1.50, null]}',
     '{"prompt": "Drei \u00c4pfel?", "answer": "3"}'.encode(),
@@ -179,9 +179,8 @@ def dirty(rows, seed):
     return rows
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs GSM8K beside the repository, in ../shared/data/gsm8k")
 def test_cleaning_is_deterministic_and_what_it_wrote_is_clean_and_loads(tmp_path):
-    rows = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()[:2500]]
+    rows = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
     source = written(tmp_path / "a.jsonl", [json.dumps(row).encode() for row in dirty(rows, 1)])
     settings = {"prompt_column": "question", "against": (str(GSM8K / "test.jsonl"),)}
     first, lines, report = cleaned(source, tmp_path / "b.jsonl", **settings)

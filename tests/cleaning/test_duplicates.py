@@ -7,12 +7,11 @@ import random
 from pathlib import Path
 
 import numpy
-import pytest
 
 from covey.doctor.data_check.duplicates import Duplicates, Twin, jaccard
 from covey.doctor.data_check.ngrams import Words, grams, numbers_in, same_text
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train.jsonl"
 LONG = "A baker bakes 12 loaves of bread every morning and sells each of them for 3 dollars at the market in her small town"
 
 
@@ -84,12 +83,11 @@ def test_the_likeness_is_the_share_of_common_numbers():
     assert jaccard(numpy.array([]), numpy.array([])) == 0.0
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="needs GSM8K beside the repository, in ../shared/data/gsm8k")
 def test_planted_duplicates_in_gsm8k_are_found_and_little_else():
     random.seed(3)
-    texts = [json.loads(line)["question"] for line in GSM8K.read_text().splitlines()][:4000]
+    texts = [json.loads(line)["question"] for line in GSM8K.read_text().splitlines()]
     planted = []
-    for number, place in enumerate(random.sample(range(4000), 200)):
+    for number, place in enumerate(random.sample(range(2500), 200)):
         text = texts[place]
         if number % 2:
             swaps = {"She": "she", "he ": "He ", ",": "", "?": " ?"}
@@ -98,6 +96,6 @@ def test_planted_duplicates_in_gsm8k_are_found_and_little_else():
         planted.append(text)
     same, _, near = found(texts + planted, batch=500)
     hit = {twin.row for twin in same + near}
-    truth = set(range(4000, 4200))
+    truth = set(range(2500, 2700))
     assert len(hit & truth) == 200
     assert len(hit - truth) <= 2

@@ -13,7 +13,7 @@ from covey.doctor.data_check.rows import Rows
 from covey.doctor.data_check.settings import Settings
 from covey.errors import ConfigError, DataError
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+DATA = Path(__file__).parents[1] / "data"
 THINGS = "apples pears plums figs nuts dates limes kiwis beans leeks peas yams buns pies tarts cakes rolls books pens maps cups"
 
 
@@ -175,12 +175,8 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
         inspect(Rows(path), Settings(against=(path,)))
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs GSM8K beside the repository, in ../shared/data")
 def test_gsm8k_is_nearly_clean():
     train, test = (str(DATA / "gsm8k" / f"{name}.jsonl") for name in ("train", "test"))
     findings = inspect(Rows(train), Settings(prompt_column="question", against=(test,))).findings
-    assert {kind.name: findings.count(kind.name) for kind in findings.kinds()} == {
-        "near_duplicate": 1,
-        "controls": 1,
-        "akin": 3,
-    }
+    # two questions on trains stand in both sets, with other numbers
+    assert {kind.name: findings.count(kind.name) for kind in findings.kinds()} == {"akin": 2}

@@ -6,12 +6,10 @@ import json
 import random
 from pathlib import Path
 
-import pytest
-
 from covey.doctor.data_check.ngrams import Words, number_list
 from covey.doctor.data_check.overlap import Overlap
 
-FOLDER = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+FOLDER = Path(__file__).parents[1] / "data" / "gsm8k"
 QUESTION = "a farmer has nine black hens and every hen lays two eggs on each day of the week"
 
 
@@ -83,7 +81,6 @@ def test_an_empty_evaluation_set_is_met_by_nothing():
     assert found([], ["a b c"]) == []
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="needs GSM8K beside the repository, in ../shared/data/gsm8k")
 def test_planted_test_questions_in_gsm8k_are_found_and_little_else():
     random.seed(5)
     train, test = (

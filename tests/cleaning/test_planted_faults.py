@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT.parent / "shared" / "data" / "gsm8k"
-
-pytestmark = pytest.mark.skipif(
-    not FOLDER.is_dir(), reason="needs GSM8K beside the repository, in ../shared/data/gsm8k"
-)
+FOLDER = ROOT / "tests" / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +30,5 @@ def test_every_kind_of_fault_is_found_nearly_always(found):
     assert sum(recall == 1.0 for recall in found["recall"].values()) >= 15
 
 
-def test_only_rows_with_a_real_fault_are_accused_of_the_7473(found):
-    # Amanda's cassettes, which are Josie's too; and a space of no width.
-    assert found["accused"] == {6691: ["near_duplicate"], 7388: ["controls"]}
+def test_no_sound_row_of_the_2500_is_accused(found):
+    assert found["accused"] == {}

@@ -13,7 +13,7 @@ from covey.data.features.language import language
 from covey.doctor.data_check.encoding import repaired, repaired_row
 from covey.doctor.data_check.pii import personal
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,6 @@ def test_the_language_is_told_by_script_and_small_words(text, code):
     assert language(text) == code
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs GSM8K and MBPP beside the repository, in ../shared/data")
 def test_published_sets_are_not_accused():
     lines = [
         line for name in ("gsm8k/train.jsonl", "mbpp/mbpp.jsonl") for line in (DATA / name).read_text().splitlines()

@@ -9,7 +9,7 @@ import pytest
 
 from covey.cli import main
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "test.jsonl"
 
 
 def test_a_sound_reward_needs_no_data_set_and_passes(capsys):
@@ -78,7 +78,6 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(words, said, capsys):
     assert "Traceback" not in shown
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the repository")
 def test_exact_is_sound_on_gsm8k(capsys):
     words = ["reward", "test", "--reward", "exact", "--dataset", str(GSM8K), "--prompt-column", "question", "--json"]
     assert main(words) == 0

@@ -7,8 +7,7 @@ import pytest
 
 from covey.cli import main
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"GSM8K is not in {DATA}")
+DATA = Path(__file__).parents[1] / "data" / "gsm8k"
 
 
 def words(folder, *more):
@@ -20,7 +19,6 @@ def words(folder, *more):
     return [*given.split(), *map(str, more)]
 
 
-@needs_data
 def test_gsm8k_trains_evaluates_saves_and_goes_on(tmp_path, capsys):
     held_out = ["--eval-dataset", DATA / "test.jsonl", "--max-eval-prompts", 4]
     assert main(words(tmp_path / "run", "--max-steps", 2, "--save-steps", 1, *held_out, "--json")) == 0
@@ -33,7 +31,6 @@ def test_gsm8k_trains_evaluates_saves_and_goes_on(tmp_path, capsys):
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
-@needs_data
 @pytest.mark.slow
 def test_a_format_reward_rises_on_gsm8k(tmp_path, capsys):
     more = [

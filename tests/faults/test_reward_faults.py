@@ -15,25 +15,13 @@ import pytest
 from covey.cli import main
 
 HERE = Path(__file__).parent
-DATA = HERE.parents[2] / "shared" / "data" / "gsm8k"
+DATA = HERE.parent / "data" / "gsm8k" / "train.jsonl"
 REWARDS = HERE / "troubled_rewards.py"
-
-
-def data(folder):
-    """GSM8K where it is; a few rows of its form elsewhere."""
-    if DATA.is_dir():
-        return DATA / "train.jsonl"
-    rows = [
-        {"question": f"Tom has {i} apples and buys {i + 1}. How many?", "answer": f"#### {2 * i + 1}"}
-        for i in range(64)
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder / "rows.jsonl"
 
 
 def words(tmp_path, name, rewards, steps, *more):
     given = (
-        f"train --model demo --dataset {data(tmp_path)} --prompt-column question --output-dir {tmp_path / name} "
+        f"train --model demo --dataset {DATA} --prompt-column question --output-dir {tmp_path / name} "
         f"--max-completion-length 8 --num-generations 4 --per-device-train-batch-size 8 --logging-steps 1 --save-steps 1 "
         f"--disable-tqdm --use-cpu --learning-rate 1e-3 --max-steps {steps} --on-long-prompt drop --lr-scheduler-type constant"
     ).split()
