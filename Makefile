@@ -8,7 +8,7 @@ PEER   := .venv-trl
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test slow nightly gpu test-all check bench soak audit clean
+.PHONY: install demo test slow extras nightly gpu test-all check bench soak audit clean
 
 install: $(STAMP)
 
@@ -28,6 +28,16 @@ slow: $(STAMP)           ## real runs that are killed, resumed and trained: CI r
 
 nightly: $(STAMP)        ## repetitions of the slow tests; with `pip install triton` its kernels too
 	$(PYTEST) -m "nightly and not gpu" --timeout 1800
+
+extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task libraries that the development tools leave out
+	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py
+
+.venv-extras/.installed: pyproject.toml   ## sees the packages of .venv, and keeps what it adds to itself
+	test -x .venv-extras/bin/python || $(PYTHON) -m venv .venv-extras
+	.venv-extras/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-extras/here
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-extras/here)/covey-development.pth"
+	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "covey[wandb,trackio,mlflow,gym]"
+	touch $@
 
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
 	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800
@@ -63,4 +73,4 @@ audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every insta
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEER) .venv-audit .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) .venv-audit .venv-extras .pytest_cache .mypy_cache .ruff_cache
