@@ -34,7 +34,7 @@ def one_thread():
 @pytest.fixture
 def fresh():
     """What is known of the kernels is found out again, and forgotten afterwards."""
-    with forgotten(packed_attention._verified, compiled.load):
+    with forgotten(packed_attention._verified, compiled.load, compiled._log_unavailable):
         yield
 
 
@@ -152,7 +152,7 @@ def test_without_kernels_the_log_says_why(name, value, reason, one_thread, fresh
     query = torch.zeros(2, 9, 16)
     with caplog.at_level(logging.INFO, "covey"):
         assert packed_attention_for(query, query, (Layout(0, 5, (4,)),)) is None
-    assert f"Attending with PyTorch's own operations, not with compiled kernels: {reason}" in caplog.text
+    assert f"Computing with PyTorch's own operations, not with compiled kernels: {reason}" in caplog.text
 
 
 @needs_kernels

@@ -56,13 +56,21 @@ def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | No
     None where that is impossible; the log says why, and what PyTorch's operations are `doing` instead.
     """
     reason = unavailable_reason()
-    if reason is None:
-        try:
-            return ctypes.CDLL(str(built(source, defines)))
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
-            reason = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
-    log_fallback(doing, reason, logging.INFO)
+    if reason is not None:
+        _log_unavailable(reason)
+        return None
+    try:
+        return ctypes.CDLL(str(built(source, defines)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
+        said = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
+        log_fallback(doing, said, logging.INFO)
     return None
+
+
+@functools.cache
+def _log_unavailable(reason: str) -> None:
+    """Log once, for all kernels, that none of them can run here."""
+    logger.info("Computing with PyTorch's own operations, not with compiled kernels: %s.", reason)
 
 
 def load_verified(
