@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Self
 
 SERVER = """
 import os, signal, sys, tempfile, warnings
@@ -55,7 +54,7 @@ class Saver:
     command: tuple[str, ...] = (sys.executable, "-c", SERVER)
     """The server: it answers a line `RUN FIRST LAST` with the id of a child that stops itself before it begins."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Saver:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.server = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
