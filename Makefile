@@ -8,7 +8,7 @@ PEER   := .venv-trl
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test slow extras nightly gpu test-all check bench soak audit clean
+.PHONY: install demo test slow extras nightly gpu test-all check pages bench soak audit clean
 
 install: $(STAMP)
 
@@ -49,6 +49,9 @@ check: $(STAMP)          ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+pages: $(STAMP)          ## the tables of docs/from-trl.md from the declarations of options
+	$(BIN)/python docs/option_tables.py
 
 bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
 	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3 --only native generate

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,37 @@ def test_an_option_with_nothing_to_act_on_is_named_once(caplog):
         "vllm_gpu_memory_utilization",
         "dataloader_num_workers",
     ]
+
+
+CHANGES_NO_RESULT = {
+    "use_liger_kernel": True, "liger_kernel_config": {"rope": True}, "torch_compile": True, "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default", "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"block_size": 32}, "cache_implementation": "static", "torch_empty_cache_steps": 4,
+    "auto_find_batch_size": True, "bf16_full_eval": True, "skip_memory_metrics": False, "use_cache": True,
+    "save_on_each_node": True, "debug": "underflow_overflow", "ignore_data_skip": True, "accelerator_config": {"even_batches": False},
+    "ddp_bucket_cap_mb": 50, "ddp_find_unused_parameters": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES_NO_RESULT))
+def test_an_option_that_changes_no_result_is_accepted_and_named(name, caplog, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # transformers exports some of them
+    value = CHANGES_NO_RESULT[name]
+    GRPOConfig(output_dir="unused", use_cpu=True, **{name: value})
+    said = [record.getMessage() for record in caplog.records]
+    assert [one for one in said if one.startswith(f"{name}=")] == [
+        f"{name}={value!r} changes nothing here: {options.INERT[name]}."
+    ]
+
+
+def test_batches_that_the_launcher_would_split_are_refused():
+    with pytest.raises(ConfigError, match="split_batches=True, which cannot be honoured: per_device_train_batch_size"):
+        GRPOConfig(output_dir="unused", accelerator_config={"split_batches": True})
+
+
+def test_the_parser_of_transformers_shows_the_sentence_of_an_option():
+    shown = " ".join(HfArgumentParser(GRPOConfig).format_help().split())
+    assert "Completions of each prompt (G), judged against each other." in shown
 
 
 @pytest.mark.parametrize("name", sorted(options.RENAMED))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.config.options import ALERT_ACTIONS, ALERT_RULES, GROUPS
+from covey.config.alerts import ALERT_ACTIONS, ALERT_RULES
+from covey.config.options import GROUPS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
 

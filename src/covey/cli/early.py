@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from covey.cli.fields import all_fields, enum_values
-from covey.config import bounds, checks, options
+from covey.config import checks, options, trackers
 from covey.errors import ConfigError, did_you_mean
 
 _NAMES: Mapping[str, Any] = {
@@ -31,16 +31,15 @@ def refuse_early(wanted: Mapping[str, Any]) -> None:
     """Raise ConfigError for what GRPOConfig would refuse in these options, as far as it takes no machine to say so."""
     defaults = {field.name: _literal(field.default) for field in all_fields()}
     draft = SimpleNamespace(**{**defaults, **wanted})
-    given = {name: value for name, value in wanted.items() if options.is_changed(name, value, defaults.get(name))}
-    checks.refuse_unsupported({name: value for name, value in given.items() if name != "accelerator_config"})
-    checks.refuse_bad_words(draft)
+    given = {name: value for name, value in wanted.items() if options.is_changed(value, defaults.get(name))}
+    checks.refuse_unsupported(given)
     for name, (module, enum) in _ENUMS.items():
         value, known = wanted.get(name), enum_values(module, enum)
         if value is not None and str(value) not in known:
             hint = did_you_mean(str(value), known) or f" It is one of {', '.join(known)}."
             raise ConfigError(f"{name}={value!r} is not known to transformers.{hint}")
-    bounds.refuse_bad_numbers(draft)
-    bounds.refuse_absent_trackers(wanted.get("report_to"))
+    checks.refuse_bad_values(draft)
+    trackers.refuse_absent_trackers(wanted.get("report_to"))
     checks.refuse_contradictions(draft, given)
 
 

@@ -1,4 +1,4 @@
-"""The options of GRPOConfig as flags, read from its source text: help is shown without importing torch or transformers."""
+"""The options of GRPOConfig as flags: Covey's declarations, and the source text of transformers, which is not imported for help."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import ast
 import functools
 import importlib.util
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import covey
 from covey.cli.flags import Flag
 from covey.config import options
+from covey.config.fields import Options
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a dataclass as its source shows it."""
+    """A field of a dataclass, its type and default as text."""
 
     name: str
     annotation: str
     default: str
-    doc: str
-    """The text under the field."""
 
 
 def config_flags(common: Collection[str]) -> list[Flag]:
@@ -38,7 +36,7 @@ def config_flags(common: Collection[str]) -> list[Flag]:
             flags.append(
                 Flag(
                     name=name,
-                    help=options.INHERITED_HELP.get(name) or field.doc,
+                    help=options.DECLARED[name].help,
                     type=field.annotation,
                     default=field.default,
                     group=group,
@@ -61,7 +59,8 @@ def other_flags() -> list[Flag]:
 def all_fields() -> tuple[Field, ...]:
     """Every field of GRPOConfig, those of TrainingArguments first."""
     found = {field.name: field for field in fields_in(_inherited_source("training_args"), "TrainingArguments")}
-    return tuple((found | {field.name: field for field in fields_in(_own_source(), "GRPOConfig")}).values())
+    own = {one.name: Field(one.name, options.TYPES[one.name], str(one.default)) for one in fields(Options)}
+    return tuple((found | own).values())
 
 
 @functools.cache
@@ -77,12 +76,11 @@ def fields_in(source: Path, class_name: str) -> list[Field]:
     """The annotated fields of a class in a Python file, without running it."""
     tree = ast.parse(source.read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    fields = []
-    for i, node in enumerate(body):
+    found = []
+    for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            after = body[i + 1] if i + 1 < len(body) else None
-            fields.append(Field(node.target.id, ast.unparse(node.annotation), _default(node.value), _text(after)))
-    return fields
+            found.append(Field(node.target.id, ast.unparse(node.annotation), _default(node.value)))
+    return found
 
 
 def _default(node: ast.expr | None) -> str:
@@ -90,15 +88,6 @@ def _default(node: ast.expr | None) -> str:
         chosen: Any = next((k.value for k in node.keywords if k.arg in ("default", "default_factory")), None)
         return _default(chosen)
     return "" if node is None or isinstance(node, ast.Name) else ast.unparse(node).strip("'")
-
-
-def _text(node: ast.stmt | None) -> str:
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return str(node.value.value) if is_text else ""  # type: ignore[union-attr]
-
-
-def _own_source() -> Path:
-    return Path(str(covey.__file__)).parent / "config" / "grpo_config.py"
 
 
 def _inherited_source(module: str) -> Path:

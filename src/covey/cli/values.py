@@ -12,7 +12,7 @@ import covey
 from covey.cli.early import option_types
 from covey.cli.fields import enum_values
 from covey.cli.flags import Flag
-from covey.config import bounds
+from covey.config.options import DECLARED
 
 _SOURCE = Path(str(covey.__file__)).parent
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -22,7 +22,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 def _known() -> Mapping[str, tuple[str, ...]]:
     trackers = ("none", "tensorboard", "wandb", "trackio", "mlflow")
     return {
-        **bounds.WORDS,
+        **{name: one.words for name, one in DECLARED.items() if one.words},
         "lr_scheduler_type": enum_values("trainer_utils", "SchedulerType"),
         "optim": enum_values("training_args", "OptimizerNames"),
         "algorithm": names_in("algorithms/presets.py", "PRESETS"),

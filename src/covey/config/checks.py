@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-import re
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from covey.config.batches import arithmetic, micro_batches, whole_steps
-from covey.config.bounds import WORDS
-from covey.config.options import ALERT_ACTIONS, ALERT_RULES, ALGORITHM_OPTIONS, INERT, REFUSED, SILENT
+from covey.config.options import ALGORITHM_OPTIONS, DECLARED, REFUSED
 from covey.errors import ConfigError, did_you_mean
-from covey.names import rule_of
 
 logger = logging.getLogger(__name__)
 
 _UNUSABLE_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo")  # they update inside the backward pass or need targets
 _UNSAVED_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
+_EVERY: Mapping[str, str] = {
+    "save_steps": "save_strategy",
+    "eval_steps": "eval_strategy",
+    "logging_steps": "logging_strategy",
+}
+"""Options that count steps, and the strategy under which they act."""
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
@@ -26,16 +30,26 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in REFUSED:
             raise ConfigError(f"{name}={value!r} cannot be honoured: {REFUSED[name]}.")
+    if _of_accelerator(given.get("accelerator_config"), "split_batches"):
+        raise ConfigError(
+            "accelerator_config has split_batches=True, which cannot be honoured: per_device_train_batch_size counts the completions "
+            "of one process; divide it by their number."
+        )
     for variable, what in (("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")):
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(f"{variable} is set by the launcher, but {REFUSED[what]}.")
 
 
+def _of_accelerator(given: Any, name: str) -> Any:
+    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
+
+
 def warn_inert(given: Mapping[str, Any]) -> None:
     """Name each option that was set and has nothing to act on, once."""
     for name, value in given.items():
-        if name in INERT and name not in SILENT:
-            logger.warning("%s=%r changes nothing here: %s.", name, value, INERT[name])
+        declared = DECLARED.get(name)
+        if declared is not None and declared.inert and not declared.is_silent:
+            logger.warning("%s=%r changes nothing here: %s.", name, value, declared.inert)
 
 
 def normalize(config: Any) -> None:
@@ -69,15 +83,40 @@ def _fits(value: Any, kind: Any) -> bool:
     return len(plain) < len(kinds) or isinstance(value, plain) or (float in plain and isinstance(value, int))
 
 
-def refuse_bad_words(config: Any) -> None:
-    """Raise for an option whose word is none of those it knows, with the nearest one."""
-    for name, words in WORDS.items():
-        value = getattr(config, name)
-        value = getattr(value, "value", value)
-        if value in words or (name == "scale_rewards" and isinstance(value, bool)):
+def refuse_bad_values(config: Any) -> None:
+    """Raise for a word that an option does not know, with the nearest one, and for a number out of its range."""
+    for name, declared in DECLARED.items():
+        if hasattr(config, name):  # some are only in newer transformers
+            declared.check(name, getattr(config, name))
+    _refuse_bad_steps(config)
+
+
+def _refuse_bad_steps(config: Any) -> None:
+    steps = config.max_steps
+    if (
+        isinstance(steps, bool)
+        or not isinstance(steps, int | float)
+        or steps != steps
+        or steps % 1
+        or steps == 0
+        or steps < -1
+    ):
+        raise ConfigError(
+            f"max_steps={steps!r} must be a whole number of 1 or more; -1: as many as num_train_epochs takes."
+        )
+    epochs = config.num_train_epochs
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not math.isfinite(epochs):
+        raise ConfigError(f"num_train_epochs={epochs!r} must be a finite number.")
+    if steps <= 0 and not epochs > 0:
+        raise ConfigError(f"num_train_epochs={epochs!r} must be above 0, or set max_steps.")
+    for name, strategy in _EVERY.items():
+        every, when = getattr(config, name), getattr(config, strategy)
+        if every is None or getattr(when, "value", when) != "steps":
             continue
-        hint = did_you_mean(str(value), words) or f" It is one of {', '.join(words)}."
-        raise ConfigError(f"{name}={value!r} is not known.{hint}")
+        if isinstance(every, bool) or not isinstance(every, int | float) or not math.isfinite(every) or every <= 0:
+            raise ConfigError(f"{name}={every!r} must be above 0: steps, or below 1 a share of the run.")
+        if every > 1 and every != int(every):
+            raise ConfigError(f"{name}={every!r} must be a whole number of steps, or below 1 a share of the run.")
 
 
 def refuse_bad_factories(config: Any) -> None:
@@ -173,29 +212,6 @@ def _refuse_bad_evaluation(config: Any) -> None:
     needs_metric = config.early_stopping_patience or config.load_best_model_at_end or config.save_strategy == "best"
     if needs_metric and config.metric_for_best_model is None:
         config.metric_for_best_model = "reward"
-
-
-def refuse_bad_alerts(config: Any) -> None:
-    """Raise for an alert that nothing can report, an action that is none, and an address that cannot be posted to."""
-    known = (*ALERT_RULES, *map(rule_of, config.alert_detectors or ()), "info", "warning", "error", "all")
-    actions = config.alert_actions or {}
-    if not isinstance(actions, Mapping):
-        raise ConfigError(f'alert_actions={actions!r} is not a mapping; write it as {{"all": "stop"}}.')
-    for rule, action in actions.items():
-        if rule not in known:
-            hint = did_you_mean(rule, known) or f" Alerts are {', '.join(ALERT_RULES)}."
-            raise ConfigError(f"alert_actions names {rule!r}, which is no alert.{hint}")
-        if action not in ALERT_ACTIONS:
-            hint = did_you_mean(str(action), ALERT_ACTIONS) or f" It is one of {', '.join(ALERT_ACTIONS)}."
-            raise ConfigError(f"alert_actions gives {rule} the action {action!r}, which is not known.{hint}")
-        saves = getattr(config.save_strategy, "value", config.save_strategy) != "no" and not config.save_only_model
-        if action == "roll_back" and not saves:
-            raise ConfigError(
-                f"alert_actions lets {rule} roll back, but no checkpoint to go back to is saved: set save_strategy='steps' and "
-                "leave save_only_model out."
-            )
-    if config.alert_webhook is not None and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", config.alert_webhook):
-        raise ConfigError("alert_webhook is not an address of the form https://host/path; give one that takes a POST.")
 
 
 def settle_precision(config: Any) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from covey.config.bounds import refuse_absent_trackers
+from covey.config.trackers import refuse_absent_trackers
 from covey.monitor.call_queue import CallQueue, nothing
 from covey.monitor.watch import lines_of
 from covey.process.lean import TrainerCallback

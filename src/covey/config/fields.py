@@ -1,0 +1,293 @@
+"""Options of TRL and of Covey that transformers' TrainingArguments lacks, each declared once: default, sentence, group, words or range.
+
+A new option is a field here. Light to import: the command line reads this without torch.
+"""
+# ruff: noqa: RUF009  # `option` is `dataclasses.field`
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from covey.config.option import option
+
+# One line a declaration where it fits, and the fewest where it does not.
+# fmt: off
+
+
+@dataclass(repr=False)
+class Options:
+    """The fields that `GRPOConfig` adds to TrainingArguments, by group of `covey train --help-all`."""
+
+    # Inherited options with another default, as in TRL; `inherited.py` declares them.
+    learning_rate: float = 1e-6
+    logging_steps: float = 10
+    gradient_checkpointing: bool | None = True
+    bf16: bool | None = None
+    remove_unused_columns: bool = False
+
+    # Model
+    model_init_kwargs: dict[str, Any] | str | None = option(None,
+        'Keyword arguments of `from_pretrained` when the model is a name or a folder, such as {"dtype": "bfloat16"}.',
+        group="model")
+    trust_remote_code: bool = option(False, "Run Python code that comes with a model or tokenizer.", group="model")
+    router_aux_loss_coef: float | None = option(None,
+        "Weight of a mixture-of-experts model's load-balancing loss; unset: the model's own, 0: off.", group="model",
+        at_least=0)
+    disable_dropout: bool = option(False, "Switch dropout off in the trained model.", group="model")
+
+    # Data
+    shuffle_dataset: bool = option(True, "Draw the prompts of an epoch in a random order, by seed.", group="data")
+    chat_template_kwargs: dict[str, Any] | str | None = option(None,
+        'Keyword arguments of the tokenizer\'s chat template, such as {"enable_thinking": false}.', group="data")
+    on_long_prompt: str = option("error",
+        "A prompt that does not fit beside a completion in the model's context: error, or drop to leave it out and count it.",
+        group="data", words=("error", "drop"))
+
+    # Steps and batches
+    num_generations: int = option(8, "Completions of each prompt (G), judged against each other.",
+        group="steps and batches", at_least=1)
+    generation_batch_size: int | None = option(None,
+        "Completions drawn at a time, over all processes; a multiple of the batch per device times processes.",
+        group="steps and batches", at_least=1)
+    steps_per_generation: int | None = option(None,
+        "Micro-batches that share one generation batch; unset: `gradient_accumulation_steps`.",
+        group="steps and batches", at_least=1)
+    num_iterations: int = option(1, "How often each completion is trained on.", group="steps and batches", at_least=1)
+
+    # Sampling
+    curriculum: str = option("none",
+        "Order of prompts: frontier (most often those that are solved sometimes), or a column, from low to high (-column: high to low). "
+        "replay, or +replay after one of these: a quarter of the prompts (replay:0.1: a tenth) are ones that were solved rarely.",
+        group="sampling")
+    dynamic_sampling: int = option(0,
+        "Times that further prompts are drawn in place of groups whose rewards are all equal (DAPO); 0: such groups stay.",
+        group="sampling", at_least=0)
+    max_completion_length: int = option(512, "Most tokens of a completion.", group="sampling", at_least=1)
+    temperature: float = option(1.0, "Sampling temperature; log-probabilities are taken at the same temperature.",
+        group="sampling", above=0, why="GRPO compares different completions of a prompt; greedy ones are all the same.")
+    top_p: float = option(1.0, "Sample from the fewest tokens whose probabilities reach this sum.", group="sampling",
+        above=0, at_most=1, why="0 keeps no token; 1 keeps all.")
+    top_k: int = option(0, "Sample from the k likeliest tokens; 0: from all.", group="sampling", at_least=0)
+    min_p: float | None = option(None, "Sample from tokens at least this likely relative to the likeliest one.",
+        group="sampling", at_least=0, at_most=1)
+    repetition_penalty: float = option(1.0, "Above 1 makes tokens that occurred before less likely.", group="sampling",
+        above=0)
+    generation_kwargs: dict[str, Any] | str | None = option(None,
+        "More sampling options by name; they win over the options above.", group="sampling")
+    max_tool_calling_iterations: int | None = option(None,
+        "Most times that tools are called in one completion; unset: no limit.", group="sampling", at_least=0)
+    rollout_backend: str = option("auto",
+        "What draws completions: native (the trainer's own weights), transformers (`generate`), vllm, or auto.",
+        group="sampling", words=("auto", "native", "transformers", "vllm"))
+    rollout_dtype: str = option("auto",
+        "What a CPU samples a float32 model in: auto (bfloat16 with bf16=True, and where it pays), float32, bfloat16.",
+        group="sampling", words=("auto", "float32", "bfloat16"))
+    use_vllm: bool = option(False, "Generate with vLLM.", group="sampling")
+    vllm_mode: str = option("colocate", "Where vLLM runs: colocate or server.", group="sampling",
+        words=("colocate", "server"))
+    vllm_gpu_memory_utilization: float = option(0.3, "Share of the GPU's memory for vLLM.", group="sampling",
+        at_least=0, at_most=1)
+    vllm_max_model_length: int | None = option(None, "Context length of vLLM.", group="sampling", at_least=1)
+
+    # Loss
+    algorithm: Any = option(None,
+        'A preset ("gspo"), your own by import path ("my_ideas.py:mine") or an Algorithm; unset: built from the loss options.',
+        group="loss")
+    loss_type: str = option("dapo", "Policy loss: grpo, dr_grpo, dapo, bnpo, cispo, sapo, luspo or vespo.",
+        group="loss", words=("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"))
+    epsilon: float = option(0.2,
+        "Lower clip range of the probability ratio; also the upper one unless `epsilon_high` is set.", group="loss",
+        at_least=0)
+    epsilon_high: float | None = option(None,
+        "Upper clip range of the probability ratio (DAPO: 0.28); for cispo it is the bound itself (ScaleRL: 5).",
+        group="loss", at_least=0, may_be_infinite=True)
+    delta: float | None = option(None,
+        "Upper bound of the ratio before clipping, for negative advantages (two-sided clipping).", group="loss",
+        above=0, may_be_infinite=True)
+    importance_sampling_level: str = option("token",
+        "Probability ratio of each token, or of the whole sequence (GSPO).", group="loss", words=("token", "sequence"))
+    mask_truncated_completions: bool = option(False,
+        "Leave completions that were cut at the length limit out of the loss.", group="loss")
+    top_entropy_quantile: float = option(1.0,
+        "Train on this share of tokens, those with the highest entropy; 1: on all.", group="loss", at_least=0,
+        at_most=1)
+    off_policy_mask_threshold: float | None = option(None,
+        "Leave out sequences of negative advantage whose KL to the sampler is above this.", group="loss", above=0,
+        may_be_infinite=True)
+    entropy_coef: float = option(0.0, "Coefficient of the entropy bonus.", group="loss")
+    use_adaptive_entropy: bool = option(False,
+        "Move `entropy_coef` up while the entropy is below its target, and down otherwise.", group="loss")
+    entropy_coef_min: float = option(0.0, "Lowest adaptive entropy coefficient.", group="loss")
+    entropy_coef_max: float = option(1.0, "Highest adaptive entropy coefficient.", group="loss")
+    entropy_coef_delta: float = option(0.005, "Step of the adaptive entropy coefficient.", group="loss", at_least=0)
+    entropy_target: float = option(0.2, "Entropy in nats a token that the adaptive coefficient aims at.", group="loss")
+    sapo_temperature_neg: float = option(1.05, "Gate temperature of sapo for advantages of 0 and below.", group="loss",
+        above=0)
+    sapo_temperature_pos: float = option(1.0, "Gate temperature of sapo for advantages above 0.", group="loss", above=0)
+    vespo_k_pos: float = option(2.0, "Power of vespo's weight for positive advantages.", group="loss")
+    vespo_lambda_pos: float = option(3.0, "Decay of vespo's weight for positive advantages.", group="loss")
+    vespo_k_neg: float = option(3.0, "Power of vespo's weight for negative advantages.", group="loss")
+    vespo_lambda_neg: float = option(2.0, "Decay of vespo's weight for negative advantages.", group="loss")
+
+    # Reference model
+    beta: float = option(0.0, "KL coefficient against the reference model; 0: no reference model is kept.",
+        group="reference model", at_least=0)
+    use_bias_correction_kl: bool = option(True,
+        "Weigh the KL term by the probability ratio, which makes its gradient unbiased.", group="reference model")
+    sync_ref_model: bool = option(False, "Let the reference model follow the trained one (TR-DPO).",
+        group="reference model")
+    ref_model_mixup_alpha: float = option(0.6, "Share of the trained model in each update of the reference.",
+        group="reference model", at_least=0, at_most=1)
+    ref_model_sync_steps: int = option(512, "Optimizer steps between updates of the reference.",
+        group="reference model", at_least=1)
+
+    # Rewards
+    reward_weights: list[float] | None = option(None,
+        "Weight of each reward function, in their order: a number or a schedule such as linear:1:0:200; unset: 1 each.",
+        group="rewards")
+    scale_rewards: str = option("group",
+        "Divide advantages by the standard deviation of the group, of the batch, or not at all (none).",
+        group="rewards", words=("group", "batch", "none"), also=(True, False))
+    multi_objective_aggregation: str = option("sum_then_normalize",
+        "Sum rewards, then normalize in the group; or normalize each first (normalize_then_sum, GDPO).",
+        group="rewards", words=("sum_then_normalize", "normalize_then_sum"))
+    reward_timeout_seconds: float | None = option(60.0,
+        "Most seconds of one call of a reward function; unset by `null`: no limit.", group="rewards", above=0,
+        may_be_infinite=True, why="None sets no limit.")
+    on_reward_error: str = option("record", "A reward that fails: record it and leave the completion out, or raise.",
+        group="rewards", words=("record", "raise"))
+    metrics_by: list[str] | None = option(None,
+        "Columns of the data set by whose values the reward is logged too, such as language or dataset.",
+        group="rewards")
+    reward_error_limit: int = option(20, "Failures of rewards in a row before the run stops with a checkpoint.",
+        group="rewards", at_least=1)
+    reward_workers: int = option(0,
+        "Run each reward function of your own in so many worker processes, killed past the time limit; 0: in this process.",
+        group="rewards", at_least=0)
+    reward_normalization: str = option("none",
+        "Put each reward on a common scale first: by its group, its batch, running statistics, or not at all (none).",
+        group="rewards", words=("none", "group", "batch", "running"))
+    reward_clip: list[float] | None = option(None, "Lowest and highest value of each reward, after its normalization.",
+        group="rewards")
+
+    # Sampler and learner
+    vllm_importance_sampling_correction: bool = option(True,
+        "Correct for the difference between the sampler's and the learner's log-probabilities, whatever the sampler.",
+        group="sampler and learner")
+    vllm_importance_sampling_mode: str = option("sequence_mask",
+        "How: token or sequence ratios, truncated to the bounds or masked outside them, such as token_truncate.",
+        group="sampler and learner", words=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))
+    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the correction.",
+        group="sampler and learner", at_least=0, may_be_infinite=True)
+    vllm_importance_sampling_clip_min: float | None = option(None, "Lower bound of the correction.",
+        group="sampler and learner", at_least=0, may_be_infinite=True)
+
+    # Numbers gone bad
+    on_bad_numbers: str = option("skip",
+        "NaN or infinite loss or gradient, whose update is always left out: go on (skip), roll_back to a checkpoint, or stop.",
+        group="numbers gone bad", words=("skip", "roll_back", "stop"))
+    on_spike: str = option("log",
+        "A gradient norm or KL far above its recent values: log it, clip to the usual norm, skip the update, roll_back, or stop.",
+        group="numbers gone bad", words=("log", "clip", "skip", "roll_back", "stop"))
+    spike_threshold: float = option(8.0,
+        "Robust standard deviations (of the logarithm, over the last 100 steps) that make a spike.",
+        group="numbers gone bad", above=0, may_be_infinite=True)
+    bad_steps_limit: int = option(3, "Updates left out in a row before the run goes back to a checkpoint, or stops.",
+        group="numbers gone bad", at_least=1)
+    roll_backs_limit: int = option(2, "Times that a run goes back to a checkpoint before it stops.",
+        group="numbers gone bad", at_least=0)
+    roll_back_learning_rate: float = option(0.5,
+        "Factor on the learning rate each time a run goes back to a checkpoint, or an alert lowers it.",
+        group="numbers gone bad", above=0)
+
+    # Alerts
+    alert_actions: dict[str, Any] | str | None = option(None,
+        'What follows an alert, by its rule, its severity or "all": log, off, lower_learning_rate, roll_back or stop.',
+        group="alerts")
+    alert_webhook: str | None = option(None, "Address that every alert is posted to as JSON.", group="alerts")
+    alert_detectors: list[Any] | None = option(None,
+        'Alert detectors of your own, by import path ("my_alerts.py:too_polite") or as functions of a history.',
+        group="alerts")
+    audit_metrics: list[str] | None = option(None,
+        "Metrics that must not fall while the reward rises, beside eval_reward and rewards of weight 0.",
+        group="alerts")
+
+    # Evaluation
+    num_generations_eval: int | None = option(None,
+        "Completions of each prompt in evaluation; unset: `num_generations`.", group="evaluation", at_least=1)
+    early_stopping_patience: int | None = option(None,
+        "Evaluations without a better `metric_for_best_model` before the run stops.", group="evaluation", at_least=1)
+
+    # Output
+    save_async: bool = option(True,
+        "Write checkpoints beside the steps that follow, from a copy in the host's memory; false: wait for the disk.",
+        group="output")
+    save_error_limit: int | None = option(None,
+        "Saves in a row that the disk may refuse before the run stops (exit code 74); unset: it never stops for them.",
+        group="output", at_least=1)
+    rollout_log_steps: int = option(10,
+        "Write prompts, completions, rewards and advantages to `rollouts/` every so many steps; 0: never.",
+        group="output", at_least=0)
+    rollout_total_limit: int | None = option(10_000,
+        "Most files in `rollouts/`: beyond it every second one of the older half goes, so that early steps stay, ever more thinly.",
+        group="output", at_least=4)
+    log_completions: bool = option(False, "Show a sample of completions at each log.", group="output")
+    num_completions_to_print: int | None = option(None,
+        "How many completions `log_completions` shows; unset: all of the step.", group="output", at_least=1)
+    log_unique_prompts: bool = option(False, "Show each prompt once in `log_completions`.", group="output")
+
+    # Memory, precision and devices
+    activation_offloading: bool = option(False,
+        "Keep activations in the host's memory between forward and backward; for accelerators.",
+        group="memory, precision and devices")
+    checkpoint_when_needed: bool = option(False,
+        "Begin without gradient checkpointing, and switch it on once a single completion does not fit in memory.",
+        group="memory, precision and devices")
+    max_tokens_per_microbatch: int | str | None = option("auto",
+        "Most tokens of one forward pass, shared prompts counted once: a number, null, or auto; changes memory, no gradient.",
+        group="memory, precision and devices", at_least=1, also=("auto",))
+    logits_chunk_tokens: int | None = option(None,
+        "Tokens whose logits exist at a time, by the vocabulary unless set; changes memory and speed, no value.",
+        group="memory, precision and devices", at_least=1)
+    shared_attention: str = option("auto",
+        "Attention of completions behind their shared prompt: flex (FlexAttention, CUDA), sdpa (by part), or auto (flex where it works).",
+        group="memory, precision and devices", words=("auto", "flex", "sdpa"))
+
+    # TRL's, with nothing to act on here
+    pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of so many tokens.",
+        inert="padding changes no result here, and memory is bounded by tokens")
+    vllm_model_impl: str = option("vllm", "Model implementation inside vLLM.",
+        inert="vLLM runs in the process of the run, without a server")
+    vllm_enable_sleep_mode: bool = option(False, "Let vLLM sleep during the optimizer step.",
+        inert="vLLM runs in the process of the run, without a server")
+    vllm_server_base_url: str | None = option(None, "Address of a vLLM server.",
+        inert="vLLM runs in the process of the run, without a server")
+    vllm_server_host: str = option("0.0.0.0", "Host of a vLLM server.",
+        inert="vLLM runs in the process of the run, without a server")
+    vllm_server_port: int = option(8000, "Port of a vLLM server.",
+        inert="vLLM runs in the process of the run, without a server")
+    vllm_server_timeout: float = option(240.0, "Seconds to wait for a vLLM server.",
+        inert="vLLM runs in the process of the run, without a server")
+    vllm_group_port: int = option(51216, "Port on which weights reach a vLLM server.",
+        inert="vLLM runs in the process of the run, without a server")
+    log_multimodal: bool = option(True, "Log images with completions.", inert="prompts carry no images")
+    cache_implementation: str | None = option(None, "Cache class of transformers' `generate`.",
+        inert="the native sampler has its own cache, one copy of the prompt a group")
+    use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.",
+        inert="the native sampler always batches continuously")
+    transformers_continuous_batching_config: dict[str, Any] | str | None = option(None,
+        "Options of transformers' continuous batching.", inert="the native sampler always batches continuously")
+
+    # TRL's, refused
+    cast_lm_head_to_fp32: bool = option(False,
+        "Keep the output layer of the trained and the reference model in float32.",
+        refused="log-probabilities are already taken in float32; load the model in float32 for a float32 head")
+    ds3_gather_for_generation: bool = option(True, "Gather DeepSpeed ZeRO-3 weights for generation.",
+        refused="it concerns DeepSpeed ZeRO-3, which is not supported yet")
+    vllm_structured_outputs_regex: str | None = option(None, "Regular expression that vLLM's completions must match.",
+        refused="completions cannot be constrained without vLLM; score the format with a reward")
+    vllm_tensor_parallel_size: int = option(1, "GPUs of one vLLM engine.",
+        refused="a run's vLLM is on its own device; leave it out")
+    log_completions_hub_repo: str | None = option(None, "Upload completions to this repository on the Hub.",
+        refused="completions stay in the run folder; upload `rollouts/` yourself if you want them public")

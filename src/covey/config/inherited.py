@@ -1,0 +1,173 @@
+"""Options that GRPOConfig inherits from transformers' TrainingArguments: sentence, group and range, or why they do not act."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from covey.config.option import Option
+
+_ACTING: Mapping[str, Mapping[str, Option]] = {
+    "data": {
+        "remove_unused_columns": Option("Give rewards the prompt only, without the other columns of the data set."),
+    },
+    "steps and batches": {
+        "max_steps": Option("Optimizer steps; -1: as many as `num_train_epochs` takes."),
+        "num_train_epochs": Option("Passes over the prompts, when `max_steps` is not set."),
+        "per_device_train_batch_size": Option(
+            "Completions of a micro-batch on each device.", at_least=1, is_whole=True
+        ),
+        "gradient_accumulation_steps": Option("Micro-batches of an optimizer step.", at_least=1, is_whole=True),
+    },
+    "optimizer": {
+        "learning_rate": Option(
+            "Peak learning rate; full fine-tuning wants about 1e-6, LoRA ten to a hundred times more.", at_least=0
+        ),
+        "lr_scheduler_type": Option("How the learning rate moves: linear, cosine, constant, constant_with_warmup, ..."),
+        "lr_scheduler_kwargs": Option('More arguments of the scheduler, such as {"num_cycles": 1}.'),
+        "warmup_steps": Option(
+            "Steps in which the learning rate rises from 0; below 1 it is a share of the run.", at_least=0
+        ),
+        "optim": Option(
+            "Optimizer by transformers' name: adamw_torch_fused (the default), adamw_8bit, adafactor, sgd, ..."
+        ),
+        "optim_args": Option('More arguments of the optimizer, as "name=value,name=value".'),
+        "weight_decay": Option("Weight decay, except of biases and norms.", at_least=0),
+        "adam_beta1": Option("Decay of Adam's first moment.", at_least=0, below=1),
+        "adam_beta2": Option("Decay of Adam's second moment.", at_least=0, below=1),
+        "adam_epsilon": Option("Adam's epsilon.", above=0),
+        "max_grad_norm": Option(
+            "Clip the gradient to this norm; 0: never.", at_least=0, may_be_infinite=True, is_optional=True
+        ),
+    },
+    "evaluation": {
+        "eval_strategy": Option("When to evaluate: no, steps or epoch.", words=("no", "steps", "epoch")),
+        "eval_steps": Option(
+            "Optimizer steps between evaluations; unset: `logging_steps`; below 1 it is a share of the run."
+        ),
+        "eval_delay": Option("Steps or epochs before the first evaluation.", at_least=0, is_optional=True),
+        "eval_on_start": Option("Evaluate before the first step."),
+        "per_device_eval_batch_size": Option(
+            "Completions drawn at a time on each device in evaluation.", at_least=1, is_whole=True
+        ),
+        "metric_for_best_model": Option("Evaluation metric that picks the best checkpoint; unset: reward."),
+        "greater_is_better": Option("Whether more of that metric is better; unset: yes, unless its name ends in loss."),
+        "load_best_model_at_end": Option("End with the weights of the best checkpoint."),
+    },
+    "output": {
+        "output_dir": Option(
+            "Folder of this run: checkpoints, metrics, rollouts; it must be new, empty, or this run's own."
+        ),
+        "save_strategy": Option(
+            "When to save a checkpoint: no, steps, epoch or best.", words=("no", "steps", "epoch", "best")
+        ),
+        "save_steps": Option("Optimizer steps between checkpoints; below 1 it is a share of the run."),
+        "save_total_limit": Option("Most checkpoints to keep; the best one always stays."),
+        "save_only_model": Option("Save weights only, without what a resume needs."),
+        "resume_from_checkpoint": Option("Checkpoint to go on from when `train()` is not told another one."),
+        "report_to": Option("Trackers by name: tensorboard, wandb, trackio, mlflow, ..., or none."),
+        "run_name": Option("Name of the run in trackers."),
+        "project": Option("Name of the project in Trackio."),
+        "trackio_space_id": Option("Hugging Face Space of Trackio's live page."),
+        "trackio_bucket_id": Option("Bucket of that Space."),
+        "trackio_static_space_id": Option("Static Space of Trackio."),
+        "logging_strategy": Option("When to log: no, steps or epoch.", words=("no", "steps", "epoch")),
+        "logging_steps": Option("Log every so many optimizer steps; below 1 it is a share of the whole run."),
+        "logging_first_step": Option("Log the first step too."),
+        "log_level": Option("How much the main process says: debug, info, warning, error, critical or passive."),
+        "log_level_replica": Option("The same for the other processes."),
+        "disable_tqdm": Option("Show no live progress line."),
+    },
+    "memory, precision and devices": {
+        "bf16": Option(
+            "Compute in bfloat16; unset: yes where the accelerator has it (unless fp16 is set), float32 on a CPU."
+        ),
+        "fp16": Option("Compute in float16 with loss scaling, on accelerators without bfloat16."),
+        "tf32": Option("Let matrix products on Ampere and newer use TF32."),
+        "gradient_checkpointing": Option(
+            "Compute activations again in the backward pass: less memory, about a third more computing."
+        ),
+        "gradient_checkpointing_kwargs": Option("The former name of `activation_checkpointing_kwargs`."),
+        "activation_checkpointing": Option(
+            "The new name of `gradient_checkpointing` in transformers; it wins when set."
+        ),
+        "activation_checkpointing_kwargs": Option("Arguments of activation checkpointing."),
+        "use_cpu": Option("Use the CPU even where there is an accelerator."),
+        "seed": Option("Seed of everything random.", at_least=0, at_most=2**32 - 1, is_whole=True),
+        "data_seed": Option(
+            "Seed of the order of prompts; unset: `seed`.",
+            at_least=0,
+            at_most=2**32 - 1,
+            is_whole=True,
+            is_optional=True,
+        ),
+        "full_determinism": Option("Force deterministic kernels; slower."),
+        "ddp_backend": Option("Communication backend between processes: nccl, gloo, ..."),
+        "ddp_timeout": Option("Seconds that processes wait for each other.", at_least=1, is_whole=True),
+    },
+}
+
+_INERT: Mapping[str, tuple[str, ...]] = {
+    "prompts are read in the training process, which is never the slow part": (
+        "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context", "dataloader_in_order",
+    ),
+    "the stream of prompts goes on over the end of an epoch, so no batch is incomplete": ("dataloader_drop_last",),
+    "gradients are summed once an optimizer step, without a DistributedDataParallel wrapper": (
+        "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph",
+    ),
+    "evaluation draws completions and scores them with the rewards; there is no compute_metrics": (
+        "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics",
+        "batch_eval_metrics",
+    ),
+    "completions are their own labels": ("label_names",),
+    "batches are not grouped by a length column": ("length_column_name",),
+    "a number that is not finite is logged as it is, and its step is not applied": ("logging_nan_inf_filter",),
+    "only the main process of the run logs": ("log_on_each_node",),
+    "tokens are always counted (num_tokens)": ("include_num_input_tokens_seen",),
+    "denominators are always counted over the whole optimizer step and all processes": ("average_tokens_across_devices",),
+    "nothing is uploaded": (
+        "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
+    ),
+    "a stop signal always saves after the step it falls in": ("enable_jit_checkpoint",),
+    "callbacks always get back on a resume what they remembered": ("restore_callback_states_from_checkpoint",),
+    "transformers keeps it for scripts; train() trains": ("do_train",),
+    "transformers keeps it for scripts; eval_strategy decides": ("do_eval",),
+    "transformers keeps it for scripts": ("do_predict",),
+    "the launcher says which process this is": ("local_rank",),
+    "nothing is compiled; the model runs as it is": ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    "logits are already computed by chunks, see logits_chunk_tokens": ("use_liger_kernel", "liger_kernel_config"),
+    "memory is bounded by max_tokens_per_microbatch, and a step that runs out of it is made again in smaller parts": (
+        "auto_find_batch_size", "torch_empty_cache_steps",
+    ),
+    "the learner's forward pass needs no cache; the sampler always has its own": ("use_cache",),
+    "evaluation draws completions with the weights as they are trained": ("bf16_full_eval", "fp16_full_eval"),
+    "memory is always in the log": ("skip_memory_metrics",),
+    "numbers that are not finite are always looked for": ("debug",),
+    "only the main process saves; put output_dir on a disk that every node sees": ("save_on_each_node",),
+    "the position in the data is part of a checkpoint and is never replayed": ("ignore_data_skip",),
+    "batches are shared between processes by Covey itself": ("accelerator_config",),
+}  # fmt: skip
+"""Options with nothing to act on, by the reason."""
+
+_SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "hub_token", "include_num_input_tokens_seen"})
+"""Those that transformers itself documents as unused or sets by itself: naming them would be noise."""
+
+_REFUSED: Mapping[str, str] = {
+    "neftune_noise_alpha": "noise in the embeddings would make the learner another model than the sampler",
+    "label_smoothing_factor": "there are no labels to smooth in GRPO",
+    "optim_target_modules": "GaLore and APOLLO are not supported; use LoRA or an 8-bit optimizer to save memory",
+    "push_to_hub": "nothing is uploaded by itself; after the run: hf upload YOUR_NAME/MODEL OUTPUT_DIR",
+    "parallelism_config": "one model is not split over devices yet",
+    "fsdp": "sharding is not supported yet; LoRA and gradient checkpointing save the most memory",
+    "fsdp_config": "sharding is not supported yet",
+    "deepspeed": "DeepSpeed is not supported yet; LoRA and gradient checkpointing save the most memory",
+    "train_sampling_strategy": "use shuffle_dataset: True draws prompts at random, False in the order of the data",
+}
+
+INHERITED: Mapping[str, Option] = {
+    **{name: replace(one, group=group) for group, found in _ACTING.items() for name, one in found.items()},
+    **{name: Option(inert=why, is_silent=name in _SILENT) for why, names in _INERT.items() for name in names},
+    **{name: Option(refused=why) for name, why in _REFUSED.items()},
+}
+"""Declarations by name. Some fields exist only in newer versions of transformers."""
