@@ -28,6 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer, demo
 from covey.monitor import Monitor
+from covey.monitor.updates import UpdateMeter
 from covey.runs import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -43,7 +44,7 @@ PARTS: dict[str, list[tuple[type, str]]] = {
     ],
     "rollouts/": [(RunFolder, "write_rollouts")],
     "measuring the texts": [(Monitor, "measure")],
-    "measuring the update": [(Monitor, "before_update"), (Monitor, "after_update")],
+    "measuring the update": [(UpdateMeter, "before"), (UpdateMeter, "after")],
     "the detectors": [(Monitor, "look")],
     "KL to the start, memory": [(Monitor, "with_update")],
 }

@@ -196,15 +196,6 @@ class EpisodeSampler:
         self.episodes, self.environments, self.encode = episodes, environments, encode
         self.sampler = make(episodes)
 
-    @property
-    def check_stop(self) -> Callable[[], None]:
-        """Called between tokens; what it raises ends the sampling."""
-        return self.sampler.check_stop
-
-    @check_stop.setter
-    def check_stop(self, value: Callable[[], None]) -> None:
-        self.sampler.check_stop = value
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
 

@@ -30,15 +30,6 @@ class RolloutFuncSampler:
         self.sampler, self.function, self.trainer = sampler, function, trainer
         self.tokenizer, self.eos_ids, self.version = tokenizer, frozenset(eos_ids), 0
 
-    @property
-    def check_stop(self) -> Callable[[], None]:
-        """Called between tokens; what it raises ends the sampling."""
-        return self.sampler.check_stop
-
-    @check_stop.setter
-    def check_stop(self, value: Callable[[], None]) -> None:
-        self.sampler.check_stop = value
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
 

@@ -62,16 +62,6 @@ class Monitor:
             **self.slices(groups, weights),
         }
 
-    def before_update(self) -> None:
-        """Just before an optimizer step: remember the weights."""
-        if self.meter is not None:
-            self.meter.before()
-
-    def after_update(self) -> None:
-        """Just after it: measure how far they went."""
-        if self.meter is not None:
-            self.meter.after()
-
     def with_update(self, report: StepReport) -> StepReport:
         """The report with what the step did to the weights and to the policy, and the memory it left in use."""
         if self.meter is None:

@@ -22,9 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def build_monitor(
-    args: Any, reward_names: Sequence[str], learner: Any, outlets: Sequence[Callable[[Alert], object]]
+    args: Any,
+    reward_names: Sequence[str],
+    learner: Any,
+    outlets: Sequence[Callable[[Alert], object]],
+    meter: UpdateMeter | None,
 ) -> Monitor:
-    """Everything watched of a `Learner`. `outlets`: whom the main process tells, beside the options' webhook; none on others."""
+    """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: whom the main process tells, beside the
+    options' webhook; none on others."""
     audits, own = audit_metrics(args, reward_names), own_detectors(args.alert_detectors or ())
     hooks = (
         [Webhook(args.alert_webhook, run=str(args.run_name or args.output_dir))]
@@ -36,7 +41,7 @@ def build_monitor(
         watch=Watch(
             [*standard(audits, paid_weights(args, reward_names)), *own], more=frozenset(audits), reads_all=bool(own)
         ),
-        meter=UpdateMeter(learner.policy.model),
+        meter=meter,
         anchor=Anchor(learner.annotate),
         slices=Slices(args.metrics_by or ()),
         actions=dict(args.alert_actions or {}),

@@ -34,13 +34,13 @@ def choose_sampler(
     except Unsupported as reason:
         if backend == "native" or options.get("environment") is not None:
             raise
-        lost = sorted(options.keys() - {"max_rows", "environment"})
+        lost = sorted(options.keys() - {"max_rows", "environment", "check_stop"})
         warnings.warn(
             f"Completions are written by plain transformers, which is slower: {reason}."
             + (f" Without effect there: {', '.join(lost)}." if lost else ""),
             UserWarning,
             stacklevel=2,
         )
-        return TransformersSampler(
-            model, tokenizer, eos_ids=eos_ids, max_batch_completions=options.get("max_rows", DEFAULT_ROWS)
-        )
+        kept = {name: options[name] for name in ("check_stop",) if name in options}
+        rows = options.get("max_rows", DEFAULT_ROWS)
+        return TransformersSampler(model, tokenizer, eos_ids=eos_ids, max_batch_completions=rows, **kept)

@@ -72,6 +72,7 @@ class NativeSampler:
         environment: Environment | None = None,
         cuda_graphs: bool | None = None,
         attention: AttentionChoice = "auto",
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
 
@@ -102,7 +103,7 @@ class NativeSampler:
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.cache_bytes, self.environment = max_rows, cache_bytes, environment
-        self.check_stop: Callable[[], None] = lambda: None
+        self.check_stop = check_stop
         """Called between tokens; what it raises ends the sampling."""
         self.asked_graphs, self.asked_attention = cuda_graphs, attention
         self._take(model)

@@ -46,6 +46,7 @@ class TransformersSampler:
         eos_ids: Sequence[int] | None = None,
         max_batch_completions: int = DEFAULT_ROWS,
         autocast_dtype: torch.dtype | None = None,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
 
@@ -57,7 +58,7 @@ class TransformersSampler:
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_batch_completions = max_batch_completions
         self.autocast_dtype = autocast_dtype
-        self.check_stop: Callable[[], None] = lambda: None
+        self.check_stop = check_stop
         """Called between tokens; what it raises ends the sampling."""
         self.load(model, version=0)
 

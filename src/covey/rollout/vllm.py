@@ -40,11 +40,12 @@ class VLLMSampler:
         dtype: str = "auto",
         gpu_memory_utilization: float = 0.3,
         max_model_length: int | None = None,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """Start an engine for models of this shape. Raises ConfigError without vLLM, ModelError for a model that it cannot run."""
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
-        self.check_stop: Callable[[], None] = lambda: None
+        self.check_stop = check_stop
         """Called between tokens; what it raises ends the sampling."""
         self.context = max_model_length or context_of(unwrapped(model))
         self.is_cuda = next(model.parameters()).is_cuda

@@ -36,7 +36,7 @@ from covey.training.agents import Agents
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
 from covey.training.parts import Parts
-from covey.training.session import Session
+from covey.training.session import Session, StopSignal
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,9 @@ class RunInputs:
     agents: Agents = field(default_factory=Agents)
     trainer: Any = None
     """What a rollout function is handed beside its prompts."""
+    before_update: Callable[[], None] = lambda: None
+    after_update: Callable[[], None] = lambda: None
+    """Called around each optimizer step."""
 
 
 def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -268,10 +271,18 @@ def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
     return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
 
 
-def build_learner(given: RunInputs, total_steps: int, optimizers: tuple[Any, Any], is_off_policy: bool) -> Learner:
+def build_learner(
+    given: RunInputs,
+    total_steps: int,
+    optimizers: tuple[Any, Any],
+    is_off_policy: bool,
+    policy: Policy | None = None,
+    **callbacks: Callable[..., None],
+) -> Learner:
+    """The learner of `policy`, by default a new one. `callbacks`: `check_stop` and `before_first_update` of `Learner`."""
     args, algorithm = given.args, given.algorithm
     on_cpu = given.world.device.type == "cpu"
-    policy = build_policy(given)
+    policy = build_policy(given) if policy is None else policy
     critic = build_critic(algorithm, policy)
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
     optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
@@ -298,6 +309,9 @@ def build_learner(given: RunInputs, total_steps: int, optimizers: tuple[Any, Any
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
         overlaps_reduction=not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
+        before_update=given.before_update,
+        after_update=given.after_update,
+        **callbacks,
     )
 
 
@@ -306,6 +320,7 @@ def build_parts(
     session: Callable[[Learner, int, float], Session],
     optimizers: tuple[Any, Any],
     num_prompts: int | None,
+    stop: StopSignal,
 ) -> Parts:
     """Everything the loop calls. `session` makes the session once the learner, the steps and the epoch length are known."""
     args = given.args
@@ -316,7 +331,8 @@ def build_parts(
         )
     counts = batch_arithmetic(args, given.world.size, num_prompts)
     is_off_policy = counts.optimizer_steps_per_generation > 1
-    learner = build_learner(given, counts.total_steps, optimizers, is_off_policy)
+    interruption = Interruption(lambda: stop.requested, is_alone=given.world.size == 1)
+    policy = build_policy(given)
     steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
     make = partial(
         choose_sampler,
@@ -324,13 +340,21 @@ def build_parts(
         given.tokenizer,
         eos_ids=given.eos_ids,
         backend=cast(Backend, args.rollout_backend),
+        check_stop=interruption,
         **sampler_options(args, given),
     )
     sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
+    on_policy = OnPolicyCheck(policy, sampler)
+    learner = build_learner(
+        given,
+        counts.total_steps,
+        optimizers,
+        is_off_policy,
+        policy,
+        check_stop=interruption,
+        before_first_update=on_policy,
+    )
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
-    interruption = Interruption(lambda: made.stop.requested, is_alone=given.world.size == 1)
-    sampler.check_stop = learner.check_stop = interruption
-    learner.before_first_update = OnPolicyCheck(learner.policy, sampler)
     return Parts(
         prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
         sampler=sampler,

@@ -18,6 +18,7 @@ from covey.errors import ConfigError, CoveyError, DataError, InvariantError, Spo
 from covey.learner import Learner
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.monitor.trackers import Trackers
+from covey.monitor.updates import UpdateMeter
 from covey.process import lean
 from covey.process.world import World
 from covey.runs import RunFolder, StopRequest, checkpoint
@@ -256,10 +257,16 @@ class GRPOTrainer:
 
     def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
         folder = self._folder(start) if self.world.is_main else None
-        session = partial(self._build_session, stop=stop, folder=folder)
+        meter = UpdateMeter(self.model)
+        session = partial(self._build_session, stop=stop, folder=folder, meter=meter)
+        given = replace(
+            self._given,
+            before_update=partial(self._event, "on_pre_optimizer_step", meter.before),
+            after_update=partial(self._event, "on_optimizer_step", meter.after),
+        )
         for said in advice_for(self.args, self.model) if self.world.is_main else ():
             logger.warning("advice: %s", said)
-        return build_parts(self._given, session, self.optimizers, _length(self.train_dataset))
+        return build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
 
     def _folder(self, start: Path | None) -> RunFolder:
         return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
@@ -267,13 +274,19 @@ class GRPOTrainer:
     def _parts_without_training(self) -> Parts:
         """Parts to evaluate a model that has not been trained in this process."""
         given = replace(self._given, train_dataset=None)
-        return build_parts(given, self._idle_session, self.optimizers, num_prompts=2**20)  # no step is ever taken
-
-    def _idle_session(self, learner: Learner, total_steps: int, steps_per_epoch: float) -> Session:
-        return self._build_session(learner, total_steps, steps_per_epoch, stop=StopRequest(), folder=None)
+        stop = StopRequest()
+        session = partial(self._build_session, stop=stop, folder=None, meter=None)
+        return build_parts(given, session, self.optimizers, num_prompts=2**20, stop=stop)  # no step is ever taken
 
     def _build_session(
-        self, learner: Learner, total_steps: int, steps_per_epoch: float, *, stop: StopRequest, folder: RunFolder | None
+        self,
+        learner: Learner,
+        total_steps: int,
+        steps_per_epoch: float,
+        *,
+        stop: StopRequest,
+        folder: RunFolder | None,
+        meter: UpdateMeter | None,
     ) -> Session:
         args = self.args
         self.optimizer, self.lr_scheduler = learner.optimizer, learner.scheduler
@@ -286,9 +299,7 @@ class GRPOTrainer:
         outlets: list[Any] = (
             [] if folder is None else [folder.append_alert, self.trackers, alert_shower(display, is_shown)]
         )
-        monitor = build_monitor(args, self.scorer.names, learner, outlets)
-        learner.before_update = partial(self._event, "on_pre_optimizer_step", monitor.before_update)
-        learner.after_update = partial(self._event, "on_optimizer_step", monitor.after_update)
+        monitor = build_monitor(args, self.scorer.names, learner, outlets, meter)
         saver = Saver(args, self.model, self.processing_class, self.callback_handler, self.state)
         session = Session(
             args=args,
