@@ -102,7 +102,7 @@ def test_a_fallback_keeps_what_it_can_of_the_options_and_names_the_rest(tokenize
     model = build(*FALLS_BACK["bloom"][:2])
     with pytest.warns(UserWarning, match="Without effect there: cache_bytes"):
         sampler = choose_sampler(model, tokenizer, max_rows=7, cache_bytes=10)
-    assert sampler.max_batch_completions == 7
+    assert sampler.max_rows == 7
     with pytest.raises(Unsupported, match="interface"):
         choose_sampler(model, tokenizer, environment=lambda turns: [None] * len(turns))
 

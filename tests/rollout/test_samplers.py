@@ -99,7 +99,7 @@ def test_a_small_batch_gives_the_same_completions_as_a_large_one(tokenizer):
     params = SamplingParams(max_tokens=16, seed=7)
     expected = ids_of(TransformersSampler(model, tokenizer).sample(TEXTS, 4, params))
     for limit in (1, 3, 9):
-        sampler = TransformersSampler(model, tokenizer, max_batch_completions=limit)
+        sampler = TransformersSampler(model, tokenizer, max_rows=limit)
         assert ids_of(sampler.sample(TEXTS, 4, params)) == expected
 
 

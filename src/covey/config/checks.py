@@ -151,10 +151,11 @@ def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
             f"algorithm={config.algorithm!r} and {both[0]}={given[both[0]]!r} both say what the loss is: leave one out, "
             "or change the algorithm with .replace(...)."
         )
-    if config.rollout_backend == "transformers" and config.rollout_dtype != "auto":
-        raise ConfigError(
-            f"rollout_dtype={config.rollout_dtype!r} is the native engine's; rollout_backend='transformers' draws in the model's own."
-        )
+    for name in ("rollout_dtype", "rollout_cache_fraction", "cuda_graphs", "attention"):
+        if config.rollout_backend == "transformers" and name in given:
+            raise ConfigError(
+                f"{name}={given[name]!r} is the native engine's; rollout_backend='transformers' does without: leave it out."
+            )
     if config.num_generations < 2 and config.algorithm is None:
         raise ConfigError(
             "num_generations=1 leaves nothing to compare with: GRPO needs at least 2 completions a prompt."

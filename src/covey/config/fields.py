@@ -83,6 +83,16 @@ class Options:
     rollout_dtype: str = option("auto",
         "What a CPU samples a float32 model in: auto (bfloat16 with bf16=True, and where it pays), float32, bfloat16.",
         group="sampling", words=("auto", "float32", "bfloat16"))
+    rollout_max_rows: int | None = option(None,
+        "Completions that are drawn at once; unset: 256 on a CPU, as many as memory holds on an accelerator.",
+        group="sampling", at_least=1)
+    rollout_cache_fraction: float = option(0.5, "Share of free memory that keys and values may take while completions are drawn.",
+        group="sampling", above=0, at_most=1)
+    cuda_graphs: bool | None = option(None, "Replay decode steps as CUDA graphs; unset: on CUDA, where they can be captured.",
+        group="sampling")
+    attention: str = option("auto",
+        "Attention kernels of the native sampler: torch, triton (CUDA), compiled (a CPU with a C++ compiler), or the fastest (auto).",
+        group="sampling", words=("auto", "torch", "triton", "compiled"))
     use_vllm: bool = option(False, "Generate with vLLM.", group="sampling")
     vllm_mode: str = option("colocate", "Where vLLM runs: colocate or server.", group="sampling",
         words=("colocate", "server"))
@@ -253,6 +263,9 @@ class Options:
     shared_attention: str = option("auto",
         "Attention of completions behind their shared prompt: flex (FlexAttention, CUDA), sdpa (by part), or auto (flex where it works).",
         group="memory, precision and devices", words=("auto", "flex", "sdpa"))
+    cast_lm_head_to_fp32: bool = option(False,
+        "Compute the output layer in float32 whatever the rest is computed in: policy, reference and sampler (not vLLM's).",
+        group="memory, precision and devices")
 
     # TRL's, with nothing to act on here
     pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of so many tokens.",
@@ -280,9 +293,6 @@ class Options:
         "Options of transformers' continuous batching.", inert="the native sampler always batches continuously")
 
     # TRL's, refused
-    cast_lm_head_to_fp32: bool = option(False,
-        "Keep the output layer of the trained and the reference model in float32.",
-        refused="log-probabilities are already taken in float32; load the model in float32 for a float32 head")
     ds3_gather_for_generation: bool = option(True, "Gather DeepSpeed ZeRO-3 weights for generation.",
         refused="it concerns DeepSpeed ZeRO-3, which is not supported yet")
     vllm_structured_outputs_regex: str | None = option(None, "Regular expression that vLLM's completions must match.",

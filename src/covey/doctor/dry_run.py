@@ -21,7 +21,8 @@ from covey.learner.worst_case import groups_of
 from covey.models import disable_dropout, dtype_of, with_adapter
 from covey.process.world import World
 from covey.rollout.engine import BFLOAT16_FROM
-from covey.training.build import RunInputs, as_dict, build_algorithm, build_learner
+from covey.training.build import RunInputs, build_algorithm, build_learner
+from covey.training.sampling import as_dict
 from covey.types import Completion, Prompt
 
 CPU = torch.device("cpu")

@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from covey.learner import Learner
-from covey.rollout import Backend, Sampler, choose_sampler
-from covey.training.build import RunInputs, build_learner, build_prompts, sampler_options, sampling_params
+from covey.rollout import Sampler, choose_sampler
+from covey.training.build import RunInputs, build_learner, build_prompts
 from covey.training.credit import with_advantages, with_greedy_rewards
+from covey.training.sampling import sampler_options, sampling_params
 from covey.types import Group, Prompt, StepReport
 
 
@@ -42,15 +43,13 @@ class Bench:
 
     @staticmethod
     def of(given: RunInputs, total_steps: int) -> Bench:
-        args = given.args
         return Bench(
             given=given,
             sampler=choose_sampler(
                 given.model,
                 given.tokenizer,
                 eos_ids=given.eos_ids,
-                backend=cast(Backend, args.rollout_backend),
-                **sampler_options(args, given),
+                **sampler_options(given.args, given.world),
             ),
             learner=build_learner(given, total_steps, (None, None), is_off_policy=False),
         )

@@ -30,6 +30,15 @@ class SamplerLinear(ABC):
         return Bf16PairLinear.of(*linears) if copies else InPlaceLinear.of(*linears)
 
     @staticmethod
+    def in_float32(linear: Any) -> SamplerLinear:
+        """This layer with active LoRA adapters added, for float32 inputs; a copy unless it is a plain one in float32.
+
+        Raises Unsupported for other kinds of layers.
+        """
+        weight, bias = effective(linear)
+        return InPlaceLinear(((weight.float(), None if bias is None else bias.float()),))
+
+    @staticmethod
     def has_bfloat16(device: torch.device) -> bool:
         """True on an x86 CPU that multiplies bfloat16 in hardware, under a torch that has oneDNN."""
         return has_bfloat16(device)

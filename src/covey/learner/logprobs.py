@@ -31,15 +31,28 @@ class Head:
     """`logit_scale` (Cohere) or `1 / logits_scaling` (Granite)."""
     softcap: float | None = None
     """`final_logit_softcapping` (Gemma): `cap * tanh(logits / cap)`."""
+    in_float32: bool = False
+    """Compute the product in float32 whatever the weights are in and whatever autocast says (ScaleRL, 2025)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, D] -> [M, V] float32, or float64 of a model in float64."""
-        logits = self.project(hidden)
+        logits = self._product_in_float32(hidden) if self.in_float32 else self.project(hidden)
         if logits.dtype != torch.float64:
             logits = logits.float()  # bf16 log-softmax is off by 1e-2 at large vocabularies
         if self.multiply != 1.0:
             logits = logits * self.multiply
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _product_in_float32(self, hidden: Tensor) -> Tensor:
+        assert isinstance(self.project, nn.Module)
+        weights = {name: _wide(weight) for name, weight in self.project.named_parameters()}
+        with torch.autocast(hidden.device.type, enabled=False):
+            product: Tensor = torch.func.functional_call(self.project, weights, (_wide(hidden),))
+        return product
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
 def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -105,7 +118,9 @@ def _fused(
     linear = head.project
     assert isinstance(linear, nn.Linear)
     dtype = linear.weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
+    if head.in_float32:
+        dtype = torch.promote_types(dtype, torch.float32)
+    elif torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     chunk = chunk_for(linear.weight.shape[0], chunk, hidden.device)
     shape = LogitTransform(head.multiply, head.softcap, temperature, chunk, by_vocabulary=hidden.device.type != "cpu")

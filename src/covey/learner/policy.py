@@ -73,6 +73,8 @@ class Policy:
     """Keep activations in the host's memory between forward and backward."""
     shared_attention: str = "auto"
     """Kernel for the attention of shared prompts: auto (FlexAttention on CUDA where it works), flex, sdpa."""
+    float32_head: bool = False
+    """Compute the output layer in float32 whatever the rest is computed in."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -177,6 +179,14 @@ class Policy:
         """Restore the attention that the model was loaded with; the next packed row switches it again."""
         shared_prompt.release(unwrapped(self.model))
 
+    def expect_float32_head(self) -> None:
+        """Raise ConfigError where the output layer cannot be called apart, and so not in another precision."""
+        if not self._splits():
+            raise ConfigError(
+                f"cast_lm_head_to_fp32=True, but the output layer of {type(unwrapped(self.model)).__name__} cannot be called apart; "
+                "load the model in float32 instead."
+            )
+
     def shares_prompts(self) -> bool:
         """True if the completions of a group share the computation of their prompt."""
         return self._shares()
@@ -252,7 +262,7 @@ class Policy:
 
     def _head_of(self) -> Head:
         if self._head is None:
-            self._head = find_head(self.model)
+            self._head = replace(find_head(self.model), in_float32=self.float32_head)
         assert self._head is not None
         return self._head
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from covey.errors import ConfigError, Unsupported
 from covey.rollout.engine import NativeSampler
+from covey.rollout.generate import GenerateSampler
 from covey.rollout.hf import TransformersSampler
-from covey.rollout.sampler import DEFAULT_ROWS, Sampler
+from covey.rollout.sampler import Sampler
 from covey.rollout.vllm import VLLMSampler
 
-Backend = Literal["auto", "native", "transformers", "vllm"]
+Backend = Literal["auto", "native", "transformers", "generate", "vllm"]
 
 
 def choose_sampler(
@@ -23,10 +24,12 @@ def choose_sampler(
     `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
     `native` raises `Unsupported` instead. `options` go to the constructor of the sampler that is asked for.
     """
-    if backend not in ("auto", "native", "transformers", "vllm"):
-        raise ConfigError(f"sampler backend {backend!r} does not exist; take auto, native, transformers or vllm.")
+    if backend not in get_args(Backend):
+        raise ConfigError(f"sampler backend {backend!r} does not exist; take one of {', '.join(get_args(Backend))}.")
     if backend == "vllm":
         return VLLMSampler(model, tokenizer, eos_ids=eos_ids, **options)
+    if backend == "generate":
+        return GenerateSampler(model, tokenizer, eos_ids=eos_ids, **options)
     if backend == "transformers":
         return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
     try:
@@ -34,13 +37,12 @@ def choose_sampler(
     except Unsupported as reason:
         if backend == "native" or options.get("environment") is not None:
             raise
-        lost = sorted(options.keys() - {"max_rows", "environment", "check_stop"})
+        kept = {name: options[name] for name in ("max_rows", "check_stop", "float32_head") if name in options}
+        lost = sorted(name for name in options.keys() - {*kept, "environment", "cache_fraction"})
         warnings.warn(
             f"Completions are written by plain transformers, which is slower: {reason}."
             + (f" Without effect there: {', '.join(lost)}." if lost else ""),
             UserWarning,
             stacklevel=2,
         )
-        kept = {name: options[name] for name in ("check_stop",) if name in options}
-        rows = options.get("max_rows", DEFAULT_ROWS)
-        return TransformersSampler(model, tokenizer, eos_ids=eos_ids, max_batch_completions=rows, **kept)
+        return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **kept)

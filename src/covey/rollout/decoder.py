@@ -59,8 +59,9 @@ class _Layer:
 class DecoderForward:
     """The decoders of `WRITTEN_OUT`, in the model's own precision or in a packed bfloat16 copy."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, for a model outside the family."""
+        self.float32_head = float32_head and dtype != torch.float32
         self.model = unwrapped(model)
         config = self.model.config
         name = type(self.model).__name__
@@ -101,6 +102,9 @@ class DecoderForward:
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
             self.blocks = [self._pack(layer) for layer in decoder.layers]
             self.norm = decoder.norm.weight.detach().float()
+            if self.float32_head:
+                self.head = SamplerLinear.in_float32(self.model.lm_head)
+                return
             self.head = SamplerLinear.make(self.model.lm_head, copies=self.copies)
         self.weights = DecodeWeights.of(self.blocks, self.norm, self.head)
 
@@ -151,7 +155,8 @@ class DecoderForward:
             return cache.kernels.decode(step, self.weights, cache.cache_tables, self.embedding[ids].float())
         in_kernels = cache.kernels and not cache.is_windowed
         attend = self._by_kernels(cache, positions) if in_kernels else self._by_operations(cache, positions)
-        return self.head(self._run(ids, attend, cache.kernels))
+        hidden = self._run(ids, attend, cache.kernels)
+        return self.head(hidden.float() if self.float32_head else hidden)
 
     def _by_operations(self, cache: KVCache, positions: Tensor) -> Attend:
         cos, sin = self._rotation_at(positions)
@@ -256,10 +261,11 @@ def _is_hooked(module: nn.Module) -> bool:
 class CopyForward(ModulesForward):
     """Bfloat16 copy of any other architecture: a second model of half the memory, refreshed by every `load`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, float32_head: bool = False) -> None:
         self.live = unwrapped(model)
         ModulesForward(self.live)  # raises Unsupported before a copy is made
-        super().__init__(copy.deepcopy(self.live).requires_grad_(False).to(torch.bfloat16).eval())
+        copied = copy.deepcopy(self.live).requires_grad_(False).to(torch.bfloat16).eval()
+        super().__init__(copied, float32_head)
 
     def refresh(self) -> bool:
         live = {**dict(self.live.named_parameters()), **dict(self.live.named_buffers())}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from covey.data import num_embeddings
@@ -25,7 +25,7 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.scheduler import GroupRequest, Scheduler
-from covey.rollout.static_kv_cache import Attention
+from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group
 
@@ -37,7 +37,7 @@ BFLOAT16_FROM = 4_000_000
 """Parameters from which "auto" trades exactness for speed: 2.5 times at 10 million, 1.6 times of very little at 1 million."""
 
 
-def best_forward(model: Any, dtype: Precision) -> Forward:
+def best_forward(model: Any, dtype: Precision, float32_head: bool = False) -> Forward:
     """The fastest way to compute this model in this precision; see `NativeSampler`. Raises Unsupported with the reason."""
     live = next(unwrapped(model).parameters())
     wanted = live.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -47,10 +47,11 @@ def best_forward(model: Any, dtype: Precision) -> Forward:
     if wanted != live.dtype and not (wanted == torch.bfloat16 and SamplerLinear.has_bfloat16(live.device)):
         raise Unsupported(f"the model is in {live.dtype} and cannot be sampled from in {wanted} on this processor")
     try:
-        return DecoderForward(model, wanted)
+        return DecoderForward(model, wanted, float32_head)
     except Unsupported as reason:
         logger.info("Completions are computed by the model's own modules, which takes longer: %s.", reason)
-        return ModulesForward(model) if wanted == live.dtype else CopyForward(model)
+        kind = ModulesForward if wanted == live.dtype else CopyForward
+        return kind(model, float32_head and wanted != torch.float32)
 
 
 class NativeSampler:
@@ -67,11 +68,13 @@ class NativeSampler:
         *,
         eos_ids: Sequence[int] | None = None,
         dtype: Precision = "auto",
-        max_rows: int = DEFAULT_ROWS,
+        max_rows: int | None = None,
         cache_bytes: int | None = None,
+        cache_fraction: float = 0.5,
         environment: Environment | None = None,
         cuda_graphs: bool | None = None,
         attention: AttentionChoice = "auto",
+        float32_head: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
@@ -80,7 +83,10 @@ class NativeSampler:
         hardware uses a bfloat16 copy of a float32 model that is not tiny. "float32" never copies and is exact.
 
         At most `max_rows` completions, and groups that can hold at most `cache_bytes` of keys and values, are in flight
-        at once (but always one group). By default half of the memory that is free when sampling begins.
+        at once (but always one group). By default `cache_fraction` of the memory that is free when sampling begins, and
+        256 rows on a CPU, on an accelerator as many as those bytes hold with their logits.
+
+        `float32_head` computes the output layer in float32 where the rest is computed in less.
 
         `environment` is asked whenever a completion ends by itself, and may answer with tokens that enter its context.
 
@@ -91,7 +97,9 @@ class NativeSampler:
         once, and in PyTorch's operations where that cannot be, with COVEY_CPU_KERNELS=0 or with `attention="torch"`;
         `attention="compiled"` raises ConfigError, with the reason, where it cannot be.
         """
-        if max_rows < 1:
+        if not 0 < cache_fraction <= 1:
+            raise ConfigError(f"cache_fraction is {cache_fraction}; give a share in (0, 1].")
+        if max_rows is not None and max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
         if dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32 or bfloat16.")
@@ -102,16 +110,17 @@ class NativeSampler:
         self.dtype: Precision = dtype
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
-        self.max_rows, self.cache_bytes, self.environment = max_rows, cache_bytes, environment
+        self.max_rows, self.cache_bytes, self.cache_fraction = max_rows, cache_bytes, cache_fraction
+        self.environment = environment
         self.check_stop = check_stop
         """Called between tokens; what it raises ends the sampling."""
-        self.asked_graphs, self.asked_attention = cuda_graphs, attention
+        self.asked_graphs, self.asked_attention, self.float32_head = cuda_graphs, attention, float32_head
         self._take(model)
         self.version = 0
 
     def _take(self, model: Any) -> None:
         """Find the fastest way to run this model that gives its logits."""
-        self.forward = best_forward(model, self.dtype)
+        self.forward = best_forward(model, self.dtype, self.float32_head)
         device = self.forward.device
         self.cuda_graphs = captures(self.asked_graphs, device)
         """Whether decode steps are captured. False once one could not be."""
@@ -192,16 +201,17 @@ class NativeSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sizes that were found to fit; those that were given win where they are smaller."""
-        self.max_rows = min(self.max_rows, state["max_rows"])
-        known = [bound for bound in (self.cache_bytes, state["cache_bytes"]) if bound is not None]
-        self.cache_bytes = min(known, default=None)
+        smaller = lambda *bounds: min((bound for bound in bounds if bound is not None), default=None)
+        self.max_rows = smaller(self.max_rows, state["max_rows"])
+        self.cache_bytes = smaller(self.cache_bytes, state["cache_bytes"])
 
     def _scheduler(self, requests: deque[GroupRequest], params: SamplingParams) -> Scheduler:
+        budget = self.budget()
         options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "eos_ids": self.eos_ids,
-            "max_rows": self.max_rows,
-            "cache_bytes": self.budget(),
+            "max_rows": self.rows_at_once(requests, budget),
+            "cache_bytes": budget,
             "context": context_of(unwrapped(self.model)),
             "version": self.version,
             "environment": self.environment,
@@ -220,11 +230,26 @@ class NativeSampler:
     def _refuse_graphs(self) -> None:
         self.cuda_graphs = False
 
+    def rows_at_once(self, requests: Sequence[GroupRequest], budget: int) -> int:
+        """Completions in flight: `max_rows`, or on an accelerator as many as `budget` holds with their logits.
+
+        A row takes its share of the largest group's keys and values, and four float32 numbers of each word of the vocabulary.
+        Rounded down to a number of rows that steps are captured for.
+        """
+        if self.max_rows is not None:
+            return self.max_rows
+        if self.forward.device.type == "cpu":
+            return DEFAULT_ROWS
+        n = len(requests[0].keys)
+        a_row = max(request.cache_bytes(self.forward) for request in requests) // n + 16 * self.forward.vocab_size
+        return max(n, bucket_below(budget // a_row))
+
     def budget(self) -> int:
         """Bytes of keys and values that may be held."""
         if self.cache_bytes is not None:
             return self.cache_bytes
         device = self.forward.device
-        if device.type == "cuda":
-            return torch.cuda.mem_get_info(device)[0] // 2
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        if device.type == "cuda":  # what torch's allocator holds free is free too
+            held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return int(self.cache_fraction * (torch.cuda.mem_get_info(device)[0] + held))
+        return int(self.cache_fraction * psutil.virtual_memory().available)

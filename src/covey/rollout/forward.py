@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
-from covey.kernels import LOCAL_LAYERS, DecodeKernels, attention_windows
+from covey.kernels import LOCAL_LAYERS, DecodeKernels, SamplerLinear, attention_windows
 from covey.models import accepts, evaluating, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
@@ -53,8 +53,9 @@ class Forward(Protocol):
 class ModulesForward:
     """The model's own forward with the engine's attention: any architecture, adapters included, weights read in place."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, for a model that this cannot run exactly."""
+        self.float32_head = float32_head
         refuse_known(model)
         register()
         self.model = unwrapped(model)
@@ -69,8 +70,10 @@ class ModulesForward:
     def refresh(self) -> bool:
         return True  # the weights are read in place
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        return evaluating(self.model)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with evaluating(self.model), head_in_float32(self.model) if self.float32_head else nullcontext():
+            yield
 
     def reserve(self, positions: int) -> None:
         """Nothing to do: the modules compute their own position tables."""
@@ -100,6 +103,27 @@ class ModulesForward:
         shapes = [record.shapes[i] for i in range(len(record.shapes))]
         shapes = [replace(shape, window=windows.get(i)) for i, shape in enumerate(shapes)]
         return tuple(replace(shape, window=shape.window_within(self.context)) for shape in shapes)
+
+
+@contextmanager
+def head_in_float32(model: Any) -> Iterator[None]:
+    """Context in which the output layer computes in float32, without gradient. Raises Unsupported for one that is not linear."""
+    layer = unwrapped(model).get_output_embeddings()
+    with torch.no_grad():
+        product = SamplerLinear.in_float32(layer)
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return product(hidden.float())
+
+    before = layer.__dict__.get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if before is not None:
+            layer.forward = before
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
 from covey.models import accepts, evaluating, unwrapped
+from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
@@ -44,20 +45,21 @@ class TransformersSampler:
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
-        max_batch_completions: int = DEFAULT_ROWS,
+        max_rows: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        float32_head: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
 
-        `autocast_dtype` runs the forward under autocast. Raises ModelError for a model that cannot write text.
+        `autocast_dtype` runs the forward under autocast, `float32_head` the output layer in float32. Raises ModelError for a model that cannot write text.
         """
-        if max_batch_completions < 1:
-            raise ConfigError(f"max_batch_completions is {max_batch_completions}; give at least 1.")
+        if max_rows is not None and max_rows < 1:
+            raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
-        self.max_batch_completions = max_batch_completions
-        self.autocast_dtype = autocast_dtype
+        self.max_rows = max_rows or DEFAULT_ROWS
+        self.autocast_dtype, self.float32_head = autocast_dtype, float32_head
         self.check_stop = check_stop
         """Called between tokens; what it raises ends the sampling."""
         self.load(model, version=0)
@@ -86,7 +88,7 @@ class TransformersSampler:
         return self._groups(known, rows, n, params)
 
     def _groups(self, prompts: list[Prompt], rows: list[_Row], n: int, params: SamplingParams) -> Iterator[Group]:
-        size = max(self.max_batch_completions // n * n, min(n, self.max_batch_completions))
+        size = max(self.max_rows // n * n, min(n, self.max_rows))
         written: list[Completion] = []
         next_group = 0
         for start in range(0, len(rows), size):
@@ -100,7 +102,8 @@ class TransformersSampler:
         device = next(self.model.parameters()).device
         is_autocast = self.autocast_dtype is not None
         autocast = torch.autocast(device.type, self.autocast_dtype) if is_autocast else nullcontext()
-        with evaluating(self.model), autocast:
+        head = head_in_float32(self.model) if self.float32_head else nullcontext()
+        with evaluating(self.model), autocast, head:
             return _Batch(self, rows, params, device).run()
 
 

@@ -33,6 +33,14 @@ def bucket(count: int) -> int:
     return size
 
 
+def bucket_below(count: int) -> int:
+    """The largest bucket of at most `count`, or the smallest there is."""
+    size = SMALLEST
+    while bucket(size + 1) <= count:
+        size = bucket(size + 1)
+    return size
+
+
 def rows_for(rows: int, most: int) -> int:
     """Rows to compute for `rows` of at most `most`."""
     return min(bucket(rows), -(-most // SMALLEST) * SMALLEST)

@@ -70,7 +70,7 @@ def check_finite(logprobs: Tensor) -> None:
 
 def completion(
     token_ids: Tensor,
-    logprobs: Tensor,
+    logprobs: Tensor | None,
     finish: Finish,
     *,
     tokenizer: Any,

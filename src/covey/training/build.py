@@ -30,12 +30,13 @@ from covey.models import context_limit, has_adapter
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Combiner, Scorer, resolve
-from covey.rollout import Backend, SamplingParams, choose_sampler
+from covey.rollout import choose_sampler
 from covey.runs import rollouts
 from covey.training.agents import Agents
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
 from covey.training.parts import Parts
+from covey.training.sampling import as_dict, sampler_options, sampling_params
 from covey.training.session import Session, StopSignal
 
 
@@ -57,11 +58,6 @@ class RunInputs:
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     """Called around each optimizer step."""
-
-
-def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A dict option as GRPOConfig leaves it: text has become a dict by then."""
-    return dict(option) if isinstance(option, dict) else {}
 
 
 def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
@@ -154,7 +150,10 @@ def build_policy(given: RunInputs) -> Policy:
         auxiliary_coefficient=auxiliary_coefficient(args, given.model),
         offloads=args.activation_offloading and given.world.device.type != "cpu",
         shared_attention=args.shared_attention,
+        float32_head=args.cast_lm_head_to_fp32,
     )
+    if args.cast_lm_head_to_fp32:
+        policy.expect_float32_head()
     if args.shared_attention != "auto":
         policy.shares_prompts()  # what was asked for and cannot be had is refused before any work
     return policy
@@ -195,50 +194,6 @@ def build_critic(algorithm: Algorithm, policy: Policy) -> Critic:
     if getattr(algorithm.critic, "model", "head") == "separate":
         return ValueModel.of(policy)
     return ValueHead(policy.model.config.get_text_config().hidden_size, policy.device)
-
-
-def sampling_params(args: GRPOConfig) -> SamplingParams:
-    """The sampling options by name; `generation_kwargs` win, and only names that are honoured are accepted."""
-    options = {
-        "max_tokens": args.max_completion_length,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-    }
-    extra = as_dict(args.generation_kwargs)
-    if "max_new_tokens" in extra:
-        extra["max_tokens"] = extra.pop("max_new_tokens")
-    if extra.pop("do_sample", True) is False:
-        extra["temperature"] = 0.0
-    if "stop_strings" in extra:
-        stop = extra.pop("stop_strings")
-        extra["stop"] = tuple(stop) if isinstance(stop, list) else stop
-    known = set(inspect.signature(SamplingParams).parameters)
-    for name in extra:
-        if name not in known:
-            raise ConfigError(
-                f"generation_kwargs has {name!r}, which the sampler does not honour; it knows {', '.join(sorted(known))}."
-            )
-    return SamplingParams(**{**options, **extra})
-
-
-def sampler_options(args: GRPOConfig, given: RunInputs) -> dict[str, Any]:
-    """What the sampler computes in, where anything but its own choice is wanted."""
-    trains_in_half = args.bf16 and given.world.device.type == "cpu" and args.rollout_backend != "transformers"
-    wanted = "bfloat16" if args.rollout_dtype == "auto" and trains_in_half else args.rollout_dtype
-    options: dict[str, Any] = {} if wanted == "auto" else {"dtype": wanted}
-    if args.rollout_backend == "vllm":
-        if given.world.size > 1:
-            raise ConfigError(
-                "rollout_backend='vllm' runs in one process; leave it out with several, native is as exact there."
-            )
-        options |= {
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_model_length": args.vllm_max_model_length,
-        }
-    return options
 
 
 def build_prompts(given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
@@ -339,9 +294,8 @@ def build_parts(
         given.model,
         given.tokenizer,
         eos_ids=given.eos_ids,
-        backend=cast(Backend, args.rollout_backend),
         check_stop=interruption,
-        **sampler_options(args, given),
+        **sampler_options(args, given.world),
     )
     sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
     on_policy = OnPolicyCheck(policy, sampler)

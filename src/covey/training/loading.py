@@ -11,7 +11,7 @@ from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
 from covey.learner.preparation import prepare_for_training
 from covey.models import disable_dropout, load_model, load_tokenizer, refuse_quantized, with_adapter
-from covey.training.build import as_dict
+from covey.training.sampling import as_dict
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""A sampler over transformers' `generate`, for what the other samplers do not know: beams, length penalty, bans, biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.data import num_embeddings
+from covey.errors import ConfigError
+from covey.models import evaluating, unwrapped
+from covey.rollout.forward import head_in_float32
+from covey.rollout.prompts import PromptLike, as_prompts
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
+from covey.rollout.sampling import fresh_seed, sequence_key
+from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, context_of
+from covey.types import Completion, Group, Prompt
+
+NO_SIBLINGS = ("num_return_sequences", "max_length", "prompt_lookup_num_tokens", "assistant_model")
+"""Arguments that would change how many completions there are, or what a limit means."""
+
+
+class GenerateSampler:
+    """`sample` as the other samplers have it, each batch one call of `generate` with `generate` as further arguments.
+
+    Completions carry no log-probabilities: with beams or penalties they are not drawn from the policy's own distribution. One seed
+    draws a whole batch, so a completion depends on its neighbours, as in TRL.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        generate: Mapping[str, Any],
+        eos_ids: Sequence[int] | None = None,
+        max_rows: int | None = None,
+        environment: Any = None,
+        float32_head: bool = False,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises ConfigError for an argument that cannot be handed on, and for tools or environments."""
+        for name in NO_SIBLINGS:
+            if name in generate:
+                raise ConfigError(
+                    f"generation_kwargs has {name!r}, which cannot be handed to generate: num_generations counts completions and "
+                    "max_completion_length their tokens; leave it out."
+                )
+        if environment is not None:
+            raise ConfigError(
+                f"generation_kwargs has {', '.join(map(repr, generate))}, which only transformers' generate knows, and it cannot call "
+                "tools; leave one of them out."
+            )
+        self.tokenizer, self.options = tokenizer, dict(generate)
+        own = self.options.pop("eos_token_id", None)
+        eos_ids = eos_ids if own is None else own if isinstance(own, (list, tuple)) else [own]
+        self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
+        self.max_rows, self.check_stop, self.float32_head = max_rows or DEFAULT_ROWS, check_stop, float32_head
+        self.load(model, version=0)
+
+    def load(self, policy: Any, version: int) -> None:
+        """Sample with this model from now on. Its weights are read in place, never copied."""
+        self.model, self.version = policy, version
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, in the order of the prompts."""
+        if n < 1:
+            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
+        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
+        return self._groups(known, n, params, fresh_seed(params))
+
+    def _groups(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Iterator[Group]:
+        size = max(1, self.max_rows // n)
+        for start in range(0, len(prompts), size):
+            part = prompts[start : start + size]
+            tokens = self._generate(part, n, params, sequence_key(seed, part[0].uid, start, n))
+            for p, prompt in enumerate(part):
+                yield Group(
+                    prompt=prompt,
+                    completions=tuple(self._completion(row, prompt, params) for row in tokens[p * n : (p + 1) * n]),
+                )
+
+    def _generate(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Tensor:
+        """[len(prompts) * n, T] tokens behind the prompts."""
+        from transformers import GenerationConfig, StoppingCriteriaList
+
+        device = next(self.model.parameters()).device
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        ids = torch.full((len(prompts), longest), self._pad_id, dtype=torch.int64)  # padded on the left
+        mask = torch.zeros_like(ids)
+        for p, prompt in enumerate(prompts):
+            ids[p, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
+            mask[p, longest - len(prompt.token_ids) :] = 1
+        config = GenerationConfig(**{**self._config(params), **self.options})
+        stops = StoppingCriteriaList([self._interrupted])
+        devices = [device] if device.type == "cuda" else []
+        head = head_in_float32(self.model) if self.float32_head else nullcontext()
+        with torch.random.fork_rng(devices=devices), evaluating(self.model), head:
+            torch.manual_seed(seed % 2**63)
+            out: Tensor = self.model.generate(
+                input_ids=ids.repeat_interleave(n, 0).to(device),
+                attention_mask=mask.repeat_interleave(n, 0).to(device),
+                generation_config=config,
+                stopping_criteria=stops,
+                **({"tokenizer": self.tokenizer} if params.stop else {}),
+            )
+        return out[:, longest:].cpu()
+
+    @property
+    def _pad_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return self.eos_ids[0] if pad is None else int(pad)
+
+    def _config(self, params: SamplingParams) -> dict[str, Any]:
+        """The common options by the names of `generate`."""
+        config: dict[str, Any] = {
+            "max_new_tokens": params.max_tokens,
+            "do_sample": not params.is_greedy,
+            "eos_token_id": list(self.eos_ids),
+            "pad_token_id": self._pad_id,
+            "repetition_penalty": params.repetition_penalty,
+        }
+        if not params.is_greedy:
+            config |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+            config |= {} if params.min_p is None else {"min_p": params.min_p}
+        return config | ({"stop_strings": list(params.stop)} if params.stop else {})
+
+    def _interrupted(self, ids: Tensor, scores: Any, **given: Any) -> Tensor:
+        """A stopping criterion that stops nothing: between tokens the run may be asked to stop."""
+        self.check_stop()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    def _completion(self, row: Tensor, prompt: Prompt, params: SamplingParams) -> Completion:
+        """The tokens [T] up to their end, where what is behind it is padding."""
+        context = context_of(unwrapped(self.model))
+        room = params.max_tokens if context is None else min(params.max_tokens, context - len(prompt.token_ids))
+        row = row[:room]
+        ends = torch.isin(row, torch.tensor(self.eos_ids)).nonzero().flatten().tolist()
+        if params.stop:
+            size = unwrapped(self.model).config.get_text_config().vocab_size
+            stop = StopStrings.of(params.stop, self.tokenizer, size)
+            near = stop.enders[row].nonzero().flatten().tolist()
+            ends += [t for t in near if stop.is_reached(row[: t + 1].tolist())]
+        length = min(ends) + 1 if ends else len(row)
+        return completion(
+            row[:length].clone(), None, "stop" if ends else "length", tokenizer=self.tokenizer, version=self.version
+        )
