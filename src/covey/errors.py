@@ -1,4 +1,7 @@
-"""Wrong input, told in one sentence: what, where, what to do. Each kind carries the exit code of the command line."""
+"""Wrong input, told in one sentence: what, where, what to do. Each kind carries the exit code of the command line.
+
+A wrong argument is a ValueError too, and a TypeError where TRL raises one, so that scripts that catch these go on to work.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,10 @@ class ConfigError(CoveyError, ValueError):
     exit_code = 2
 
 
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument that does not exist, or is of another type than is taken."""
+
+
 class DataError(CoveyError, ValueError):
     """A data set that cannot be used as given."""
 
@@ -31,6 +38,10 @@ class ModelError(CoveyError, ValueError):
     exit_code = 2
 
 
+class TokenizerTypeError(ModelError, TypeError):
+    """A `processing_class` that is no tokenizer."""
+
+
 class Unsupported(ModelError):  # noqa: N818  # the name others rely on
     """The native engine cannot run this model exactly; the message is the reason."""
 
@@ -41,7 +52,7 @@ class RunFolderError(CoveyError, ValueError):
     exit_code = 2
 
 
-class RewardError(CoveyError):
+class RewardError(CoveyError, ValueError):
     """A reward that is not callable, returns the wrong number of values, or failed too often.
 
     `events`: what the run folder's `events.jsonl` should hold of it, each a `covey.types.Event`.
@@ -54,7 +65,7 @@ class RewardError(CoveyError):
         self.events = tuple(events)
 
 
-class CheckpointError(CoveyError):
+class CheckpointError(CoveyError, ValueError):
     """No usable checkpoint where one was asked for."""
 
     exit_code = 4

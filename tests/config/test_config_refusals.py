@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainingArguments
 
 from covey.config import GRPOConfig, checks
-from covey.errors import ConfigError
+from covey.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, RunFolderError
 
 
 def make(**given):
@@ -32,6 +32,10 @@ def make(**given):
         ({"vllm_tensor_parallel_size": 2}, "on its own device"),
         ({"rollout_dtype": "bflaot16"}, "Did you mean bfloat16"),
         ({"rollout_dtype": "float32", "rollout_backend": "transformers"}, "the native engine's"),
+        ({"cuda_graphs": True, "rollout_backend": "transformers"}, "the native engine's"),
+        ({"attention": "flash"}, "attention='flash' is not known. It is one of auto, torch, triton, compiled"),
+        ({"rollout_max_rows": 0}, "rollout_max_rows=0 must be at least 1"),
+        ({"rollout_cache_fraction": 1.5}, "rollout_cache_fraction=1.5 must be above 0 and at most 1"),
         ({"temperature": 0}, "temperature=0 must be above 0. GRPO compares different completions"),
         ({"temperature": float("nan")}, "temperature=nan must be a number"),
         ({"num_generations": "8"}, "num_generations='8' must be a number"),
@@ -57,6 +61,18 @@ def test_a_wrong_option_is_refused_in_one_sentence(given, said):
         make(**given)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_option_that_does_not_exist_is_a_type_error_as_in_trl():
+    with pytest.raises(TypeError, match="Did you mean epsilon_high"):
+        make(epsilon_hihg=0.3)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        make(num_generations=0)
+
+
+@pytest.mark.parametrize("wrong", [ConfigError, DataError, ModelError, RewardError, RunFolderError, CheckpointError])
+def test_every_error_of_a_wrong_argument_is_a_value_error(wrong):
+    assert issubclass(wrong, ValueError)
 
 
 def test_what_transformers_refuses_is_a_configuration_error_too():

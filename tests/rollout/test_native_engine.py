@@ -11,7 +11,8 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, by_flash, by_one_softmax, wide
 from covey.rollout.kv_cache import KVCache
-from covey.rollout.scheduler import Scheduler
+from covey.rollout.scheduler import GroupRequest, Scheduler
+from covey.types import Prompt
 from kit import tiny_model, tiny_tokenizer
 
 SHAPE = {
@@ -260,3 +261,23 @@ def test_ambiguous_prompts_are_read_as_their_ids(tokenizer):
     ):
         (expected,) = plain_logprobs(model, group, SamplingParams())
         torch.testing.assert_close(group.completions[0].logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_rows_are_as_many_as_memory_holds_on_an_accelerator_and_256_on_a_cpu():
+    model, tokenizer = tiny_model("qwen2"), tiny_tokenizer()
+    sampler = NativeSampler(model, tokenizer)
+    requests = [GroupRequest(Prompt(uid=str(i), token_ids=(5,) * 64), (1, 2, 3, 4), 64) for i in range(3)]
+    assert sampler.rows_at_once(requests, budget=2**30) == 256
+    sampler.forward.device = torch.device("cuda")  # a name: nothing is computed on it
+    a_row = requests[0].cache_bytes(sampler.forward) // 4 + 16 * sampler.forward.vocab_size
+    assert sampler.rows_at_once(requests, budget=100 * a_row) == 96  # 64, 96, 128: what steps are captured for
+    assert sampler.rows_at_once(requests, budget=0) == 8
+    assert NativeSampler(model, tokenizer, max_rows=7).rows_at_once(requests, budget=2**40) == 7
+
+
+def test_a_share_of_free_memory_is_for_keys_and_values():
+    model, tokenizer = tiny_model("qwen2"), tiny_tokenizer()
+    most, half = (NativeSampler(model, tokenizer, cache_fraction=share).budget() for share in (1.0, 0.01))
+    assert half < most / 20
+    with pytest.raises(ConfigError, match="cache_fraction is 0"):
+        NativeSampler(model, tokenizer, cache_fraction=0)

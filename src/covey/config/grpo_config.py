@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from covey.config import alerts, checks, options
 from covey.config.batches import Arithmetic, arithmetic
 from covey.config.fields import Options
-from covey.errors import ConfigError, did_you_mean
+from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
 from covey.names import refuse_text_for_yes
 from covey.process.lean import TrainingArguments
 from covey.process.world import is_on_cpu_with_others, join
@@ -39,7 +39,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             if name not in known:
                 renamed = options.RENAMED.get(name)
                 hint = f" {renamed}" if renamed else did_you_mean(name, known)
-                raise ConfigError(f"{name} is not an option of GRPOConfig.{hint}")
+                raise ArgumentTypeError(f"{name} is not an option of GRPOConfig.{hint}")
         return super().__new__(cls)
 
     def to_json_string(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from covey.errors import DataError, ModelError
+from covey.errors import DataError, ModelError, TokenizerTypeError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def prepare_tokenizer(tokenizer: Any, model: Any = None) -> Any:
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):
-        raise ModelError(f"processing_class is a {type(tokenizer).__name__}; pass a transformers tokenizer.")
+        raise TokenizerTypeError(f"processing_class is a {type(tokenizer).__name__}; pass a transformers tokenizer.")
     ends = eos_ids(model, tokenizer)
     if tokenizer.eos_token_id is None:
         tokenizer.eos_token_id = ends[0]

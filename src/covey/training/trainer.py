@@ -14,7 +14,7 @@ from transformers.utils.logging import set_verbosity
 
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
-from covey.errors import ConfigError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
+from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
 from covey.learner import Learner
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.monitor.trackers import Trackers
@@ -86,7 +86,7 @@ class GRPOTrainer:
     ) -> None:
         self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
-            raise ConfigError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
+            raise ArgumentTypeError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
         (lean.enable_full_determinism if self.args.full_determinism else lean.set_seed)(self.args.seed)
         set_verbosity(self.args.get_process_log_level())
         self.world = World.of(self.args)
