@@ -114,7 +114,7 @@ def test_backends_are_chosen_by_name(tokenizer):
         warnings.simplefilter("error")
         assert isinstance(choose_sampler(model, tokenizer), NativeSampler)
         assert isinstance(choose_sampler(model, tokenizer, backend="transformers"), TransformersSampler)
-    with pytest.raises(ConfigError, match="take auto, native, transformers or vllm"):
+    with pytest.raises(ConfigError, match="take one of auto, native, transformers, generate, vllm"):
         choose_sampler(model, tokenizer, backend="vlm")
 
 
