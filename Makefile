@@ -50,7 +50,7 @@ check: $(STAMP)          ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-pages: $(STAMP)          ## the tables of docs/from-trl.md from the declarations of options
+pages: $(STAMP)          ## docs/options.md and the tables of docs/from-trl.md, from the declarations of options
 	$(BIN)/python docs/option_tables.py
 
 bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside

@@ -3,7 +3,11 @@
 import ast
 from pathlib import Path
 
-from covey.config import options
+from covey.config import GRPOConfig, options
+from covey.process.world import World
+from covey.rollout import NativeSampler, choose_sampler
+from covey.training.sampling import sampler_options
+from kit import tiny_model, tiny_tokenizer
 
 SRC = Path(options.__file__).parents[1]
 
@@ -50,3 +54,15 @@ def test_every_honoured_option_is_read_by_someone():
 
 def test_what_is_left_to_transformers_is_honoured():
     assert set().union(*BY_TRANSFORMERS.values()) <= options.HONOURED
+
+
+def test_the_options_of_the_sampler_reach_it():
+    args = GRPOConfig(
+        output_dir="unused", use_cpu=True, rollout_max_rows=4, rollout_cache_fraction=0.25, cuda_graphs=False, attention="torch"
+    )  # fmt: skip
+    sampler = choose_sampler(tiny_model(), tiny_tokenizer(), **sampler_options(args, World()))
+    assert isinstance(sampler, NativeSampler)
+    assert (sampler.max_rows, sampler.cache_fraction) == (4, 0.25)
+    assert (sampler.asked_graphs, sampler.asked_attention) == (False, "torch")
+    args = GRPOConfig(output_dir="unused", use_cpu=True, rollout_max_rows=4, rollout_backend="transformers")
+    assert choose_sampler(tiny_model(), tiny_tokenizer(), **sampler_options(args, World())).max_rows == 4

@@ -47,7 +47,7 @@ class Option:
         if self.words and value not in self.words:
             hint = did_you_mean(str(value), self.words) or f" It is one of {', '.join(self.words)}."
             raise ConfigError(f"{name}={value!r} is not known.{hint}")
-        if self._range:
+        if self.range:
             self._check_number(name, value)
 
     def _check_number(self, name: str, value: Any) -> None:
@@ -63,10 +63,10 @@ class Option:
         is_inside = is_inside and (self.above is None or value > self.above)
         if not (is_inside and (self.below is None or value < self.below)):
             why = f" {self.why}" if self.why else ""
-            raise ConfigError(f"{name}={value!r} must be {self._range}.{why}")
+            raise ConfigError(f"{name}={value!r} must be {self.range}.{why}")
 
     @property
-    def _range(self) -> str:
+    def range(self) -> str:
         """The range in words; "" for an option without one."""
         bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         return " and ".join(
