@@ -78,6 +78,18 @@ def test_an_option_that_changes_no_result_is_accepted_and_named(name, caplog, mo
     ]
 
 
+def test_compiling_switches_no_precision(monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", lambda on: pytest.fail("TF32 was switched"))
+    config = GRPOConfig(output_dir="unused", use_cpu=True, torch_compile=True, torch_compile_mode="default")
+    assert (config.torch_compile, config.torch_compile_backend, config.torch_compile_mode) == (True, None, "default")
+
+
+def test_the_settings_of_a_launcher_are_named_only_where_they_differ(caplog):
+    GRPOConfig(**GRPOConfig(output_dir="unused").to_dict())
+    assert "accelerator_config" not in caplog.text
+
+
 def test_batches_that_the_launcher_would_split_are_refused():
     with pytest.raises(ConfigError, match="split_batches=True, which cannot be honoured: per_device_train_batch_size"):
         GRPOConfig(output_dir="unused", accelerator_config={"split_batches": True})

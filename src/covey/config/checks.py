@@ -44,6 +44,12 @@ def _of_accelerator(given: Any, name: str) -> Any:
     return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
 
 
+def is_default_accelerator(given: Any) -> bool:
+    """Whether an AcceleratorConfig says what one without arguments says."""
+    plain = lambda config: {**vars(config), "use_configured_state": None}
+    return bool(plain(given) == plain(type(given)()))
+
+
 def warn_inert(given: Mapping[str, Any]) -> None:
     """Name each option that was set and has nothing to act on, once."""
     for name, value in given.items():

@@ -14,6 +14,8 @@ from covey.names import refuse_text_for_yes
 from covey.process.lean import TrainingArguments
 from covey.process.world import is_on_cpu_with_others, join
 
+_COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+
 
 @dataclass(repr=False)
 class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may be unset until the machine is known, as in TRL
@@ -68,6 +70,8 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         checks.settle_sampler(self, given)
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
         join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
+        compiling = {name: vars(self)[name] for name in _COMPILING}
+        vars(self).update(dict.fromkeys(_COMPILING))  # with them transformers would switch TF32 on
         try:
             super().__post_init__()
         except (
@@ -77,6 +81,10 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             LookupError,
         ) as error:  # what transformers says of its own options
             raise ConfigError(str(error)) from error
+        vars(self).update(compiling)
+        checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
+        if checks.is_default_accelerator(self.accelerator_config):
+            given.pop("accelerator_config", None)
         alerts.refuse_bad_alerts(self)
         checks.settle_batches(self)
         checks.warn_inert(given)
