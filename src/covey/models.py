@@ -100,6 +100,18 @@ def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote
         raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {first_line(error)}") from error
 
 
+def without_video(processor_class: Any) -> Any:
+    """The processor class for images and text alone: its video processor, which needs torchvision, may be None."""
+
+    class ImagesOnly(processor_class):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            is_left_out = argument_name == "video_processor" and argument is None
+            return None if is_left_out else super().check_argument_for_proper_class(argument_name, argument)
+
+    ImagesOnly.__name__ = ImagesOnly.__qualname__ = processor_class.__name__
+    return ImagesOnly
+
+
 @contextmanager
 def quiet_bars() -> Iterator[None]:
     """transformers draws a bar for each file it reads or writes, which would tear the progress line."""
@@ -198,6 +210,12 @@ def decoder_of(model: Any) -> Any:
     if found is inner:  # Llama 4 says so of itself
         found = getattr(inner, "model", inner)
     return found if isinstance(found, nn.Module) else inner
+
+
+def encoder_of(model: Any) -> Any:
+    """The model without its head, images included: what gives hidden states of ids and images."""
+    inner = unwrapped(model)
+    return getattr(inner, inner.base_model_prefix, inner)
 
 
 def has_adapter(model: Any) -> bool:

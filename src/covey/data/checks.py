@@ -10,6 +10,7 @@ import datasets
 import pyarrow
 import pyarrow.compute as compute
 
+from covey.data.images import IMAGE_COLUMNS, REFUSED_COLUMNS
 from covey.data.prompts import check_prompt
 from covey.errors import DataError, did_you_mean
 
@@ -57,7 +58,9 @@ def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: boo
         _check_columns(columns, name)
     if isinstance(dataset, datasets.Dataset):
         _check_rows(dataset, name)
-    return dataset.select_columns(["prompt"]) if prompt_only else dataset
+    if not prompt_only:
+        return dataset
+    return dataset.select_columns(["prompt", *(name for name in IMAGE_COLUMNS if name in (columns or ()))])
 
 
 def _check_type(dataset: Any, name: str) -> None:
@@ -81,10 +84,10 @@ def _check_columns(columns: list[str], name: str) -> None:
         raise DataError(
             f"{name} has no column 'prompt'; it has {listed}.{near}" if columns else f"{name} has no columns at all."
         )
-    pictures = [column for column in columns if column in ("image", "images")]
-    if pictures:
+    others = [column for column in columns if column in REFUSED_COLUMNS]
+    if others:
         raise DataError(
-            f"{name} has a column {pictures[0]!r}, but pictures are not supported; remove or rename the column."
+            f"{name} has a column {others[0]!r}, but audio and video are not supported; remove or rename the column."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from covey.data.images import has_images, images_prompt, refuse_other_media
 from covey.errors import DataError, ModelError
 from covey.types import Message, Prompt
 
@@ -42,11 +43,25 @@ def _check_message(message: Any, where: str) -> None:
         )
 
 
-def to_prompt(row: Mapping[str, Any], uid: str, where: str, tokenizer: Any, template: Mapping[str, Any]) -> Prompt:
-    """The row as a prompt. Raises DataError or ModelError with `where` in the sentence."""
+def to_prompt(
+    row: Mapping[str, Any],
+    uid: str,
+    where: str,
+    tokenizer: Any,
+    template: Mapping[str, Any],
+    processor: Any = None,
+) -> Prompt:
+    """The row as a prompt, its images through `processor`. Raises DataError or ModelError with `where` in the sentence."""
     value = row.get("prompt")
     check_prompt(value, where)
     columns = {name: column for name, column in row.items() if name != "prompt"}
+    if processor is not None:
+        return images_prompt(row, uid, where, processor, {**template, **_own_template(row, where)}, columns)
+    if has_images(row):
+        raise DataError(
+            f"{where} has images, but the model or its processor takes text alone; give a vision-language model with its "
+            "processor, or remove the images."
+        )
     if isinstance(value, str):
         try:
             ids = tokenizer(text=value)["input_ids"]  # special tokens as the tokenizer adds them, which is TRL's rule
@@ -54,13 +69,18 @@ def to_prompt(row: Mapping[str, Any], uid: str, where: str, tokenizer: Any, temp
             raise DataError(f"{where} has a prompt that is no Unicode text (half of a character); mend it.") from error
         return Prompt(uid=uid, text=value, token_ids=tuple(ids), columns=columns)
     messages = tuple(clean(message) for message in value or ())
+    refuse_other_media(messages, where)
+    ids = encode_chat(messages, where, tokenizer, {**template, **_own_template(row, where)})
+    return Prompt(uid=uid, messages=messages, token_ids=ids, columns=columns)
+
+
+def _own_template(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     own = row.get("chat_template_kwargs") or {}
     if not isinstance(own, Mapping):
         raise DataError(
             f"{where} has chat_template_kwargs of type {type(own).__name__}; give a mapping, or leave it out."
         )
-    ids = encode_chat(messages, where, tokenizer, {**template, **own})
-    return Prompt(uid=uid, messages=messages, token_ids=ids, columns=columns)
+    return own
 
 
 def clean(message: Mapping[str, Any]) -> Message:

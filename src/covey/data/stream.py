@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
+from covey.data.images import IMAGE_COLUMNS
 from covey.data.order import Outcome
 from covey.data.prompts import to_prompt
 from covey.data.tokenizer import expect_known_ids, tokens_beyond
@@ -36,6 +37,7 @@ class PromptStream:
         dataset: Any,
         tokenizer: Any,
         *,
+        processor: Any = None,
         seed: int = 42,
         shuffle: bool = True,
         curriculum: str = "none",
@@ -46,7 +48,7 @@ class PromptStream:
         num_embeddings: int | None = None,
         name: str = "the data set",
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self.template = dict(chat_template_kwargs or {})
         self.max_prompt_length = max_prompt_length
         self.on_too_long = on_too_long
@@ -128,7 +130,7 @@ class PromptStream:
     def _prompt(self, uid: str, row: Mapping[str, Any]) -> Prompt | None:
         """The row as a prompt, or None when it is too long and may be dropped."""
         where = row_of(uid.partition(":")[2], self.name)
-        prompt = to_prompt(row, uid, where, self.tokenizer, self.template)
+        prompt = to_prompt(row, uid, where, self.tokenizer, self.template, self.processor)
         length, limit = len(prompt.token_ids), self.max_prompt_length
         if not length:
             raise DataError(f"{where} has a prompt without a single token; remove the row.")
@@ -151,7 +153,12 @@ class PromptStream:
         return None
 
     def _check_rows(self) -> None:
-        """Encode the rows that could be too long, or hold an id without embedding, before any work is spent."""
+        """Encode the rows that could be too long, or hold an id without embedding, before any work is spent.
+
+        Of rows with images only the first is: the others are measured when they are drawn, for each takes its time.
+        """
+        if set(IMAGE_COLUMNS) & set(getattr(self._dataset, "column_names", None) or ()) and len(self._dataset):
+            self._prompt("0:0", row_at(self._dataset, 0, self.name))
         limit = self.max_prompt_length if self.on_too_long == "error" else None
         beyond = tokens_beyond(self.tokenizer, self.num_embeddings)
         if limit is None and not beyond:

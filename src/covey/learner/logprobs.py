@@ -19,6 +19,8 @@ from covey.kernels import Recomputing, WeightMatmul
 from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_for
 
 R = TypeVar("R")
+NEVER = -1e4
+"""Logit of a token that cannot be drawn: a probability of 0 in float32 at any temperature below 50, and no infinity to multiply with."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Head:
     """`final_logit_softcapping` (Gemma): `cap * tanh(logits / cap)`."""
     in_float32: bool = False
     """Compute the product in float32 whatever the weights are in and whatever autocast says (ScaleRL, 2025)."""
+    banned: tuple[int, ...] = ()
+    """Ids that are never drawn: their probability is 0."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, D] -> [M, V] float32, or float64 of a model in float64."""
@@ -41,7 +45,11 @@ class Head:
             logits = logits.float()  # bf16 log-softmax is off by 1e-2 at large vocabularies
         if self.multiply != 1.0:
             logits = logits * self.multiply
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if not self.banned:
+            return logits
+        return logits.index_fill(-1, torch.tensor(self.banned, device=logits.device), NEVER)
 
     def _product_in_float32(self, hidden: Tensor) -> Tensor:
         assert isinstance(self.project, nn.Module)
@@ -86,7 +94,7 @@ def score_tokens(
     if not hidden.shape[0]:
         empty = hidden.new_zeros(0, dtype=torch.float32)
         return empty, empty
-    if is_plain(head.project):
+    if is_plain(head.project) and not (head.banned and head.softcap is not None):
         return _fused(hidden, targets, head, temperature, entropy, chunk)
     chunk = chunk or 1024
 
@@ -128,6 +136,9 @@ def _fused(
     hidden = hidden.to(dtype).contiguous()
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
+    if head.banned:
+        bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
+        bias = bias.index_fill(0, torch.tensor(head.banned, device=bias.device), NEVER / head.multiply)
     if WeightMatmul.casts_weight(hidden, weight):
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     rest = count % shape.chunk

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from covey.images import Placed
 from covey.types import Completion, Group, Prompt
 
 
@@ -161,6 +162,10 @@ class PaddedRows:
     """[M], flat index into [N, T] of each completion token."""
     shape: tuple[int, int]
     """(N, T)"""
+    placed: tuple[Placed, ...] = ()
+    """The prompts with images, each once."""
+    prompts: tuple[Prompt, ...] = ()
+    """[N], where one of them has images."""
 
     def spread(self, values: Tensor) -> Tensor:
         """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""
@@ -191,4 +196,21 @@ def pad_rows(rows: Sequence[Row], pad_id: int, device: torch.device) -> PaddedRo
         target=torch.cat(target).to(device),
         place=torch.cat(place).to(device),
         shape=(len(rows), longest),
+        placed=_placed(rows, width),
+        prompts=tuple(row.prompt for row in rows) if any(row.prompt.images for row in rows) else (),
     )
+
+
+def _placed(rows: Sequence[Row], width: int) -> tuple[Placed, ...]:
+    """Prompts with images among rows padded to `width`, those of one group once."""
+    members: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.prompt.images is not None:
+            members.setdefault(row.group, []).append(i)
+    found = []
+    for indices in members.values():
+        prompt = rows[indices[0]].prompt
+        length = len(prompt.token_ids)
+        starts = tuple(i * width for i in indices)
+        found.append(Placed(prompt, starts, tuple((start + length, width - length) for start in starts)))
+    return tuple(found)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from covey.errors import ConfigError
+from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
 from covey.kernels import AttentionHeads, SharedPromptAttention, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
-from covey.models import accepts, decoder_of, unwrapped
+from covey.models import accepts, decoder_of, encoder_of, unwrapped
 from covey.process.world import autocast
 from covey.types import Completion, Prompt
 
@@ -78,6 +79,7 @@ class Policy:
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
+    _is_embedded: bool | None = field(default=None, init=False)
     _kernel: str = field(default="own", init=False)
     _windows: dict[int, Window | None] = field(default_factory=dict, init=False)
 
@@ -114,7 +116,9 @@ class Policy:
         `against` another model, the distance to its distributions is measured too.
         """
         has_siblings = len({row.group for row in rows}) < len(rows)
-        if has_siblings and self._shares() and (against is None or against.policy._shares()):
+        seen = next((row.prompt for row in rows if row.prompt.images is not None), None)
+        others = () if against is None else (against.policy,)
+        if has_siblings and all(one._shares() and (seen is None or one._embeds(seen)) for one in (self, *others)):
             packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
@@ -125,7 +129,7 @@ class Policy:
         """[M, D] hidden states that predict the completion tokens, and the head that reads them."""
         with self.autocast():
             hidden, _ = self._hidden(rows)
-        return hidden.flatten(0, 1)[rows.source], self._head_of() if self._splits() else Head(project=lambda x: x)
+        return hidden.flatten(0, 1)[rows.source], self._head_of() if self._splits() else self._whole_head()
 
     def _measure(self, rows: PaddedRows | SharedRows, entropy: bool, against: Against | None = None) -> Measured:
         distance = None
@@ -134,7 +138,7 @@ class Policy:
             with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
             picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] of a model that cannot be split
-            head = self._head_of() if self._splits() else Head(project=lambda logits: logits)
+            head = self._head_of() if self._splits() else self._whole_head()
             logp, entropies = score_tokens(
                 picked,
                 rows.target,
@@ -160,20 +164,44 @@ class Policy:
         """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
         if isinstance(rows, SharedRows):
             rows = replace(rows, windows=self._windows)
+            given = shared_prompt.forward_kwargs(rows, self.model)
             shared_prompt.switch(unwrapped(self.model))
-            return decoder_of(self.model)(use_cache=False, **shared_prompt.forward_kwargs(rows)).last_hidden_state, None
+            return decoder_of(self.model)(use_cache=False, **given).last_hidden_state, None
         self.release()
         extra: dict[str, Any] = {"use_cache": False}
+        given, decoder = self._inputs(rows)
         if self.auxiliary_coefficient:
             # padding would be routed too and would change the balance that the loss measures
             extra |= {"attention_mask": rows.attention_mask, "output_router_logits": True}
             if self._splits() and accepts(self.model, "logits_to_keep"):
                 extra["logits_to_keep"] = 1  # the model's own logits are not wanted, and would be whole
-            output = self.model(input_ids=rows.input_ids, output_hidden_states=self._splits(), **extra)
+            output = self.model(**given, output_hidden_states=self._splits(), **extra)
             return (output.hidden_states[-1] if self._splits() else output.logits), output.aux_loss
         if self._splits():
-            return decoder_of(self.model)(input_ids=rows.input_ids, **extra).last_hidden_state, None
-        return self.model(input_ids=rows.input_ids, **extra).logits, None
+            return decoder(**given, **extra).last_hidden_state, None
+        return self.model(**given, **extra).logits, None
+
+    def _inputs(self, rows: PaddedRows) -> tuple[dict[str, Any], Any]:
+        """What padded rows are to the model, and the part of it that gives hidden states of that."""
+        if not rows.placed:
+            return {"input_ids": rows.input_ids}, decoder_of(self.model)
+        if self._embeds(rows.placed[0].prompt):
+            return placed_inputs(self.model, rows.input_ids, None, rows.placed), decoder_of(self.model)
+        width = rows.input_ids.shape[1]
+        images = image_inputs(self.model, rows.prompts, width, [0] * len(rows.prompts))
+        given = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, **images}
+        return given, encoder_of(self.model)
+
+    def _embeds(self, prompt: Prompt) -> bool:
+        """True if the language model needs no more of a prompt with images than embeddings; tried once, on this prompt."""
+        if self._is_embedded is None:
+            reason = reason_against(self.model, prompt)
+            self._is_embedded = reason is None
+            if reason is not None:
+                logger.warning(
+                    "%s computes images and prompts once a completion: %s.", type(unwrapped(self.model)).__name__, reason
+                )
+        return self._is_embedded
 
     def release(self) -> None:
         """Restore the attention that the model was loaded with; the next packed row switches it again."""
@@ -189,7 +217,7 @@ class Policy:
 
     def shares_prompts(self) -> bool:
         """True if the completions of a group share the computation of their prompt."""
-        return self._shares()
+        return self._is_embedded is not False and self._shares()
 
     def _shares(self) -> bool:
         """True if prompts can be shared, by the configuration and by a trial on two short completions, made once."""
@@ -260,6 +288,10 @@ class Policy:
     def _is_exact(self) -> bool:
         return self.compute_dtype is None and next(self.model.parameters()).dtype == torch.float32
 
+    def _whole_head(self) -> Head:
+        """For hidden states that are logits already."""
+        return Head(project=lambda logits: logits, banned=banned_ids(self.model))
+
     def _head_of(self) -> Head:
         if self._head is None:
             self._head = replace(find_head(self.model), in_float32=self.float32_head)
@@ -307,6 +339,7 @@ def find_head(model: Any) -> Head:
         project=inner.get_output_embeddings(),
         multiply=float(multiply),
         softcap=getattr(config, "final_logit_softcapping", None),
+        banned=banned_ids(model),
     )
 
 
@@ -326,7 +359,7 @@ def _splits_exactly(model: Any, device: torch.device) -> bool:
         hidden = getattr(decoder_of(model)(input_ids=ids, use_cache=False), "last_hidden_state", None)
         if hidden is None:
             return False
-        apart = find_head(model).logits(hidden[0]).float()
+        apart = replace(find_head(model), banned=()).logits(hidden[0]).float()
     finally:
         model.train(was_training)
     slack = 5e-2 if hidden.dtype in (torch.bfloat16, torch.float16) else 1e-4  # soft-capping rounds differently in bf16

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from covey.images import Placed, placed_inputs
 from covey.kernels import LOCAL_LAYERS, AttentionHeads, Layout, SharedPromptAttention, Window
 from covey.learner.packing import Row
 
@@ -114,6 +115,8 @@ class SharedRows:
     """FlexAttention's masks by window, made when a layer asks."""
     heads: set[AttentionHeads] | None = None
     """Filled with the shapes of the layers, if given."""
+    placed: tuple[Placed, ...] = ()
+    """The prompts with images."""
 
     @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -153,7 +156,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         groups.setdefault(row.group, []).append(i)
     ids: list[Tensor] = []
     positions, source, place = list[_Run](), list[_Run](), list[_Run]()
-    target, segments = [], []
+    target, segments, placed = [], [], []
     offset = 0
     for members in groups.values():
         prompt = rows[members[0]].prompt.token_ids
@@ -163,6 +166,9 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         last = offset - 1
         lengths = tuple(rows[i].num_computed for i in members)
         segments.append(Segment(Layout(start, len(prompt), lengths), device))
+        if rows[members[0]].prompt.images is not None:
+            begins = [offset + sum(lengths[:i]) for i in range(len(lengths))]
+            placed.append(Placed(rows[members[0]].prompt, (start,), tuple(zip(begins, lengths, strict=True))))
         for i, count in zip(members, lengths, strict=True):
             tokens = rows[i].completion.token_ids
             ids.append(tokens[:count])
@@ -185,6 +191,7 @@ def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -
         place=_numbers(place).to(device),
         shape=(len(rows), longest),
         kernel=kernel,
+        placed=tuple(placed),
     )
 
 
@@ -358,12 +365,10 @@ def reason_against(model: Any) -> str | None:
     return None
 
 
-def forward_kwargs(rows: SharedRows) -> dict[str, Any]:
+def forward_kwargs(rows: SharedRows, model: Any) -> dict[str, Any]:
     """Keywords of the decoder's forward. The four-dimensional mask is never read; it keeps transformers from building one."""
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=rows.input_ids.device)
-    return {
-        "input_ids": rows.input_ids,
-        "position_ids": rows.position_ids,
-        "attention_mask": unread,
-        "covey_rows": rows,
-    }
+    given: dict[str, Any] = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
+    if rows.placed:
+        given = placed_inputs(model, rows.input_ids, rows.position_ids, rows.placed)
+    return {**given, "attention_mask": unread, "covey_rows": rows}

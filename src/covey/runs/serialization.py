@@ -36,7 +36,8 @@ SCHEMA = 1
 _DATACLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        *(types.Prompt, types.Completion, types.ToolCall, types.Group, types.Event, types.StepReport, types.Alert),
+        *(types.Prompt, types.PromptImages, types.Completion, types.ToolCall, types.Group),
+        *(types.Event, types.StepReport, types.Alert),
         *get_args(types.Metric),
     )
 }

@@ -1,5 +1,8 @@
 """Values that flow through a step, and metrics that know how they merge."""
 
+from covey.types.images import (
+    PromptImages as PromptImages,
+)
 from covey.types.metrics import (
     EffectiveSize as EffectiveSize,
 )

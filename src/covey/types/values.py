@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from covey.types.images import PromptImages
 from covey.types.reports import Event, StepReport
 
 Message = Mapping[str, Any]
@@ -38,6 +39,8 @@ class Prompt:
     """The prompt as written, for a plain prompt."""
     messages: tuple[Message, ...] | None = None
     """The prompt as chat messages, for a conversational one."""
+    images: PromptImages | None = None
+    """Its images, for a vision-language model. None: text alone."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the data set's row; rewards receive them by name."""
 

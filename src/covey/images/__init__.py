@@ -1,0 +1,16 @@
+"""Images inside a vision-language model: its inputs for several prompts, and its embeddings of a prompt with images."""
+
+from covey.images.embedding import Embedded, Placed, embed, placed_inputs, reason_against
+from covey.images.inputs import banned_ids, computes_positions, image_inputs, refuse_images
+
+__all__ = [
+    "Embedded",
+    "Placed",
+    "banned_ids",
+    "computes_positions",
+    "embed",
+    "image_inputs",
+    "placed_inputs",
+    "reason_against",
+    "refuse_images",
+]

@@ -1,0 +1,157 @@
+"""A prompt with images as the language model inside a vision-language model reads it: embeddings and positions.
+
+Most of these models compute images to vectors, put them among the embeddings of the text, and leave the rest to a language
+model that knows nothing of images. What they hand to it is caught here, once a prompt, so that its completions can share it
+and the language model runs as that of any text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.images.inputs import image_inputs
+from covey.models import decoder_of, encoder_of, evaluating, unwrapped
+from covey.types import Prompt
+
+_KNOWN = ("inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict", "input_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """What the language model gets of one prompt of L tokens."""
+
+    embeds: Tensor
+    """[L, D], with gradient where it is enabled."""
+    positions: Tensor
+    """[L], or [3, L] of a model with mrope."""
+
+    @property
+    def next_position(self) -> int:
+        """Position of the first token behind the prompt; below L where images take fewer positions than tokens."""
+        return int(self.positions.max()) + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A prompt with images inside a batch of rows [B, S], by flat indices into [B * S]."""
+
+    prompt: Prompt
+    starts: tuple[int, ...]
+    """Where each copy of the prompt begins."""
+    follows: tuple[tuple[int, int], ...]
+    """(begin, count) of tokens that follow a copy."""
+
+
+class _Caught(Exception):
+    """Carries the arguments of the language model out of the forward around it."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__("caught")
+        self.given = given
+
+
+def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
+    """Arguments that the vision-language model gives to its language model for this prompt."""
+
+    def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        raise _Caught(kwargs)
+
+    inner = unwrapped(model)
+    base = encoder_of(model)
+    hook = decoder_of(model).register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        base(**_whole(model, prompt))
+    except _Caught as caught:
+        return caught.given
+    finally:
+        hook.remove()
+        _forget_positions(model)
+    raise RuntimeError(f"{type(inner).__name__} does not call its language model")
+
+
+def _whole(model: Any, prompt: Prompt) -> dict[str, Any]:
+    device = next(unwrapped(model).parameters()).device
+    ids = torch.tensor([prompt.token_ids], device=device)
+    return {"input_ids": ids, "use_cache": False, **image_inputs(model, [prompt], ids.shape[1], [0])}
+
+
+def _forget_positions(model: Any) -> None:
+    """Some models keep the offsets of the last images, which would count for the next text."""
+    inner = unwrapped(model)
+    base = encoder_of(model)
+    if getattr(base, "rope_deltas", None) is not None:
+        base.rope_deltas = None
+
+
+def embed(model: Any, prompt: Prompt) -> Embedded:
+    """The prompt's embeddings and positions by the model itself: its images computed, among its text. Differentiable."""
+    given = _caught(model, prompt)
+    embeds, positions = given["inputs_embeds"][0], given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(embeds.shape[0], device=embeds.device)
+    elif positions.ndim == 3:  # [3, 1, L], or [4, 1, L] with plain positions for the mask in front
+        positions = positions[-3:, 0]
+    else:
+        positions = positions[0]
+    return Embedded(embeds, positions)
+
+
+@torch.no_grad()
+def reason_against(model: Any, prompt: Prompt) -> str | None:
+    """Reason why embeddings and positions are not all that the language model needs of this prompt; None if they are.
+
+    Told by its arguments, and by its hidden states compared with those of the whole model.
+    """
+    assert prompt.images is not None
+    with evaluating(model):
+        if any(bool(kinds.any()) for name, kinds in prompt.images.token_types.items() if name == "token_type_ids"):
+            return "tokens of an image attend to each other in both directions"
+        given = _caught(model, prompt)
+        more = sorted(name for name, value in given.items() if name not in _KNOWN and isinstance(value, Tensor | list))
+        if more:
+            return f"its language model gets {', '.join(more)} beside the embeddings"
+        read = embed(model, prompt)
+        inner = unwrapped(model)
+        theirs = encoder_of(model)(**_whole(model, prompt)).last_hidden_state[0]
+        _forget_positions(model)
+        positions = read.positions[..., None, :]
+        mine = decoder_of(model)(inputs_embeds=read.embeds[None], position_ids=positions, use_cache=False)
+        gap = (mine.last_hidden_state[0] - theirs).norm() / theirs.norm().clamp(min=1e-6)
+        slack = 1e-3 if theirs.dtype == torch.float32 and not torch.is_autocast_enabled(theirs.device.type) else 5e-2
+    return None if float(gap) <= slack else f"its hidden states would differ by {float(gap):.1g}"
+
+
+def placed_inputs(
+    model: Any, input_ids: Tensor, position_ids: Tensor | None, placed: Sequence[Placed]
+) -> dict[str, Tensor]:
+    """`inputs_embeds` [B, S, D] and `position_ids` for the language model, each prompt with images computed once.
+
+    `input_ids` [B, S]; `position_ids` [B, S] of the rows as if all were text, from 0 in each row if None. Positions are
+    [3, B, S] where a prompt's are [3, L].
+    """
+    shape = input_ids.shape
+    embeds = unwrapped(model).get_input_embeddings()(input_ids).flatten(0, 1)  # [B * S, D]
+    if position_ids is None:
+        position_ids = torch.arange(shape[1], device=input_ids.device).expand(shape)
+    reads = [embed(model, one.prompt) for one in placed]
+    axes = max(read.positions.ndim for read in reads)
+    positions = position_ids.flatten().expand(3, -1).clone() if axes == 2 else position_ids.flatten().clone()
+    index, values = [], []
+    for one, read in zip(placed, reads, strict=True):
+        steps = torch.arange(read.embeds.shape[0], device=input_ids.device)
+        for start in one.starts:
+            index.append(start + steps)
+            values.append(read.embeds.to(embeds.dtype))
+            positions[..., start : start + len(steps)] = read.positions
+        for begin, count in one.follows:
+            positions[..., begin : begin + count] = read.next_position + torch.arange(count, device=input_ids.device)
+    embeds = embeds.index_put((torch.cat(index),), torch.cat(values))
+    return {
+        "inputs_embeds": embeds.view(*shape, -1),
+        "position_ids": positions.view(*positions.shape[:-1], *shape),
+    }
