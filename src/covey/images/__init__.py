@@ -1,7 +1,7 @@
 """Images inside a vision-language model: its inputs for several prompts, and its embeddings of a prompt with images."""
 
-from covey.images.embedding import Embedded, Placed, embed, placed_inputs, reason_against
-from covey.images.inputs import banned_ids, computes_positions, image_inputs, refuse_images
+from covey.images.embedding import Embedded, Placed, embed, placed_inputs, reason_against, watched_positions
+from covey.images.inputs import banned_ids, computes_positions, image_inputs, refuse_images, refuse_loose_places
 
 __all__ = [
     "Embedded",
@@ -13,4 +13,6 @@ __all__ = [
     "placed_inputs",
     "reason_against",
     "refuse_images",
+    "refuse_loose_places",
+    "watched_positions",
 ]

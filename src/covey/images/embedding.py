@@ -7,7 +7,8 @@ and the language model runs as that of any text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,22 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
         hook.remove()
         _forget_positions(model)
     raise RuntimeError(f"{type(inner).__name__} does not call its language model")
+
+
+@contextmanager
+def watched_positions(model: Any) -> Iterator[list[Tensor]]:
+    """Within it, the position ids [axes, B, S] that the vision-language model gives to its language model are noted."""
+    seen: list[Tensor] = []
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["position_ids"])
+
+    hook = decoder_of(model).register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        _forget_positions(model)
 
 
 def _whole(model: Any, prompt: Prompt) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
+from covey.images import banned_ids, computes_positions, image_inputs, refuse_loose_places, watched_positions
 from covey.models import accepts, evaluating, unwrapped
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
@@ -71,6 +72,7 @@ class TransformersSampler:
             raise ModelError(f"{type(policy).__name__} is an encoder-decoder; give a causal language model.")
         if getattr(policy, "active_peft_config", None) is not None and policy.active_peft_config.is_prompt_learning:
             raise ModelError("Prompt-learning adapters put virtual tokens before the prompt; use LoRA or another kind.")
+        self.banned = banned_ids(policy)
         self.takes = {name for name in ("position_ids", "logits_to_keep") if accepts(policy, name)}
         self.model, self.version = policy, version
 
@@ -79,6 +81,7 @@ class TransformersSampler:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)), num_embeddings(self.model))
+        refuse_loose_places(known, self.banned)
         seed = fresh_seed(params)
         rows = [
             _Row(group, prompt, sequence_key(seed, prompt.uid, occurrence, sample))
@@ -130,7 +133,7 @@ class _Batch:
         self.alive = torch.arange(len(rows), device=device)  # [B now]
 
     def run(self) -> list[Completion]:
-        logits = self._prefill()
+        logits = self._barred(self._prefill())
         for t in range(self.steps):
             self.sampler.check_stop()
             drawn = draw(logits, self.uniforms[self.alive, t], self.params, seen=self.seen)
@@ -143,7 +146,7 @@ class _Batch:
             tokens = drawn.tokens
             if left < SHRINK_BELOW * len(self.alive):
                 tokens = self._keep(is_writing.nonzero().squeeze(-1), tokens)
-            logits = self._forward(tokens[:, None], (self.lengths[self.alive] + t)[:, None])
+            logits = self._barred(self._forward(tokens[:, None], (self.first[self.alive] + t)[:, None]))
         return self._completions()
 
     def _prefill(self) -> Tensor:
@@ -158,11 +161,12 @@ class _Batch:
             mask[p, longest - len(prompt) :] = 1
         self.cache = self._new_cache()
         self.mask = mask.to(self.device)
-        logits = self._forward(ids.to(self.device), (self.mask.cumsum(-1) - 1).clamp(min=0), grow=False)
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        logits, follows = self._read(ids.to(self.device), positions, [self.rows[i].prompt for i in first])
         bounds = [*first[1:], len(self.rows)]
         repeats = torch.tensor([end - start for start, end in zip(first, bounds, strict=True)], device=self.device)
         index = torch.arange(len(prompts), device=self.device).repeat_interleave(repeats)  # [B]
-        self.mask = self.mask[index]
+        self.mask, self.first = self.mask[index], follows[index]
         self.cache.reorder_cache(index)
         self.seen = None
         if self.params.repetition_penalty != 1.0:
@@ -172,18 +176,37 @@ class _Batch:
             self.seen = self.seen[index]
         return logits[index]
 
+    def _read(self, ids: Tensor, positions: Tensor, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
+        """[P, V] logits after the prompts, their images computed, and [P] the position of the token that follows each."""
+        model, width = self.sampler.model, ids.shape[1]
+        images = image_inputs(model, prompts, width, [width - len(prompt.token_ids) for prompt in prompts])
+        if not images:
+            return self._forward(ids, positions, grow=False), positions[:, -1] + 1
+        if not computes_positions(model):
+            return self._forward(ids, positions, grow=False, **images), positions[:, -1] + 1
+        with watched_positions(model) as seen:
+            logits = self._forward(ids, None, grow=False, **images)
+        return logits, seen[0][-3:].amax(0)[:, -1].to(self.device) + 1
+
+    def _barred(self, logits: Tensor) -> Tensor:
+        """`logits` [B, V] without the tokens that stand for images."""
+        if self.sampler.banned:
+            logits = logits.index_fill(-1, torch.tensor(self.sampler.banned, device=logits.device), -torch.inf)
+        return logits
+
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache(config=unwrapped(self.sampler.model).config)
 
-    def _forward(self, ids: Tensor, positions: Tensor, grow: bool = True) -> Tensor:
-        """[B, V] logits after the last of `ids` [B, L], which enter the cache."""
+    def _forward(self, ids: Tensor, positions: Tensor | None, grow: bool = True, **images: Tensor) -> Tensor:
+        """[B, V] logits after the last of `ids` [B, L], which enter the cache; `positions` None: the model's own."""
         model = self.sampler.model
         if grow:
             self.mask = torch.nn.functional.pad(self.mask, (0, ids.shape[1]), value=1)
         extra = {"position_ids": positions, "logits_to_keep": 1}
-        extra = {name: value for name, value in extra.items() if name in self.sampler.takes}
+        extra = {name: value for name, value in extra.items() if name in self.sampler.takes and value is not None}
+        extra |= images
         out = model(input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **extra)
         logits: Tensor = out.logits[:, -1]
         return logits

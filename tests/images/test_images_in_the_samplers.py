@@ -1,0 +1,73 @@
+"""Completions of prompts with images: greedy as `generate`, the same whatever the batch, never a token that stands for an image."""
+
+import pytest
+import torch
+from models import KINDS, picture, tiny_vlm
+from test_images_in_the_learner import prompts, rows_for
+
+from covey.errors import DataError
+from covey.images import banned_ids
+from covey.learner import Policy
+from covey.learner.packing import Row
+from covey.rollout import SamplingParams
+from covey.rollout.hf import TransformersSampler
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def generated(model, processor, prompt, tokens=8):
+    given = {} if prompt.images is None else dict(prompt.images.tensors)
+    if prompt.images is not None:
+        given |= {name: kinds[None] for name, kinds in prompt.images.token_types.items()}
+    ids = torch.tensor([prompt.token_ids])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **given,
+        max_new_tokens=tokens,
+        do_sample=False,
+        suppress_tokens=list(banned_ids(model)),
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+@KIND
+def test_greedy_completions_are_those_of_generate(kind):
+    model, processor = tiny_vlm(kind)
+    found = prompts(processor, kind)
+    groups = list(TransformersSampler(model, processor.tokenizer).sample(found, 2, GREEDY))
+    for prompt, group in zip(found, groups, strict=True):
+        expected = generated(model, processor, prompt)
+        assert [done.token_ids.tolist() for done in group.completions] == [expected, expected]
+
+
+@KIND
+def test_the_learner_measures_what_the_sampler_drew(kind):
+    model, processor = tiny_vlm(kind)
+    params = SamplingParams(max_tokens=6, seed=3)
+    groups = list(TransformersSampler(model, processor.tokenizer).sample(prompts(processor, kind), 3, params))
+    rows = [
+        Row(group.prompt, done, g, torch.ones(()), done.written) for g, group in enumerate(groups) for done in group.completions
+    ]
+    policy = Policy(model, pad_id=processor.tokenizer.pad_token_id)
+    with torch.no_grad():
+        measured = policy.measure(rows)
+    for i, row in enumerate(rows):
+        drawn = row.completion.logprobs
+        torch.testing.assert_close(measured.logp[i, : len(drawn)], drawn, atol=1e-4, rtol=1e-4)
+
+
+@KIND
+def test_a_token_that_stands_for_an_image_is_never_drawn(kind):
+    model, processor = tiny_vlm(kind)
+    banned = banned_ids(model)
+    assert banned
+    with torch.no_grad():  # such tokens are the likeliest by far
+        model.lm_head.weight[list(banned)] = 0
+        model.lm_head.weight[list(banned), 0] = 0
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.weight.shape[0]))
+        model.lm_head.bias[list(banned)] = 50.0
+    group = next(iter(TransformersSampler(model, processor.tokenizer).sample(prompts(processor, kind)[:1], 4, SamplingParams(max_tokens=8))))
+    drawn = {token for done in group.completions for token in done.token_ids.tolist()}
+    assert drawn.isdisjoint(banned)
