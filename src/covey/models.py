@@ -23,7 +23,7 @@ from covey.process.memory import is_out_of_memory
 def load_model(
     model: str | Any, init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
 ) -> Any:
-    """A causal language model, in float32 unless `init_kwargs["dtype"]` says otherwise (as TRL loads it).
+    """A causal language model, or a vision-language model, in float32 unless `init_kwargs["dtype"]` says otherwise (as TRL loads it).
 
     `model` is a folder, a hub id, `"demo"` for the model that ships with Covey, or a loaded model, which is returned
     as it is. Raises ModelError when the folder lacks a file or the id cannot be found.
@@ -36,14 +36,12 @@ def load_model(
                 "model_init_kwargs is given, but the model is already loaded; pass the model's name, or drop the option."
             )
         return model
-    from transformers import AutoModelForCausalLM
-
     source = resolve_source(model)
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     kwargs["dtype"] = dtype_of(kwargs.get("dtype"))
     _check_folder(source, needs=("config.json",), what="model")
     with quiet_bars(), told_as_model_error(model, kwargs):
-        given: Any = AutoModelForCausalLM.from_pretrained(source, **kwargs, output_loading_info=True)
+        given: Any = auto_class(source, trust_remote_code).from_pretrained(source, **kwargs, output_loading_info=True)
         loaded, found = given
     if missing := sorted(found.get("missing_keys") or ()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -52,6 +50,24 @@ def load_model(
             "not whole, or of another kind of model."
         )
     return loaded
+
+
+def auto_class(source: str, trust_remote_code: bool = False) -> Any:
+    """transformers' class that loads this model: `AutoModelForImageTextToText` for one that reads images, as its config says."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as KNOWN
+
+    if (Path(source) / "adapter_config.json").is_file():  # its base model is found by from_pretrained
+        return AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    named = KNOWN.get(getattr(config, "model_type", ""), ())
+    is_named = any(one in named for one in config.architectures or ())
+    return AutoModelForImageTextToText if is_named and hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def reads_images(model: Any) -> bool:
+    """True for a vision-language model."""
+    return hasattr(getattr(unwrapped(model), "config", None), "vision_config")
 
 
 @contextmanager
@@ -98,18 +114,6 @@ def load_tokenizer(model: Any, source: str | Path | None = None, *, trust_remote
     except Exception as error:  # tokenizers raises Exception itself
         hint = "tokenizer.json and tokenizer_config.json must lie beside the model, or pass processing_class="
         raise ModelError(f"No tokenizer could be loaded from {str(where)!r} ({hint}): {first_line(error)}") from error
-
-
-def without_video(processor_class: Any) -> Any:
-    """The processor class for images and text alone: its video processor, which needs torchvision, may be None."""
-
-    class ImagesOnly(processor_class):  # type: ignore[misc]
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            is_left_out = argument_name == "video_processor" and argument is None
-            return None if is_left_out else super().check_argument_for_proper_class(argument_name, argument)
-
-    ImagesOnly.__name__ = ImagesOnly.__qualname__ = processor_class.__name__
-    return ImagesOnly
 
 
 @contextmanager

@@ -19,7 +19,7 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"types", "errors", "demo"},
     {"names", "files", "process"},
     {"models", "data"},
-    {"algorithms", "config", "kernels", "rewards"},
+    {"algorithms", "config", "images", "kernels", "rewards"},
     {"rollout", "learner", "runs", "testing", "merging"},
     {"evaluation", "environments"},
     {"monitor"},

@@ -9,7 +9,7 @@ import transformers
 from kit import tiny_tokenizer
 from PIL import Image, ImageDraw
 
-from covey.models import without_video
+from covey.images import without_video
 
 SPECIAL = [
     *("<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),

@@ -5,11 +5,11 @@ import torch
 from models import KINDS, picture, tiny_vlm
 from test_images_in_the_learner import prompts, rows_for
 
-from covey.errors import DataError
+from covey.errors import DataError, Unsupported
 from covey.images import banned_ids
 from covey.learner import Policy
 from covey.learner.packing import Row
-from covey.rollout import SamplingParams
+from covey.rollout import SamplingParams, choose_sampler
 from covey.rollout.hf import TransformersSampler
 
 KIND = pytest.mark.parametrize("kind", KINDS)
@@ -64,10 +64,38 @@ def test_a_token_that_stands_for_an_image_is_never_drawn(kind):
     banned = banned_ids(model)
     assert banned
     with torch.no_grad():  # such tokens are the likeliest by far
-        model.lm_head.weight[list(banned)] = 0
-        model.lm_head.weight[list(banned), 0] = 0
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.weight.shape[0]))
         model.lm_head.bias[list(banned)] = 50.0
     group = next(iter(TransformersSampler(model, processor.tokenizer).sample(prompts(processor, kind)[:1], 4, SamplingParams(max_tokens=8))))
     drawn = {token for done in group.completions for token in done.token_ids.tolist()}
     assert drawn.isdisjoint(banned)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma3"])
+def test_the_native_engine_writes_greedily_what_generate_writes(kind):
+    model, processor = tiny_vlm(kind)
+    found = prompts(processor, kind)
+    sampler = choose_sampler(model, processor.tokenizer, backend="native", dtype="float32")
+    groups = {group.prompt.uid: group for group in sampler.sample(found, 2, GREEDY)}
+    for prompt in found:
+        expected = generated(model, processor, prompt)
+        assert [done.token_ids.tolist() for done in groups[prompt.uid].completions] == [expected, expected]
+
+
+def test_images_that_attend_both_ways_are_left_to_transformers_with_the_reason():
+    model, processor = tiny_vlm("gemma3")
+    found = prompts(processor, "gemma3")
+    with pytest.raises(Unsupported, match="attend to each other in both directions"):
+        list(choose_sampler(model, processor.tokenizer, backend="native", dtype="float32").sample(found, 1, GREEDY))
+    sampler = choose_sampler(model, processor.tokenizer, dtype="float32")
+    with pytest.warns(UserWarning, match="plain transformers, which is slower: tokens of an image attend"):
+        groups = list(sampler.sample(found, 1, GREEDY))
+    written = {group.prompt.uid: group.completions[0].token_ids.tolist() for group in groups}
+    assert written == {prompt.uid: generated(model, processor, prompt) for prompt in found}
+
+
+def test_expanded_ids_without_their_images_are_refused():
+    model, processor = tiny_vlm("llava")
+    ids = list(prompts(processor, "llava")[0].token_ids)
+    with pytest.raises(DataError, match="prompt 0 holds image tokens but no images"):
+        list(TransformersSampler(model, processor.tokenizer).sample([ids], 1, GREEDY))

@@ -18,6 +18,7 @@ from covey.environments.factory import Encode, EnvironmentPool, Reset
 from covey.environments.template import Template, WrittenCall
 from covey.environments.tools import Tool
 from covey.errors import DataError
+from covey.images import refuse_images
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.environments import Turn
 from covey.rollout.prompts import PromptLike
@@ -205,6 +206,7 @@ class EpisodeSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` episodes for each prompt, as they finish. Raises DataError for a prompt that is no chat."""
+        refuse_images([one for one in prompts if isinstance(one, Prompt)], "a run with tools or environments")
         begun = [self._begin(prompt, n) for prompt in prompts]
         shown = {prompt.uid: given for prompt, given in zip(begun, prompts, strict=True)}
         try:

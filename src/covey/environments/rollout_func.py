@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from covey.errors import DataError
+from covey.images import refuse_images
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Group, Prompt
@@ -41,6 +42,7 @@ class RolloutFuncSampler:
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, in order."""
         given = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        refuse_images(given, "rollout_func")
         asked = [prompt.raw for prompt in given for _ in range(n)]
         output = self._checked(self.function(asked, self.trainer), len(asked))
         extra = {name: values for name, values in output.items() if name not in (*_NEEDED, "env_mask")}

@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from covey.errors import ConfigError, Unsupported
+from covey.models import reads_images
 from covey.rollout.engine import NativeSampler
 from covey.rollout.generate import GenerateSampler
 from covey.rollout.hf import TransformersSampler
-from covey.rollout.sampler import Sampler
+from covey.rollout.prompts import PromptLike
+from covey.rollout.sampler import Sampler, SamplingParams
 from covey.rollout.vllm import VLLMSampler
+from covey.types import Group, Prompt
 
 Backend = Literal["auto", "native", "transformers", "generate", "vllm"]
+
+
+class SplitSampler(NativeSampler):
+    """The native engine for what it can compute; prompts with images that it cannot are written by plain transformers."""
+
+    _other: TransformersSampler | None = None
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, as they finish."""
+        seen = [prompt for prompt in prompts if isinstance(prompt, Prompt) and prompt.images is not None]
+        reason = self.reason_against_images(seen[0]) if seen else None
+        if reason is None:
+            return super().sample(prompts, n, params)
+        return self._split(prompts, seen, n, params, reason)
+
+    def _split(
+        self, prompts: Sequence[PromptLike], seen: Sequence[Prompt], n: int, params: SamplingParams, reason: str
+    ) -> Iterator[Group]:
+        if self._other is None:
+            warnings.warn(
+                f"Completions of prompts with images are written by plain transformers, which is slower: {reason}.",
+                UserWarning,
+                stacklevel=2,
+            )
+            self._other = TransformersSampler(
+                self.model,
+                self.tokenizer,
+                eos_ids=self.eos_ids,
+                max_rows=self.max_rows,
+                float32_head=self.float32_head,
+                check_stop=self.check_stop,
+            )
+        self._other.load(self.model, self.version)
+        yield from self._other.sample(seen, n, params)
+        rest = [prompt for prompt in prompts if not any(prompt is one for one in seen)]
+        if rest:
+            yield from super().sample(rest, n, params)
 
 
 def choose_sampler(
@@ -32,8 +72,9 @@ def choose_sampler(
         return GenerateSampler(model, tokenizer, eos_ids=eos_ids, **options)
     if backend == "transformers":
         return TransformersSampler(model, tokenizer, eos_ids=eos_ids, **options)
+    chosen = SplitSampler if backend == "auto" and reads_images(model) else NativeSampler
     try:
-        return NativeSampler(model, tokenizer, eos_ids=eos_ids, **options)
+        return chosen(model, tokenizer, eos_ids=eos_ids, **options)
     except Unsupported as reason:
         if backend == "native" or options.get("environment") is not None:
             raise

@@ -11,7 +11,8 @@ import psutil
 import torch
 
 from covey.data import num_embeddings
-from covey.errors import ConfigError, MemoryLimitError, Unsupported
+from covey.errors import ConfigError, DataError, MemoryLimitError, Unsupported
+from covey.images import banned_ids, reason_against, refuse_loose_places
 from covey.kernels import DecodeKernels, SamplerLinear
 from covey.models import unwrapped
 from covey.process.memory import is_out_of_memory, release
@@ -27,7 +28,7 @@ from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.scheduler import GroupRequest, Scheduler
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids, context_of
-from covey.types import Group
+from covey.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -136,6 +137,8 @@ class NativeSampler:
             self.kernels = verified_kernels(self.forward, model, self.asked_attention)
         self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         self.model = model
+        self.banned = banned_ids(model)
+        self._images_reason: tuple[str | None] | None = None
 
     def load(self, policy: Any, version: int) -> None:
         """Sample with this model, as it is now, from now on."""
@@ -149,6 +152,7 @@ class NativeSampler:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         context = context_of(unwrapped(self.model))
         known = as_prompts(prompts, self.tokenizer, context, num_embeddings(self.model))
+        self._expect_readable(known)
         seed = fresh_seed(params)
         requests: deque[GroupRequest] = deque()
         for prompt, occurrence in zip(known, occurrences(known), strict=True):
@@ -156,6 +160,25 @@ class NativeSampler:
             keys = tuple(sequence_key(seed, prompt.uid, occurrence, sample) for sample in range(n))
             requests.append(GroupRequest(prompt, keys, room))
         return self._groups(requests, n, params)
+
+    def _expect_readable(self, prompts: Sequence[Prompt]) -> None:
+        """Raise Unsupported for images that the engine cannot prefill, DataError for a prompt that ends with one."""
+        refuse_loose_places(prompts, self.banned)
+        seen = [prompt for prompt in prompts if prompt.images is not None]
+        if seen and self.reason_against_images(seen[0]) is not None:
+            raise Unsupported(f"{type(unwrapped(self.model)).__name__}: {self.reason_against_images(seen[0])}")
+        for prompt in seen:
+            if prompt.token_ids[-1] in self.banned:
+                raise DataError(f"prompt {prompt.uid} ends with an image; put the question, or a line break, behind it.")
+
+    def reason_against_images(self, prompt: Prompt) -> str | None:
+        """Reason why prompts with images cannot be computed by this engine, told by one of them, once; None if they can."""
+        if self._images_reason is None:
+            reason = reason_against(self.model, prompt)
+            if reason is None and not isinstance(self.forward, ModulesForward):
+                reason = "its decoder is written out for text"
+            self._images_reason = (reason,)
+        return self._images_reason[0]
 
     def _groups(self, requests: deque[GroupRequest], n: int, params: SamplingParams) -> Iterator[Group]:
         while requests:
@@ -216,6 +239,7 @@ class NativeSampler:
             "version": self.version,
             "environment": self.environment,
             "check_stop": self.check_stop,
+            "banned": self.banned,
         }
         if not self.is_static:
             return Scheduler(self.forward, requests, params, **options, kernels=self.kernels)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from covey.errors import Unsupported
+from covey.images import embed
 from covey.kernels import LOCAL_LAYERS, DecodeKernels, SamplerLinear, attention_windows
-from covey.models import accepts, evaluating, unwrapped
+from covey.models import accepts, decoder_of, evaluating, unwrapped
 from covey.rollout.attention import NAME, Batch, causal, register
 from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
 from covey.rollout.stopping import context_of
+from covey.types import Prompt
 
 UNLIMITED = 2**31
 """Context of a model whose config names none."""
@@ -85,6 +87,19 @@ class ModulesForward:
         logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
         return logits
 
+    def prefill_images(self, prompt: Prompt, batch: PrefillBatch) -> int:
+        """Prefill one prompt with images, all but its last token, and return the position of that one."""
+        read = embed(self.model, prompt)
+        end = len(prompt.token_ids) - 1
+        with our_attention(self.model):
+            decoder_of(self.model)(
+                inputs_embeds=read.embeds[None, :end],
+                position_ids=read.positions[..., None, :end],
+                use_cache=False,
+                covey_batch=batch,
+            )
+        return read.next_position - 1
+
     def _run(self, ids: Tensor, positions: Tensor, batch: Batch) -> Any:
         with our_attention(self.model):
             return self.model(input_ids=ids, position_ids=positions, use_cache=False, covey_batch=batch, **self.extra)
@@ -129,7 +144,7 @@ def head_in_float32(model: Any) -> Iterator[None]:
 @contextmanager
 def our_attention(model: Any) -> Iterator[None]:
     """Context in which the model attends through `attention_forward`."""
-    config = model.config
+    config = model.config.get_text_config()  # not that of a vision tower
     before = config._attn_implementation
     config._attn_implementation = NAME
     try:

@@ -108,6 +108,8 @@ class GraphScheduler(Scheduler):
         )  # a plain 0 would come from the host
         seen = None if self.seen is None else self.seen[:rows]
         uniforms = self.uniforms[output_row, written]
+        if self.banned is not None:
+            logits = logits.index_fill_(1, self.banned, -torch.inf)
         drawn: Draw = draw(logits, uniforms, self.params, seen=seen, in_place=True)
         tokens, logprobs = drawn.tokens, drawn.logprobs
         if self.outside is not None:

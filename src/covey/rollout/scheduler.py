@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.kernels import DecodeKernels
 from covey.rollout.environments import Environment, Turn, replies
-from covey.rollout.forward import UNLIMITED, Forward, plain_cache
+from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, padded_rows, rounded
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import draw, uniforms
@@ -77,6 +77,7 @@ class Scheduler:
         environment: Environment | None,
         check_stop: Callable[[], None] = lambda: None,
         kernels: DecodeKernels | None = None,
+        banned: Sequence[int] = (),
     ) -> None:
         self.check_stop, self.kernels = check_stop, kernels
         self.forward, self.requests, self.params, self.tokenizer = forward, requests, params, tokenizer
@@ -99,6 +100,7 @@ class Scheduler:
         self.uniforms = torch.zeros(output_rows, longest, dtype=torch.float64, device=device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
+        self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
         self.outside = torch.full_like(self.tokens, -1) if environment is not None else None  # what an environment said
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
         self.enders = self.stop.enders.to(device)
@@ -166,13 +168,25 @@ class Scheduler:
         start, most = 0, CPU_PREFILL_TOKENS if self.forward.device.type == "cpu" else PREFILL_TOKENS
         while start < len(requests):
             stop, longest = start, 0
+            if requests[start].prompt.images is not None:
+                self._prefill_images(requests[start].prompt, slots[start : start + 1])
+                start += 1
+                continue
             while stop < len(requests):
                 longest = max(longest, len(requests[stop].prompt.token_ids) - 1)
-                if stop > start and longest * (stop + 1 - start) > most:
+                has_images = requests[stop].prompt.images is not None
+                if stop > start and (has_images or longest * (stop + 1 - start) > most):
                     break
                 stop += 1
             self._prefill_batch([request.prompt.token_ids[:-1] for request in requests[start:stop]], slots[start:stop])
             start = stop
+
+    def _prefill_images(self, prompt: Prompt, slots: range) -> None:
+        """One prompt with images, by the model's own modules; its rows go on from the position that images leave."""
+        assert isinstance(self.forward, ModulesForward)  # those written out are of text
+        position = self.forward.prefill_images(prompt, PrefillBatch(self.cache, slots))
+        rows = self.rows[:, : self.num_rows]
+        rows[POSITION, rows[SLOT] == slots.start] = position
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]], slots: range) -> None:
         longest = max(map(len, prompts))
@@ -194,6 +208,8 @@ class Scheduler:
         self.cache.begin_step()
         logits = self.forward.decode(computed[TOKEN], computed[POSITION], DecodeBatch(self.cache))[: self.num_rows]
         self.cache.end_step()
+        if self.banned is not None:
+            logits = logits.index_fill_(1, self.banned, -torch.inf)
         output_row, written = rows[OUTPUT_ROW], rows[WRITTEN]
         seen = None if self.seen is None else self.seen[: self.num_rows]
         drawn = draw(logits, self.uniforms[output_row, written], self.params, seen=seen, in_place=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ConfigError, ModelError
+from covey.images import refuse_images
 from covey.models import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams
@@ -64,6 +65,7 @@ class VLLMSampler:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         known = as_prompts(prompts, self.tokenizer, self.context)
+        refuse_images(known, "the vllm sampler")
         return self._groups(known, n, params)
 
     def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:

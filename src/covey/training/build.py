@@ -53,6 +53,8 @@ class RunInputs:
     train_dataset: Any
     world: World
     agents: Agents = field(default_factory=Agents)
+    processor: Any = None
+    """Of a vision-language model."""
     trainer: Any = None
     """What a rollout function is handed beside its prompts."""
     before_update: Callable[[], None] = lambda: None
@@ -202,6 +204,7 @@ def build_prompts(given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: 
     return PromptStream(
         dataset,
         given.tokenizer,
+        processor=given.processor,
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=shuffle,
         curriculum=curriculum,

@@ -9,18 +9,21 @@ import torch
 
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
+from covey.images import load_processing
 from covey.learner.preparation import prepare_for_training
-from covey.models import disable_dropout, load_model, load_tokenizer, refuse_quantized, with_adapter
+from covey.models import disable_dropout, load_model, reads_images, refuse_quantized, with_adapter
 from covey.training.sampling import as_dict
 
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A causal language model on its device and in training mode, its tokenizer, and the ids that end a completion."""
+    """A language model on its device and in training mode, its tokenizer, and the ids that end a completion."""
 
     model: Any
     tokenizer: Any
     eos_ids: tuple[int, ...]
+    processor: Any = None
+    """Of a vision-language model."""
 
 
 def load_for_training(
@@ -34,14 +37,17 @@ def load_for_training(
 ) -> LoadedPolicy:
     """Load, adapt, place and prepare the policy: what the trainer trains and the doctor tries.
 
-    `model` and `tokenizer` are names, folders or loaded objects; a tokenizer of None is the one beside the model. A model
+    `model` and `tokenizer` are names, folders or loaded objects; a tokenizer of None is the one beside the model. Of a processor
+    the images are used if the model reads any. A model
     that was spread by `device_map` stays where it is. Raises ModelError or ConfigError for what cannot be loaded or trained.
     """
     init_kwargs = as_dict(args.model_init_kwargs)
     if quantization_config is not None:
         init_kwargs["quantization_config"] = quantization_config
     loaded = load_model(model, init_kwargs, trust_remote_code=args.trust_remote_code)
-    prepared = prepare_tokenizer(tokenizer or load_tokenizer(loaded, trust_remote_code=args.trust_remote_code), loaded)
+    given = tokenizer or load_processing(loaded, trust_remote_code=args.trust_remote_code)
+    prepared = prepare_tokenizer(given, loaded)
+    processor = given if given is not prepared and reads_images(loaded) else None
     ends = eos_ids(loaded, prepared)
     refuse_quantized(loaded, device, has_adapter=peft_config is not None or hasattr(loaded, "peft_config"))
     loaded = with_adapter(loaded, peft_config)
@@ -49,4 +55,4 @@ def load_for_training(
         disable_dropout(loaded)
     if not hasattr(loaded, "hf_device_map"):
         loaded = loaded.to(device)
-    return LoadedPolicy(prepare_for_training(loaded, args), prepared, ends)
+    return LoadedPolicy(prepare_for_training(loaded, args), prepared, ends, processor)

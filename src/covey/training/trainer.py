@@ -227,7 +227,8 @@ class GRPOTrainer:
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        self.model, self.processing_class, self.eos_ids = loaded.model, loaded.tokenizer, loaded.eos_ids
+        self.model, self.eos_ids, self._loaded = loaded.model, loaded.eos_ids, loaded
+        self.processing_class = loaded.tokenizer if loaded.processor is None else loaded.processor
 
     def _build_callbacks(self, callbacks: Sequence[Any] | None) -> lean.CallbackHandler:
         self.trackers = Trackers(self.args.report_to)
@@ -245,7 +246,8 @@ class GRPOTrainer:
         return RunInputs(
             args=self.args,
             model=self.model,
-            tokenizer=self.processing_class,
+            tokenizer=self._loaded.tokenizer,
+            processor=self._loaded.processor,
             eos_ids=self.eos_ids,
             algorithm=self.algorithm,
             scorer=self.scorer,

@@ -1,0 +1,65 @@
+"""Processors of vision-language models: tokenizer and image processor in one, without torchvision where that can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from covey.errors import CoveyError, ModelError
+from covey.files.hub import bounded_hub
+from covey.models import first_line, load_tokenizer, reads_images, resolve_source
+
+_CONFIGS = ("processor_config.json", "preprocessor_config.json")
+
+
+def load_processing(model: Any, source: str | Path | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The processor of a vision-language model, or the tokenizer of any other, at `source` or beside the model.
+
+    The tokenizer alone for a local folder that holds no processor. Raises ModelError when there is neither.
+    """
+    where = resolve_source(source if source is not None else model.config._name_or_path)
+    is_bare = Path(where).is_dir() and not any((Path(where) / name).is_file() for name in _CONFIGS)
+    if not where or is_bare or not reads_images(model):
+        return load_tokenizer(model, source, trust_remote_code=trust_remote_code)
+    from transformers import AutoProcessor
+
+    try:
+        with bounded_hub(where):
+            return AutoProcessor.from_pretrained(where, trust_remote_code=trust_remote_code)
+    except CoveyError:
+        raise
+    except Exception as error:
+        if isinstance(error, ImportError) and "VideoProcessor" in str(error):
+            return _without_video(model, where)
+        hint = " (pip install 'covey[vision]')" if isinstance(error, ImportError) else ""
+        raise ModelError(
+            f"No processor could be loaded from {where!r}{hint}: {first_line(error)}; pass processing_class= to give another."
+        ) from error
+
+
+def _without_video(model: Any, where: str) -> Any:
+    """The processor without the part for videos, the only one that needs torchvision."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    known: Any = PROCESSOR_MAPPING
+    try:
+        with bounded_hub(where):
+            return without_video(known[type(model.config)]).from_pretrained(where)
+    except CoveyError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"No processor could be loaded from {where!r} without torchvision: {first_line(error)}; pip install torchvision."
+        ) from error
+
+
+def without_video(processor_class: Any) -> Any:
+    """The processor class for images and text alone: it has no video processor, which would need torchvision."""
+
+    class ImagesOnly(processor_class):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in processor_class.get_attributes() if name != "video_processor"]
+
+    ImagesOnly.__name__ = ImagesOnly.__qualname__ = processor_class.__name__
+    return ImagesOnly
