@@ -246,6 +246,8 @@ class Options:
     num_completions_to_print: int | None = option(None,
         "How many completions `log_completions` shows; unset: all of the step.", group="output", at_least=1)
     log_unique_prompts: bool = option(False, "Show each prompt once in `log_completions`.", group="output")
+    log_multimodal: bool = option(
+        True, "Keep the images of recorded prompts, small, in `rollouts/images/`.", group="output")
 
     # Memory, precision and devices
     activation_offloading: bool = option(False,
@@ -284,7 +286,6 @@ class Options:
         inert="vLLM runs in the process of the run, without a server")
     vllm_group_port: int = option(51216, "Port on which weights reach a vLLM server.",
         inert="vLLM runs in the process of the run, without a server")
-    log_multimodal: bool = option(True, "Log images with completions.", inert="prompts carry no images")
     cache_implementation: str | None = option(None, "Cache class of transformers' `generate`.",
         inert="the native sampler has its own cache, one copy of the prompt a group")
     use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from covey.errors import RunFolderError
-from covey.runs import checkpoint, checksums, evaluations, manifest, rollouts, serialization, status, trespass
+from covey.runs import checkpoint, checksums, evaluations, manifest, pictures, rollouts, serialization, status, trespass
 from covey.runs.lock import FolderLock
 from covey.runs.metrics import JsonLines, read
 from covey.runs.storage import refusal, refuse_link
@@ -141,11 +141,17 @@ class RunFolder:
         reward_names: Sequence[str],
         *,
         limit: int | None = None,
+        with_images: bool = True,
         **options: Any,
     ) -> None:
-        """`rollouts/step-N.parquet`; `options` as in `rollouts.write`. `limit`: most files that stay (`rollouts.thin`)."""
+        """`rollouts/step-N.parquet`; `options` as in `rollouts.write`. `limit`: most files that stay (`rollouts.thin`).
+
+        `with_images`: prompts' images too, in `rollouts/images/`.
+        """
         folder = self.path / "rollouts"
         self._try("rollouts", lambda: rollouts.write(folder, step, groups, reward_names, **options))
+        if with_images:
+            self._try("rollouts", lambda: pictures.write(folder, groups))
         if limit is not None:
             self._try("rollouts", lambda: rollouts.thin(folder, limit))
 

@@ -4,7 +4,7 @@ Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`
 `num_tokens`, `reward` (the weighted sum that advantages were made of, after normalization and clipping; with
 `multi_objective_aggregation="normalize_then_sum"` they are made of each reward's own advantages, and this is the weighted sum
 of the rewards), `reward/<function>` as it gave it (null: not scored), `advantage`, the data set's columns as JSON,
-`extra/<name>`, and lists with one entry a token: `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
+`images` (JSON: names of files in `images/`, of prompts with images), `extra/<name>`, and lists with one entry a token: `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
 `values`, `mask`, `advantages`, `token/<name>` (`token/entropy`, in nats, of what the learner computed).
 """
 
@@ -88,7 +88,8 @@ def table_of(
         "num_tokens": pa.array([done.num_tokens for _, _, _, done in members], pa.int32()),
         **_rewards(groups, reward_names, weights),
         **_advantages(groups),
-        "columns": _texts(json.dumps(to_json(group.prompt.columns)) for _, _, group, _ in members),
+        "columns": _texts(json.dumps(to_json(_without_images(group.prompt))) for _, _, group, _ in members),
+        **_images(groups),
         **_extras(groups),
         "token_ids": pa.array([done.token_ids.numpy() for _, _, _, done in members], pa.list_(pa.int64())),
         **_token_columns([done for _, _, _, done in members]),
@@ -150,6 +151,19 @@ def _content(content: Any) -> str:
     if isinstance(content, list):  # parts of a message: text, and images that have none
         return " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in content if isinstance(part, Mapping))
     return json.dumps(to_json(content))
+
+
+def _without_images(prompt: Prompt) -> dict[str, Any]:
+    """The columns of the prompt's row, but for images, which are files."""
+    return {name: value for name, value in prompt.columns.items() if not (prompt.images and name in ("image", "images"))}
+
+
+def _images(groups: Sequence[Group]) -> dict[str, pa.Array]:
+    """`images`, the names of each prompt's files in `images/` as JSON, if a prompt has any."""
+    if not any(group.prompt.images for group in groups):
+        return {}
+    names = [list(group.prompt.images.names) if group.prompt.images else [] for group in groups for _ in group.completions]
+    return {"images": _texts(json.dumps(one) for one in names)}
 
 
 def _rewards(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, pa.Array]:

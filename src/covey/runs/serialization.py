@@ -176,6 +176,8 @@ class _Encoder:
         try:
             _Encoder().encode(value, where)
         except StateError as error:
+            if type(value).__module__.startswith("PIL."):
+                return f"image of {value.width} x {value.height}"  # the prompt keeps what the model read of it
             if isinstance(value, list | tuple):
                 return [self._storable(item, where) for item in value]
             self._warn_once(where, str(error))

@@ -187,9 +187,10 @@ class Recording:
         reward_names: Sequence[str],
         rollout_steps: int,
         rollout_limit: int | None = None,
+        with_images: bool = True,
     ) -> None:
         self.folder, self.reward_names = folder, list(reward_names)
-        self.rollout_steps, self.rollout_limit = rollout_steps, rollout_limit
+        self.rollout_steps, self.rollout_limit, self.with_images = rollout_steps, rollout_limit, with_images
 
     def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None:
         """One line of metrics, the events, and now and then the rollouts themselves."""
@@ -199,7 +200,12 @@ class Recording:
         self.folder.append_events(report.step, report.events)
         if rollouts.is_due(report.step, self.rollout_steps):
             self.folder.write_rollouts(
-                report.step, groups, self.reward_names, limit=self.rollout_limit, per_token=report.tokens
+                report.step,
+                groups,
+                self.reward_names,
+                limit=self.rollout_limit,
+                with_images=self.with_images,
+                per_token=report.tokens,
             )
 
     def evaluation(

@@ -308,7 +308,9 @@ class GRPOTrainer:
             handler=self.callback_handler,
             trainer_state=self.state,
             control=self.control,
-            recorder=Recording(folder, self.scorer.names, args.rollout_log_steps, args.rollout_total_limit),
+            recorder=Recording(
+                folder, self.scorer.names, args.rollout_log_steps, args.rollout_total_limit, args.log_multimodal
+            ),
             display=display,
             monitor=monitor,
             lower_learning_rate=partial(lower_learning_rate, learner),

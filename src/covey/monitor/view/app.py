@@ -25,6 +25,7 @@ from covey.monitor.view.groups import SORTS
 from covey.monitor.view.phases import phases_of
 from covey.monitor.view.query import flag, number, one_of, text, whole
 from covey.monitor.view.reading import Library, RunView, differences
+from covey.runs import pictures
 
 _PAGE = Path(__file__).parent / "page"
 _MOST_POINTS = 5000
@@ -127,6 +128,12 @@ def rollout(library: Library, request: Request) -> Any:
     return browsing.group_of(run.path, run.groups, step or 0, group)
 
 
+def image(library: Library, request: Request) -> Any:
+    """An image of a recorded prompt, by its name in `rollouts/images/`; never anything but PNG or JPEG."""
+    content, kind = pictures.read(library.get(text(request, "run")).path / "rollouts", text(request, "name"))
+    return Response(content, media_type=kind)
+
+
 def spread(library: Library, request: Request) -> Any:
     """How rewards lie over the steps."""
     return browsing.spread_of(library.get(text(request, "run")).groups, whole(request, "points", 200, low=2, high=2000))
@@ -152,7 +159,7 @@ def diff(library: Library, request: Request) -> Any:
 
 
 _CALLS: dict[str, Callable[[Library, Request], Any]] = {
-    call.__name__: call for call in (runs, series, values, alerts, rollouts, rollout, spread, phases, facts, diff)
+    call.__name__: call for call in (runs, series, values, alerts, rollouts, rollout, image, spread, phases, facts, diff)
 }
 
 

@@ -33,6 +33,7 @@ _PLAIN = (
 _SECONDS = (0.06, 0.25)
 """How long a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
 _MOST_COMPLETIONS = 1024
+_MOST_IMAGES = 64
 _LONGEST_TEXT = 400_000
 _HEAD = ("completion", "finish", "num_tokens", "reward", "advantage", "version", "source", "completion_index")
 
@@ -75,6 +76,7 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
         table = table.filter(pc.equal(table["group"], group)).slice(0, _MOST_COMPLETIONS)
         found = [_sound(row) for row in table.to_pylist()]
         columns = json.loads(found[0].get("columns") or "{}") if found else {}
+        images = json.loads(found[0].get("images") or "[]") if found else []
     except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
         raise RunFolderError(f"The rollouts of step {step} cannot be read ({error}).") from error
     if not found:
@@ -87,6 +89,7 @@ def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, A
         "prompt": first.get("prompt"),
         "prompt_uid": first.get("prompt_uid"),
         "columns": {name: shown(value) for name, value in columns.items()} if isinstance(columns, dict) else {},
+        "images": [name for name in images if isinstance(name, str)][:_MOST_IMAGES] if isinstance(images, list) else [],
         "completions": [_completion(row, tokenizer) for row in found],
         "has_tokenizer": tokenizer is not None,
         "elsewhere": _elsewhere(index, step, group),

@@ -38,6 +38,7 @@ export function groupView(place, { step, close }) {
       h("h2", {}, `Step ${group.step}, group ${group.group}`),
       elsewhere(group),
       h("div", { class: "prompt" }, h("pre", { dir: "auto" }, visible(group.prompt)),
+        (group.images ?? []).map((name, i) => h("img", { src: `api/image?${new URLSearchParams({ run: kept.run, name })}`, alt: `image ${i + 1} of the prompt`, loading: "lazy" })),
         Object.entries(group.columns ?? {}).map(([name, value]) => h("p", {}, h("b", {}, `${name} `), h("code", {}, visible(typeof value === "string" ? value : JSON.stringify(value)))))),
       scale ? legend(scale) : null,
       group.has_tokenizer ? null : h("p", { class: "soft" }, "No tokenizer.json lies beside the run, so tokens cannot be told apart in the text."),
