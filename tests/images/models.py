@@ -61,7 +61,12 @@ def tiny_processor(kind: str) -> Any:
     if kind == "llava":
         images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size=24)
         return transformers.LlavaProcessor(
-            images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1, **chat
+            images,
+            tokenizer,
+            patch_size=8,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            **chat,
         )
     images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4, **chat)
@@ -105,7 +110,13 @@ def tiny_vlm(kind: str, *, seed: int = 0, layers: int = 2, hidden: int = 32) -> 
         )  # fmt: skip
         model = transformers.LlavaForConditionalGeneration(config)
     else:
-        vision = {**small, "image_size": 16, "patch_size": 4, "model_type": "siglip_vision_model", "vision_use_head": False}
+        vision = {
+            **small,
+            "image_size": 16,
+            "patch_size": 4,
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+        }
         kinds = ["sliding_attention", "full_attention"] * (layers // 2)
         config = transformers.Gemma3Config(
             text_config={**text, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "layer_types": kinds},

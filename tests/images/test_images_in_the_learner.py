@@ -16,7 +16,10 @@ def prompts(processor, kind):
     """One image, two images of different sizes, none."""
     rows = [
         {"prompt": [{"role": "user", "content": "How many?"}], "image": picture(2)},
-        {"prompt": [{"role": "user", "content": "More in the first?"}], "images": [picture(3, (64, 32), 1), picture(1)]},
+        {
+            "prompt": [{"role": "user", "content": "More in the first?"}],
+            "images": [picture(3, (64, 32), 1), picture(1)],
+        },
         {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]},
     ]
     return [to_prompt(row, f"0:{i}", f"row {i}", processor.tokenizer, {}, processor) for i, row in enumerate(rows)]
@@ -56,7 +59,9 @@ def by_the_model(model, processor, row):
 def test_gradients_of_a_mixed_batch_are_those_of_one_row_at_a_time(kind):
     model, processor = tiny_vlm(kind)
     rows = rows_for(prompts(processor, kind))
-    weights = [torch.randn(row.completion.num_tokens, generator=torch.Generator().manual_seed(i)) for i, row in enumerate(rows)]
+    weights = [
+        torch.randn(row.completion.num_tokens, generator=torch.Generator().manual_seed(i)) for i, row in enumerate(rows)
+    ]
     model.zero_grad()
     for row, weight in zip(rows, weights, strict=True):
         (by_the_model(model, processor, row) * weight).sum().backward()

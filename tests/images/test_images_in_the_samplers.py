@@ -48,7 +48,9 @@ def test_the_learner_measures_what_the_sampler_drew(kind):
     params = SamplingParams(max_tokens=6, seed=3)
     groups = list(TransformersSampler(model, processor.tokenizer).sample(prompts(processor, kind), 3, params))
     rows = [
-        Row(group.prompt, done, g, torch.ones(()), done.written) for g, group in enumerate(groups) for done in group.completions
+        Row(group.prompt, done, g, torch.ones(()), done.written)
+        for g, group in enumerate(groups)
+        for done in group.completions
     ]
     policy = Policy(model, pad_id=processor.tokenizer.pad_token_id)
     with torch.no_grad():
@@ -66,7 +68,13 @@ def test_a_token_that_stands_for_an_image_is_never_drawn(kind):
     with torch.no_grad():  # such tokens are the likeliest by far
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.weight.shape[0]))
         model.lm_head.bias[list(banned)] = 50.0
-    group = next(iter(TransformersSampler(model, processor.tokenizer).sample(prompts(processor, kind)[:1], 4, SamplingParams(max_tokens=8))))
+    group = next(
+        iter(
+            TransformersSampler(model, processor.tokenizer).sample(
+                prompts(processor, kind)[:1], 4, SamplingParams(max_tokens=8)
+            )
+        )
+    )
     drawn = {token for done in group.completions for token in done.token_ids.tolist()}
     assert drawn.isdisjoint(banned)
 

@@ -65,6 +65,8 @@ def test_an_adapter_on_the_language_model_leaves_the_vision_tower_alone(tmp_path
     names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert names and all("text_model" in name for name in names)
     after = trainer.model.get_base_model()
-    for (name, mine), theirs in zip(after.model.vision_model.named_parameters(), before.model.vision_model.parameters(), strict=True):
+    for (name, mine), theirs in zip(
+        after.model.vision_model.named_parameters(), before.model.vision_model.parameters(), strict=True
+    ):
         assert torch.equal(mine, theirs), name
     assert any(p.abs().max() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)

@@ -94,7 +94,8 @@ def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
     from covey.cli.columns import column_map
     from covey.data import PromptStream, eos_ids, load, prepare_tokenizer
     from covey.evaluation.assessment import assess
-    from covey.models import context_limit, load_model, load_tokenizer
+    from covey.images import load_processing
+    from covey.models import context_limit, load_model, reads_images
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler
 
@@ -109,10 +110,12 @@ def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
     scorer.check(dataset.column_names)
     folder = model_folder(model_name)
     model = load_model(folder)
-    tokenizer = prepare_tokenizer(load_tokenizer(model, folder), model)
+    processing = load_processing(model, folder)
+    tokenizer = prepare_tokenizer(processing, model)
+    processor = processing if processing is not tokenizer and reads_images(model) else None
     limit = context_limit(model)
     room = None if limit is None else limit - options["max_tokens"]
-    stream = PromptStream(dataset, tokenizer, seed=0, shuffle=False, max_prompt_length=room)
+    stream = PromptStream(dataset, tokenizer, processor=processor, seed=0, shuffle=False, max_prompt_length=room)
     sampler = choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer))
     output.say(f"{model_name}: {len(dataset)} prompts, 1 greedy and {options['num_samples']} drawn answers each ...")
     return assess(

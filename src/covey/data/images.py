@@ -55,7 +55,12 @@ def _parts(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def images_prompt(
-    row: Mapping[str, Any], uid: str, where: str, processor: Any, template: Mapping[str, Any], columns: Mapping[str, Any]
+    row: Mapping[str, Any],
+    uid: str,
+    where: str,
+    processor: Any,
+    template: Mapping[str, Any],
+    columns: Mapping[str, Any],
 ) -> Prompt:
     """A row for a vision-language model, with or without images, as a prompt whose ids hold each image's tokens.
 
@@ -84,9 +89,7 @@ def _column_images(row: Mapping[str, Any], where: str) -> list[Any]:
     return [one] if one is not None else list(many or ())
 
 
-def with_places(
-    messages: Sequence[Message], images: Sequence[Any], where: str
-) -> tuple[list[Message], list[Any]]:
+def with_places(messages: Sequence[Message], images: Sequence[Any], where: str) -> tuple[list[Message], list[Any]]:
     """The messages with every content a list of parts, image parts without their image, and the images in the order of the parts."""
     refuse_other_media(messages, where)
     has_places = any(part.get("type") == "image" for part in _parts(messages))
@@ -126,12 +129,16 @@ def _rendered(messages: Sequence[Message], where: str, processor: Any, template:
     """The text of a conversation that is the model's turn next, image tokens not yet expanded."""
     continues = messages[-1]["role"] == "assistant"
     how: dict[str, Any] = {"continue_final_message": True} if continues else {"add_generation_prompt": True}
-    shown = processor if getattr(processor, "chat_template", None) or template.get("chat_template") else processor.tokenizer
+    shown = (
+        processor if getattr(processor, "chat_template", None) or template.get("chat_template") else processor.tokenizer
+    )
     try:
         text: str = shown.apply_chat_template([dict(one) for one in messages], tokenize=False, **{**how, **template})
     except Exception as error:  # a template is a program and raises what it likes
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{where}: the chat template refused its messages ({type(error).__name__}: {reason}).") from error
+        raise DataError(
+            f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
+        ) from error
     return text
 
 
@@ -208,7 +215,10 @@ def _read(text: str, where: str) -> bytes:
             raise DataError(f"{where} is a data: address that holds no base64 ({error}); mend it.") from error
     if text.startswith(("http://", "https://")):
         raise DataError(f"{where} is the address {text[:80]!r}; images are not downloaded, give a file's path.")
-    return read_bytes(text, _MOST_BYTES, DataError)
+    try:
+        return read_bytes(text, _MOST_BYTES, DataError)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _rgb(image: Any, where: str) -> Any:
@@ -239,3 +249,29 @@ def pillow() -> Any:
     except ImportError as error:
         raise DataError("Images need Pillow: pip install 'covey[vision]'.") from error
     return Image
+
+
+def with_paths(dataset: Any, source: Any) -> Any:
+    """The data set of a file or folder with the paths in its image columns relative to that folder, unless they are absolute."""
+    place = Path(str(source)).expanduser()
+    columns = [name for name in IMAGE_COLUMNS if name in (dataset.column_names or ())]
+    if not columns or not isinstance(source, str | Path) or not place.exists():
+        return dataset
+    folder = place if place.is_dir() else place.parent
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(one) for one in value]
+        is_path = isinstance(value, str) and not value.startswith(("data:", "http://", "https://"))
+        return str(folder / value) if is_path else value
+
+    for name in columns:
+        feature = (dataset.features or {}).get(name)
+        kind = getattr(getattr(feature, "feature", feature), "dtype", None)
+        if kind not in ("string", "large_string"):
+            continue
+        if hasattr(dataset, "__len__"):
+            dataset = dataset.remove_columns(name).add_column(name, [resolved(value) for value in dataset[name]])
+        else:
+            dataset = dataset.map(lambda row, name=name: {name: resolved(row[name])})
+    return dataset

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 
 from covey.data.checks import check_dataset, row_of
+from covey.data.images import with_paths
 from covey.data.mixing import mix, terms
 from covey.data.sources import AnyDataset, opened, shown
 from covey.errors import DataError, did_you_mean
@@ -63,7 +64,7 @@ def _checked(
     dataset = opened(source, split, streaming, config_name)
     have = dataset.column_names or []
     wanted = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
-    return check_dataset(_renamed(dataset, wanted, name), name)
+    return with_paths(check_dataset(_renamed(dataset, wanted, name), name), source)
 
 
 def parted(source: Any, split: str | None) -> tuple[Any, str | None]:

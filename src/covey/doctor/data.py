@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from covey.data.images import IMAGE_COLUMNS, has_images
 from covey.data.prompts import to_prompt
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.errors import CoveyError
@@ -15,8 +16,10 @@ ROWS = 2000
 """Rows that are looked at; a longer data set is judged by them."""
 
 
-def data_findings(dataset: Any, held_out: Any, tokenizer: Any, args: Any, context: int | None) -> Iterator[Finding]:
-    """Findings on both data sets. `context`: the most tokens that the model has positions for."""
+def data_findings(
+    dataset: Any, held_out: Any, tokenizer: Any, args: Any, context: int | None, processor: Any = None
+) -> Iterator[Finding]:
+    """Findings on both data sets. `context`: the most tokens that the model has positions for; `processor`: of images."""
     rows = first_rows(dataset)
     if not rows:
         yield failed(AREA, "the data set has no rows.", "give a file with at least one prompt")
@@ -26,10 +29,12 @@ def data_findings(dataset: Any, held_out: Any, tokenizer: Any, args: Any, contex
     yield passed(
         AREA, f"{'a stream' if total is None else f'{total:,} rows'} with the columns {', '.join(columns)}", rows=total
     )
-    yield repeats(rows)
-    yield from empty_columns(rows)
-    yield lengths(rows, tokenizer, args, context)
-    if held_out is not None:
+    are_told_by_text = not any(map(has_images, rows))  # one question is asked of many images
+    if are_told_by_text:
+        yield repeats(rows)
+    yield from empty_columns([{name: row[name] for name in row if name not in IMAGE_COLUMNS} for row in rows])
+    yield lengths(rows, tokenizer, args, context, processor)
+    if held_out is not None and are_told_by_text:
         yield overlap(rows, first_rows(held_out))
 
 
@@ -73,11 +78,14 @@ def empty_columns(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
             )
 
 
-def lengths(rows: list[Mapping[str, Any]], tokenizer: Any, args: Any, context: int | None) -> Finding:
+def lengths(
+    rows: list[Mapping[str, Any]], tokenizer: Any, args: Any, context: int | None, processor: Any = None
+) -> Finding:
     """FAIL when a prompt cannot be encoded, or when prompts do not fit beside a completion; WARN when they are dropped for it."""
     template = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
     try:
-        counts = [len(to_prompt(row, str(i), f"row {i}", tokenizer, template).token_ids) for i, row in enumerate(rows)]
+        prompts = (to_prompt(row, str(i), f"row {i}", tokenizer, template, processor) for i, row in enumerate(rows))
+        counts = [len(prompt.token_ids) for prompt in prompts]
     except CoveyError as error:
         return failed(AREA, str(error))
     longest, middle = max(counts), sorted(counts)[len(counts) // 2]

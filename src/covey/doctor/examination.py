@@ -51,6 +51,7 @@ class _Loaded:
     scorer: Any = None
     model: Any = None
     tokenizer: Any = None
+    processor: Any = None
     eos: tuple[int, ...] = ()
     peft_config: Any = None
     counts: Any = None
@@ -119,7 +120,9 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     yield from model.model_findings(so_far.model, so_far.tokenizer, so_far.eos, so_far.args, is_chat=is_chat)
     if so_far.dataset is not None:
         limit = context_limit(so_far.model)
-        for found in data.data_findings(so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit):
+        for found in data.data_findings(
+            so_far.dataset, so_far.held_out, so_far.tokenizer, so_far.args, limit, so_far.processor
+        ):
             so_far.longest_prompt = found.facts.get("longest", so_far.longest_prompt)
             yield found
 
@@ -128,6 +131,7 @@ def _load(case: Case, so_far: _Loaded) -> None:
     args = so_far.args
     loaded = load_for_training(case.model, args, args.device, peft_config=so_far.peft_config)
     so_far.model, so_far.tokenizer, so_far.eos = loaded.model, loaded.tokenizer, loaded.eos_ids
+    so_far.processor = loaded.processor
 
 
 def _rewards(case: Case, so_far: _Loaded) -> Iterator[Finding]:
@@ -224,6 +228,7 @@ def _bench(so_far: _Loaded) -> trial.Bench:
         args=args,
         model=so_far.model,
         tokenizer=so_far.tokenizer,
+        processor=so_far.processor,
         eos_ids=so_far.eos,
         algorithm=build_algorithm(args),
         scorer=so_far.scorer,

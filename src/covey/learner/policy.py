@@ -199,7 +199,9 @@ class Policy:
             self._is_embedded = reason is None
             if reason is not None:
                 logger.warning(
-                    "%s computes images and prompts once a completion: %s.", type(unwrapped(self.model)).__name__, reason
+                    "%s computes images and prompts once a completion: %s.",
+                    type(unwrapped(self.model)).__name__,
+                    reason,
                 )
         return self._is_embedded
 

@@ -169,7 +169,9 @@ class NativeSampler:
             raise Unsupported(f"{type(unwrapped(self.model)).__name__}: {self.reason_against_images(seen[0])}")
         for prompt in seen:
             if prompt.token_ids[-1] in self.banned:
-                raise DataError(f"prompt {prompt.uid} ends with an image; put the question, or a line break, behind it.")
+                raise DataError(
+                    f"prompt {prompt.uid} ends with an image; put the question, or a line break, behind it."
+                )
 
     def reason_against_images(self, prompt: Prompt) -> str | None:
         """Reason why prompts with images cannot be computed by this engine, told by one of them, once; None if they can."""

@@ -155,14 +155,18 @@ def _content(content: Any) -> str:
 
 def _without_images(prompt: Prompt) -> dict[str, Any]:
     """The columns of the prompt's row, but for images, which are files."""
-    return {name: value for name, value in prompt.columns.items() if not (prompt.images and name in ("image", "images"))}
+    return {
+        name: value for name, value in prompt.columns.items() if not (prompt.images and name in ("image", "images"))
+    }
 
 
 def _images(groups: Sequence[Group]) -> dict[str, pa.Array]:
     """`images`, the names of each prompt's files in `images/` as JSON, if a prompt has any."""
     if not any(group.prompt.images for group in groups):
         return {}
-    names = [list(group.prompt.images.names) if group.prompt.images else [] for group in groups for _ in group.completions]
+    names = [
+        list(group.prompt.images.names) if group.prompt.images else [] for group in groups for _ in group.completions
+    ]
     return {"images": _texts(json.dumps(one) for one in names)}
 
 

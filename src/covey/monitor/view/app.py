@@ -159,7 +159,8 @@ def diff(library: Library, request: Request) -> Any:
 
 
 _CALLS: dict[str, Callable[[Library, Request], Any]] = {
-    call.__name__: call for call in (runs, series, values, alerts, rollouts, rollout, image, spread, phases, facts, diff)
+    call.__name__: call
+    for call in (runs, series, values, alerts, rollouts, rollout, image, spread, phases, facts, diff)
 }
 
 

@@ -1,0 +1,114 @@
+"""TRL's column contract: where images come from, where their tokens go, and what is refused in one sentence."""
+
+import json
+
+import datasets
+import pytest
+from models import KINDS, PLACEHOLDER, picture, tiny_processor
+from kit import tiny_tokenizer
+
+from covey.data import PromptStream, load
+from covey.data.images import preview
+from covey.data.prompts import to_prompt
+from covey.errors import DataError
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_processor("llava")
+
+
+def prompt_of(row, processor):
+    return to_prompt(row, "0:0", "row 0", processor.tokenizer, {}, processor)
+
+
+def ask(text, **more):
+    return [{"role": "user", "content": text, **more}]
+
+
+@KIND
+def test_a_column_parts_and_plain_text_give_the_same_ids(kind):
+    processor = tiny_processor(kind)
+    parts = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    inside = [{"type": "image", "image": picture(2)}, {"type": "text", "text": "How many?"}]
+    rows = [
+        {"prompt": ask("How many?"), "image": picture(2)},
+        {"prompt": ask("How many?"), "images": [picture(2)]},
+        {"prompt": ask(parts), "image": picture(2)},
+        {"prompt": ask(inside)},
+        {
+            "prompt": f"<|im_start|>user\n{PLACEHOLDER[kind]}How many?<|im_end|>\n<|im_start|>assistant\n",
+            "image": picture(2),
+        },
+    ]
+    found = [prompt_of(row, processor) for row in rows]
+    assert len({prompt.token_ids for prompt in found}) == 1
+    whole = processor(text=rows[-1]["prompt"], images=[picture(2)], return_tensors="pt")
+    assert list(found[0].token_ids) == whole["input_ids"][0].tolist()
+    assert (found[0].images.tensors["pixel_values"] == whole["pixel_values"]).all()
+
+
+def test_images_go_to_their_parts_in_order(processor):
+    parts = [{"type": "text", "text": "A"}, {"type": "image"}, {"type": "text", "text": "B"}, {"type": "image"}]
+    found = prompt_of({"prompt": ask(parts), "images": [picture(1), picture(5)]}, processor)
+    other = prompt_of({"prompt": ask(parts), "images": [picture(5), picture(1)]}, processor)
+    assert found.images.count == 2 and found.token_ids == other.token_ids
+    assert (found.images.tensors["pixel_values"] == other.images.tensors["pixel_values"].flip(0)).all()
+    assert found.images.names == other.images.names[::-1]
+
+
+def test_a_row_without_images_is_text(processor):
+    found = prompt_of({"prompt": ask("What is 2 + 3?"), "images": []}, processor)
+    assert found.images is None
+    assert "<image>" not in processor.tokenizer.decode(found.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "<image>" * 9 + "How?", "image": 1}, "holds 9 image tokens for 1 image; the processor expands '<image>' itself"),
+        ({"prompt": "How?", "image": 1}, "holds '<image>' 0 times, but has 1 images"),
+        ({"prompt": "<image> How?"}, "holds '<image>' 1 times, but has 0 images"),
+        ({"prompt": ask([{"type": "image"}])}, "more image parts than images"),
+        ({"prompt": ask([{"type": "image"}]), "images": [1, 1]}, "2 images but 1 image parts"),
+        ({"prompt": ask("a"), "image": 1, "images": [1]}, "both 'image' and 'images'"),
+        ({"prompt": ask([{"type": "audio", "audio": "a.wav"}])}, "audio and video are not supported"),
+        ({"prompt": ask([{"type": "video"}])}, "audio and video are not supported"),
+        ({"prompt": ask("a"), "image": "https://example.org/a.png"}, "images are not downloaded"),
+        ({"prompt": ask("a"), "image": "nowhere.png"}, "nowhere.png cannot be read"),
+        ({"prompt": ask("a"), "image": b"no image"}, "image 0 cannot be read as an image"),
+        ({"prompt": [{"role": "system", "content": "a"}], "image": 1}, "no user message to put them in"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_refused_in_one_sentence(row, said, processor):
+    images = {"image": picture(1)} if row.get("image") == 1 else {}
+    if row.get("images"):
+        images["images"] = [picture(1) for _ in row["images"]]
+    with pytest.raises(DataError, match="^row 0.*") as error:
+        prompt_of({**row, **images}, processor)
+    assert said in str(error.value)
+
+
+def test_an_expanded_prompt_of_gemma_is_refused_too():
+    processor = tiny_processor("gemma3")
+    text = "<start_of_image>" + "<image_soft_token>" * 4 + "How?"
+    with pytest.raises(DataError, match="holds 4 image tokens for 1 image"):
+        prompt_of({"prompt": text, "image": picture(1)}, processor)
+
+
+def test_a_model_of_text_refuses_images_before_any_work():
+    table = datasets.Dataset.from_list([{"prompt": "How many?", "image": {"bytes": preview(picture(1)), "path": None}}])
+    with pytest.raises(DataError, match="Row 0 .* has images, but the model or its processor takes text alone"):
+        PromptStream(table, tiny_tokenizer())
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path, processor):
+    picture(3).save(tmp_path / "three.png")
+    rows = [{"prompt": ask("How many?"), "image": "three.png", "answer": "3"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    stream = PromptStream(load(tmp_path / "train.jsonl"), processor.tokenizer, processor=processor)
+    (found,) = stream.take(1)
+    assert found.images.count == 1 and found.columns["answer"] == "3"
+    assert found.token_ids == prompt_of({"prompt": ask("How many?"), "image": picture(3)}, processor).token_ids
