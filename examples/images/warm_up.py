@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from shapes import CELL, CELLS, questions
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 
 WORDS = ["How", "many", "red", "blue", "squares", "?", *map(str, range(10))]
 SPECIAL = ["<pad>", "<eos>", "<image>", "<user>", "<answer>"]

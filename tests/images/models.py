@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import transformers
-from kit import tiny_tokenizer
 from PIL import Image, ImageDraw
 
 from covey.images import without_video
+from kit import tiny_tokenizer
 
 SPECIAL = [
     *("<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),

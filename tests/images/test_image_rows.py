@@ -5,12 +5,12 @@ import json
 import datasets
 import pytest
 from models import KINDS, PLACEHOLDER, picture, tiny_processor
-from kit import tiny_tokenizer
 
 from covey.data import PromptStream, load
 from covey.data.images import preview
 from covey.data.prompts import to_prompt
 from covey.errors import DataError
+from kit import tiny_tokenizer
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -54,7 +54,8 @@ def test_images_go_to_their_parts_in_order(processor):
     parts = [{"type": "text", "text": "A"}, {"type": "image"}, {"type": "text", "text": "B"}, {"type": "image"}]
     found = prompt_of({"prompt": ask(parts), "images": [picture(1), picture(5)]}, processor)
     other = prompt_of({"prompt": ask(parts), "images": [picture(5), picture(1)]}, processor)
-    assert found.images.count == 2 and found.token_ids == other.token_ids
+    assert found.images.count == 2
+    assert found.token_ids == other.token_ids
     assert (found.images.tensors["pixel_values"] == other.images.tensors["pixel_values"].flip(0)).all()
     assert found.images.names == other.images.names[::-1]
 
@@ -110,5 +111,6 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path, processor):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     stream = PromptStream(load(tmp_path / "train.jsonl"), processor.tokenizer, processor=processor)
     (found,) = stream.take(1)
-    assert found.images.count == 1 and found.columns["answer"] == "3"
+    assert found.images.count == 1
+    assert found.columns["answer"] == "3"
     assert found.token_ids == prompt_of({"prompt": ask("How many?"), "image": picture(3)}, processor).token_ids

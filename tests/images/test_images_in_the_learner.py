@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import KINDS, PLACEHOLDER, picture, tiny_vlm
+from models import KINDS, picture, tiny_vlm
 
 from covey.data.prompts import to_prompt
 from covey.learner import Policy

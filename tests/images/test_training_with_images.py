@@ -1,12 +1,11 @@
-"""GRPOTrainer with a processor: rows with and without images, several an prompt, adapters, and an exact resume."""
+"""GRPOTrainer with a processor: rows with and without images, several a prompt, adapters, and an exact resume."""
 
 import datasets
 import pytest
 import torch
-from models import PLACEHOLDER, picture, tiny_vlm
+from models import picture, tiny_vlm
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.errors import DataError
 
 
 def reward(completions, **columns):
@@ -63,7 +62,8 @@ def test_an_adapter_on_the_language_model_leaves_the_vision_tower_alone(tmp_path
     before, _ = tiny_vlm("idefics3")
     trainer = trained(tmp_path, peft=config, steps=2)
     names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    assert names and all("text_model" in name for name in names)
+    assert names
+    assert all("text_model" in name for name in names)
     after = trainer.model.get_base_model()
     for (name, mine), theirs in zip(
         after.model.vision_model.named_parameters(), before.model.vision_model.parameters(), strict=True

@@ -48,7 +48,7 @@ class Placed:
     """(begin, count) of tokens that follow a copy."""
 
 
-class _Caught(Exception):
+class _CaughtError(Exception):
     """Carries the arguments of the language model out of the forward around it."""
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -60,19 +60,18 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
     """Arguments that the vision-language model gives to its language model for this prompt."""
 
     def catch(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        raise _Caught(kwargs)
+        raise _CaughtError(kwargs)
 
-    inner = unwrapped(model)
     base = encoder_of(model)
     hook = decoder_of(model).register_forward_pre_hook(catch, with_kwargs=True)
     try:
         base(**_whole(model, prompt))
-    except _Caught as caught:
+    except _CaughtError as caught:
         return caught.given
     finally:
         hook.remove()
         _forget_positions(model)
-    raise RuntimeError(f"{type(inner).__name__} does not call its language model")
+    raise RuntimeError(f"{type(unwrapped(model)).__name__} does not call its language model")
 
 
 @contextmanager
@@ -99,7 +98,6 @@ def _whole(model: Any, prompt: Prompt) -> dict[str, Any]:
 
 def _forget_positions(model: Any) -> None:
     """Some models keep the offsets of the last images, which would count for the next text."""
-    inner = unwrapped(model)
     base = encoder_of(model)
     if getattr(base, "rope_deltas", None) is not None:
         base.rope_deltas = None
@@ -133,7 +131,6 @@ def reason_against(model: Any, prompt: Prompt) -> str | None:
         if more:
             return f"its language model gets {', '.join(more)} beside the embeddings"
         read = embed(model, prompt)
-        inner = unwrapped(model)
         theirs = encoder_of(model)(**_whole(model, prompt)).last_hidden_state[0]
         _forget_positions(model)
         positions = read.positions[..., None, :]
