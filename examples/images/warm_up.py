@@ -71,7 +71,12 @@ def make_model(processor: Any) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    return LlavaForConditionalGeneration(config)
+    model = LlavaForConditionalGeneration(config)
+    for name, weight in model.named_parameters():  # transformers' initial weights are for models a hundred times as wide
+        if weight.ndim > 1:
+            is_table = "embed" in name and "patch" not in name
+            torch.nn.init.normal_(weight, std=0.3 if is_table else weight[0].numel() ** -0.5)
+    return model
 
 
 def batch_of(rows: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
@@ -83,7 +88,7 @@ def batch_of(rows: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
     return {**given, "labels": labels}
 
 
-def warm_up(folder: Path, steps: int, seed: int = 0) -> None:
+def warm_up(folder: Path, steps: int = 130, seed: int = 0) -> None:
     """Supervised steps on pictures drawn anew; the model and its processor into `folder`."""
     torch.manual_seed(seed)
     processor = make_processor()
@@ -92,6 +97,7 @@ def warm_up(folder: Path, steps: int, seed: int = 0) -> None:
     for step in range(steps):
         loss = model(**batch_of(questions(64, seed=1_000_000 + step), processor)).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0:
@@ -101,4 +107,4 @@ def warm_up(folder: Path, steps: int, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    warm_up(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 400)
+    warm_up(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 130)

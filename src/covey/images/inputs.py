@@ -95,4 +95,4 @@ def _kinds(model: Any, prompt: Prompt, name: str) -> Tensor:
         return known
     config = unwrapped(model).config
     place = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    return (torch.tensor(prompt.token_ids) == place).long()
+    return torch.tensor([one == place for one in prompt.token_ids], dtype=torch.long)
