@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import warnings
 from collections.abc import Mapping, Sequence
@@ -228,6 +229,14 @@ def _rgb(image: Any, where: str) -> Any:
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{where} cannot be read as an image ({error}); mend or remove it.") from error
+
+
+def image_digest(value: Any) -> str:
+    """Digest of what a row has in an image column: pixels of opened images, else what is written there."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return ",".join(map(image_digest, value))
+    content = f"{value.size}".encode() + value.tobytes() if hasattr(value, "tobytes") else str(value).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def preview(image: Any) -> bytes:

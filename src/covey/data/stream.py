@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
-from covey.data.images import IMAGE_COLUMNS
+from covey.data.images import IMAGE_COLUMNS, image_digest
 from covey.data.order import Outcome
 from covey.data.prompts import to_prompt
 from covey.data.tokenizer import expect_known_ids, tokens_beyond
@@ -170,11 +170,13 @@ class PromptStream:
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
     def _fingerprint(self) -> str:
-        """A digest of the number of rows, the columns, and the prompts of up to 16 rows."""
+        """A digest of the number of rows, the columns, and the prompts and images of up to 16 rows."""
         rows = self.num_rows
         told = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
         for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
-            told.append(str(row_at(self._dataset, index, self.name).get("prompt")))
+            row = row_at(self._dataset, index, self.name)
+            told.append(str(row.get("prompt")))
+            told += [image_digest(row[name]) for name in IMAGE_COLUMNS if row.get(name) is not None]
         return hashlib.sha256("\0".join(told).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
