@@ -38,16 +38,16 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     given = parser.parse_args()
     model, held_out = given.folder / "warm", 8 if given.smoke else 400
-    warm_up(model, steps=2 if given.smoke else 130)
+    warm_up(model, steps=2 if given.smoke else 160)
     args = GRPOConfig(
         output_dir=str(given.folder / "grpo"),
-        max_steps=2 if given.smoke else 60,
-        per_device_train_batch_size=16 if given.smoke else 128,
+        max_steps=2 if given.smoke else 80,
+        per_device_train_batch_size=16 if given.smoke else 256,
         per_device_eval_batch_size=64,
         num_generations=8,
         num_generations_eval=1,
         max_completion_length=3,
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         temperature=1.0,
         save_strategy="no",
         logging_steps=5,

@@ -72,7 +72,10 @@ def make_model(processor: Any) -> Any:
         bos_token_id=None,
     )
     model = LlavaForConditionalGeneration(config)
-    for name, weight in model.named_parameters():  # transformers' initial weights are for models a hundred times as wide
+    for (
+        name,
+        weight,
+    ) in model.named_parameters():  # transformers' initial weights are for models a hundred times as wide
         if weight.ndim > 1:
             is_table = "embed" in name and "patch" not in name
             torch.nn.init.normal_(weight, std=0.3 if is_table else weight[0].numel() ** -0.5)
@@ -88,7 +91,7 @@ def batch_of(rows: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
     return {**given, "labels": labels}
 
 
-def warm_up(folder: Path, steps: int = 130, seed: int = 0) -> None:
+def warm_up(folder: Path, steps: int = 160, seed: int = 0) -> None:
     """Supervised steps on pictures drawn anew; the model and its processor into `folder`."""
     torch.manual_seed(seed)
     processor = make_processor()
@@ -107,4 +110,4 @@ def warm_up(folder: Path, steps: int = 130, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    warm_up(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 130)
+    warm_up(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 160)

@@ -7,13 +7,13 @@ import torch
 from models import picture, tiny_processor
 
 pytest.importorskip("starlette")
-from starlette.testclient import TestClient  # noqa: E402
+from starlette.testclient import TestClient
 
-from covey.data.prompts import to_prompt  # noqa: E402
-from covey.monitor.view.app import make_app  # noqa: E402
-from covey.monitor.view.reading import Library  # noqa: E402
-from covey.runs import pictures, rollouts  # noqa: E402
-from covey.types import Completion, Group  # noqa: E402
+from covey.data.prompts import to_prompt
+from covey.monitor.view.app import make_app
+from covey.monitor.view.reading import Library
+from covey.runs import pictures, rollouts
+from covey.types import Completion, Group
 
 
 def group(uid, count):
@@ -51,7 +51,9 @@ def test_a_run_keeps_a_bounded_number_of_images(tmp_path, monkeypatch):
 
 def test_the_dashboard_gives_images_by_name_and_nothing_else(run):
     client = TestClient(make_app(Library([run.parent]), watch=False), base_url="http://localhost")
-    name = client.get("/api/runs").json()["runs"][0]["run" if "run" in client.get("/api/runs").json()["runs"][0] else "name"]
+    name = client.get("/api/runs").json()["runs"][0][
+        "run" if "run" in client.get("/api/runs").json()["runs"][0] else "name"
+    ]
     library_group = client.get("/api/rollout", params={"run": name, "step": 1, "group": 0}).json()
     (image,) = library_group["images"]
     found = client.get("/api/image", params={"run": name, "name": image})
