@@ -1,11 +1,14 @@
 """GRPOTrainer with a processor: rows with and without images, several a prompt, adapters, and an exact resume."""
 
+import json
+
 import datasets
 import pytest
 import torch
 from models import picture, tiny_vlm
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.cli import main
 
 
 def reward(completions, **columns):
@@ -70,3 +73,30 @@ def test_an_adapter_on_the_language_model_leaves_the_vision_tower_alone(tmp_path
     ):
         assert torch.equal(mine, theirs), name
     assert any(p.abs().max() > 0 for name, p in trainer.model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_a_run_of_the_command_line_reads_an_image_column(tmp_path, capsys):
+    model, processor = tiny_vlm("llava")
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    for i in range(4):
+        picture(i).save(tmp_path / f"{i}.png")
+    lines = [
+        {"prompt": [{"role": "user", "content": "How many?"}], "image": f"{i}.png", "answer": str(i)} for i in range(4)
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = [
+        "train",
+        "--model",
+        str(tmp_path / "model"),
+        "--dataset",
+        str(tmp_path / "train.jsonl"),
+        "--reward",
+        "length",
+    ]
+    words += ["--output-dir", str(tmp_path / "run"), "--max-steps", "1", "--num-generations", "2", "--bf16", "false"]
+    words += ["--per-device-train-batch-size", "4", "--max-completion-length", "4", "--use-cpu"]
+    assert main(words) == 0, capsys.readouterr().err
+    assert len(list((tmp_path / "run" / "rollouts" / "images").iterdir())) == 2
+    assert (tmp_path / "run" / "checkpoint-1" / "processor_config.json").is_file()
