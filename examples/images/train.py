@@ -1,7 +1,7 @@
 """GRPO on pictures: the warmed-up model learns to count squares from rewards alone.
 
 `python train.py [FOLDER]` draws the pictures, warms a tiny model up, trains it, and prints the accuracy before and after on
-400 pictures that were not trained on, one drawn answer each, with 95% intervals. A few minutes on two cores. `--smoke` does a little of each.
+400 pictures that were not trained on, one drawn answer each, with 95% intervals. About ten minutes on one core. `--smoke` does a little of each.
 """
 
 from __future__ import annotations

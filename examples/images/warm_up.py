@@ -1,4 +1,4 @@
-"""A vision-language model of 0.2 million parameters (LLaVA's form), taught from labelled pictures until it counts half of them right.
+"""A vision-language model of 0.17 million parameters (LLaVA's form), taught from labelled pictures until it counts half of them right.
 
 `python warm_up.py FOLDER [STEPS]` writes model and processor. No weights are downloaded.
 """

@@ -38,3 +38,12 @@ def test_every_configuration_is_whole(name: str, tmp_path: Path, capsys: pytest.
     assert main([*words, "--output-dir", str(tmp_path / "run"), "--max-completion-length", "64", "--dry-run"]) == 0, (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.slow
+def test_the_image_example_runs_from_drawing_to_the_last_evaluation(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "images" / "train.py"), str(tmp_path), "--smoke"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("after:  ")
+    assert any((tmp_path / "grpo" / "rollouts" / "images").iterdir())
