@@ -162,8 +162,8 @@ class Options:
     multi_objective_aggregation: str = option("sum_then_normalize",
         "Sum rewards, then normalize in the group; or normalize each first (normalize_then_sum, GDPO).",
         group="rewards", words=("sum_then_normalize", "normalize_then_sum"))
-    reward_timeout_seconds: float | None = option(60.0,
-        "Most seconds of one call of a reward function; unset by `null`: no limit.", group="rewards", above=0,
+    reward_timeout_seconds: float | None = option(180.0,
+        "Most seconds of one call of a reward function, a judge over 512 completions for one; unset by `null`: no limit.", group="rewards", above=0,
         may_be_infinite=True, why="None sets no limit.")
     on_reward_error: str = option("record", "A reward that fails: record it and leave the completion out, or raise.",
         group="rewards", words=("record", "raise"))

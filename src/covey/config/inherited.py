@@ -78,6 +78,17 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
         "log_level_replica": Option("The same for the other processes."),
         "disable_tqdm": Option("Show no live progress line."),
     },
+    "hub": {
+        "push_to_hub": Option(
+            "Upload the model, its tokenizer and a model card to the Hugging Face hub, when hub_strategy says."
+        ),
+        "hub_model_id": Option("Repository on the hub; unset: your own, named as output_dir is."),
+        "hub_strategy": Option("Upload at the end, at every_save, with the newest whole checkpoint, or with all_checkpoints."),
+        "hub_token": Option("Token that may write there; unset: the one of `hf auth login`."),
+        "hub_private_repo": Option("Make the repository private where it is made; unset: the hub's default."),
+        "hub_always_push": Option("Begin an upload even while the one before goes on."),
+        "hub_revision": Option("Branch of the repository to upload to; unset: main."),
+    },
     "memory, precision and devices": {
         "bf16": Option(
             "Compute in bfloat16; unset: yes where the accelerator has it (unless fp16 is set), float32 on a CPU."
@@ -126,9 +137,6 @@ _INERT: Mapping[str, tuple[str, ...]] = {
     "only the main process of the run logs": ("log_on_each_node",),
     "tokens are always counted (num_tokens)": ("include_num_input_tokens_seen",),
     "denominators are always counted over the whole optimizer step and all processes": ("average_tokens_across_devices",),
-    "nothing is uploaded": (
-        "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
-    ),
     "a stop signal always saves after the step it falls in": ("enable_jit_checkpoint",),
     "callbacks always get back on a resume what they remembered": ("restore_callback_states_from_checkpoint",),
     "transformers keeps it for scripts; train() trains": ("do_train",),
@@ -150,14 +158,13 @@ _INERT: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Options with nothing to act on, by the reason."""
 
-_SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "hub_token", "include_num_input_tokens_seen"})
+_SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "include_num_input_tokens_seen"})
 """Those that transformers itself documents as unused or sets by itself: naming them would be noise."""
 
 _REFUSED: Mapping[str, str] = {
     "neftune_noise_alpha": "noise in the embeddings would make the learner another model than the sampler",
     "label_smoothing_factor": "there are no labels to smooth in GRPO",
     "optim_target_modules": "GaLore and APOLLO are not supported; use LoRA or an 8-bit optimizer to save memory",
-    "push_to_hub": "nothing is uploaded by itself; after the run: hf upload YOUR_NAME/MODEL OUTPUT_DIR",
     "parallelism_config": "one model is not split over devices yet",
     "fsdp": "sharding is not supported yet; LoRA and gradient checkpointing save the most memory",
     "fsdp_config": "sharding is not supported yet",

@@ -118,6 +118,22 @@ class Batch:
                     values.append(completion.columns.get(name, group.prompt.columns.get(name)))
         return batch
 
+    @staticmethod
+    def of_rows(
+        rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Any]
+    ) -> Batch:
+        """From each completion's row, as TRL's `_calculate_rewards` gets them."""
+        names = dict.fromkeys(name for row in rows for name in row if name not in NOT_PASSED)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return Batch(list(prompts), list(completions), [list(one) for one in ids], columns)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Each completion's row, the prompt in it."""
+        return [
+            {"prompt": prompt, **{name: values[i] for name, values in self.columns.items()}}
+            for i, prompt in enumerate(self.prompts)
+        ]
+
     def part(self, start: int, stop: int) -> Batch:
         """Completions `start` to `stop` of everything."""
         columns = {name: values[start:stop] for name, values in self.columns.items()}

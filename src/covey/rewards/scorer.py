@@ -17,13 +17,15 @@ from covey.rewards.builtin.registry import resolve
 from covey.rewards.calling.caller import Caller
 from covey.rewards.calling.deadline import EventLoop
 from covey.rewards.calling.outcome import Outcome
-from covey.rewards.calling.workers import INSIDE, packed
+from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
-from covey.rewards.contract import Batch, RewardSpec, check_signature, is_async, name_of, takes
+from covey.rewards.contract import Batch, RewardSpec, check_signature, takes
 from covey.rewards.inputs import own_state
 from covey.rewards.leftovers import Leftovers
 from covey.rewards.raised import with_place
+from covey.rewards.replaced import Calculate, Replaced
 from covey.rewards.scales import Scale, Scales
+from covey.rewards.specs import isolated, specs_of
 from covey.rewards.surroundings import Surroundings
 from covey.types import Event, Group, Mean, Metric, Reward, Sum, merge_metrics
 
@@ -60,6 +62,7 @@ class Scorer:
         isolate: bool = True,
         workers: int = 0,
         trainer_state: Callable[[], Any] | None = None,
+        calculate: Calculate | None = None,
     ) -> None:
         if on_error not in ("record", "raise"):
             raise ConfigError(f"on_reward_error is {on_error!r}; use 'record' or 'raise'.")
@@ -70,7 +73,7 @@ class Scorer:
                 "a worker process was about to train: it imports the script that holds the reward. Put what trains under "
                 "`if __name__ == '__main__':`, or the reward into a file of its own."
             )
-        self.rewards = _specs(rewards, weights)
+        self.rewards = specs_of(rewards, weights)
         self.combiner = combiner or Combiner()
         self.combiner.running = [Running()] * len(self.rewards)
         self._weights = [weight_of(weight) for weight in weights or [spec.weight for spec in self.rewards]]
@@ -82,6 +85,8 @@ class Scorer:
         self.check(None)
         self._loop = EventLoop()
         self._callers = self._make_callers(workers)
+        self.replaced = None if calculate is None else Replaced(calculate, self.names)
+        """Scores every batch in place of the rewards; it may ask them."""
         self._metrics: dict[str, Metric] = {}
         self._in_a_row = {spec.name: 0 for spec in self.rewards}
         self._proven: set[str] = set()
@@ -140,6 +145,14 @@ class Scorer:
             scoring.add(group)
             added.append(group)
         return scoring.finish(added)
+
+    def calculated(self, inputs: Sequence[Mapping[str, Any]], *lists: Sequence[Any]) -> Tensor:
+        """[N, R], what the rewards make of N completions: `lists` are prompts, completions and their ids, `inputs` the rows."""
+        batch = Batch.of_rows(inputs, *lists)
+        outcomes = self.begin().outcomes(batch)
+        if self.replaced is not None:
+            self.replaced.note(outcomes)
+        return torch.stack([outcome.scores for outcome in outcomes], dim=-1)
 
     def checked(self, batch: Batch) -> Batch:
         """The batch, once it is known to hold what the rewards need."""
@@ -282,7 +295,7 @@ class Scoring:
         """Start the rewards that stream on this group."""
         batch: Batch | None = None
         for index, caller in enumerate(self._callers):
-            if caller.call_options.streams and group.size:
+            if caller.call_options.streams and group.size and self._scorer.replaced is None:
                 batch = batch or self._scorer.checked(Batch.of([group]))
                 self._started[index, id(group)] = caller.submit(batch, self._states[index])
 
@@ -291,6 +304,12 @@ class Scoring:
         if not any(group.size for group in groups):
             return [replace(group, rewards=torch.zeros(0, len(self._callers))) for group in groups]
         batch = self._scorer.checked(Batch.of(groups))
+        if self._scorer.replaced is not None:
+            return self._scorer.settle(groups, self._scorer.replaced(batch), batch)
+        return self._scorer.settle(groups, self.outcomes(batch, groups), batch)
+
+    def outcomes(self, batch: Batch, groups: Sequence[Group] | None = None) -> list[Outcome]:
+        """What each reward made of the batch, that of `groups` (None: nothing was added before)."""
         waiting = [self._pieces(index, groups, batch) for index in range(len(self._callers))]
         outcomes = [
             self._callers[index].score(batch, self._states[index]) if pieces is None else None
@@ -301,7 +320,7 @@ class Scoring:
             for caller, outcome, pieces in zip(self._callers, outcomes, waiting, strict=True)
         ]
         whole[0].told += self._scorer.tidy(self._surroundings)
-        return self._scorer.settle(groups, whole, batch)
+        return whole
 
     def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
         """What came of a reward that ran beside this thread, once all of it has come."""
@@ -309,13 +328,13 @@ class Scoring:
         return Outcome.joined(caller.spec.name, parts, len(batch))
 
     def _pieces(
-        self, index: int, groups: Sequence[Group], batch: Batch
+        self, index: int, groups: Sequence[Group] | None, batch: Batch
     ) -> list[tuple[Sequence[int], Future[Outcome]]] | None:
         """What runs beside this thread: places in the batch and the outcome to come; None: it runs on this thread."""
         caller = self._callers[index]
         if not caller.is_beside:
             return None
-        if not caller.call_options.streams:
+        if groups is None or not caller.call_options.streams:
             return list(caller.submit(batch, self._states[index]))
         pieces: list[tuple[Sequence[int], Future[Outcome]]] = []
         start = 0
@@ -324,40 +343,6 @@ class Scoring:
                 pieces.append(([start + place for place in places], future))
             start += group.size
         return pieces
-
-
-def isolated(spec: RewardSpec) -> RewardSpec:
-    """The reward in worker processes, if it is a function of the user's own that they can import; else as it is."""
-    target = spec.call if hasattr(spec.call, "__module__") else type(spec.call)
-    is_own = not str(getattr(target, "__module__", "")).startswith("covey.")
-    if is_async(spec.call) or not is_own or spec.how.isolated or hasattr(spec.call, "parameters"):
-        return spec
-    try:
-        packed(spec.name, spec.call)
-    except RewardError as reason:
-        logger.warning("reward_workers: %s It runs in the process of training.", reason)
-        return spec
-    return replace(spec, call_options=replace(spec.how, isolated=True))
-
-
-def _specs(rewards: Sequence[RewardSpec | Reward], weights: Sequence[Any] | None) -> list[RewardSpec]:
-    """Specs with names that differ (`name`, `name_2`, ...) and the given weights."""
-    if not rewards:
-        raise RewardError("there is no reward; give at least one function, reward model or name of a built-in reward.")
-    specs = [
-        reward if isinstance(reward, RewardSpec) else RewardSpec(name=name_of(reward), call=reward)
-        for reward in rewards
-    ]
-    if weights is not None and len(weights) != len(specs):
-        raise ConfigError(f"reward_weights has {len(weights)} values for {len(specs)} rewards; give one for each.")
-    if weights is not None:
-        specs = [replace(spec, weight=weight_of(weight)(0)) for spec, weight in zip(specs, weights, strict=True)]
-    seen: dict[str, int] = {}
-    for i, spec in enumerate(specs):
-        seen[spec.name] = seen.get(spec.name, 0) + 1
-        if seen[spec.name] > 1:
-            specs[i] = replace(spec, name=f"{spec.name}_{seen[spec.name]}")
-    return specs
 
 
 def _failed_from_the_start(outcome: Outcome, batch: Batch) -> RewardError:

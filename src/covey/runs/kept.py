@@ -57,8 +57,8 @@ def told_of_the_disk(what: str, path: Path, run_dir: Path, numbers: Collection[i
         ) from error
 
 
-def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write(folder)` write its files aside, and move them into `folder` once all are on the disk.
+def write_whole(folder: Path, write: Callable[[Path], object]) -> list[str]:
+    """Let `write(folder)` write its files aside, and move them into `folder` once all are on the disk; their names there.
 
     Files of these names are replaced, others stay. What fails on the way leaves the folder as it was.
     """
@@ -67,6 +67,7 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
     aside = folder / f".tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
         write(aside)
+        names = sorted(entry.name for entry in aside.iterdir())
         for path in aside.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
@@ -75,6 +76,7 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
             target = folder / path.relative_to(aside)
             target.mkdir(exist_ok=True) if path.is_dir() else os.replace(path, target)
         sync_folder(folder)
+        return names
     finally:
         remove_tree(aside)
         if is_new and not any(folder.iterdir()):

@@ -44,6 +44,8 @@ class Saver:
     handler: Any
     """transformers.trainer_callback.CallbackHandler"""
     trainer_state: TrainerState
+    when_written: Callable[[Path, int], None] = lambda path, step: None
+    """Told of each checkpoint that is whole on the disk, and its step, before another is begun."""
     background: Background[Path] = field(default_factory=Background)
     watch: FrozenWeightsCheck | None = None
     """Set at the first look, before the first step."""
@@ -112,6 +114,8 @@ class Saver:
             return
         if path is not None:
             self.failed = 0
+        if path is not None:
+            self.when_written(path, checkpoint.step_of(path))
         if path is not None and self.trainer_state.best_global_step == checkpoint.step_of(path):
             self.trainer_state.best_model_checkpoint = str(path)
 

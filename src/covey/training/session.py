@@ -78,6 +78,10 @@ class Session:
     """Tells of a checkpoint whose writing has ended or failed, without waiting for one."""
     finish_saving: Callable[[], None] = lambda: None
     """Waits until no checkpoint is being written any more."""
+    finish_uploads: Callable[[], None] = lambda: None
+    """Waits until no upload to the hub goes on any more."""
+    announce: Callable[[dict[str, float]], None] | None = None
+    """Where logs go first, such as a trainer's `log`, which hands them on to this session's; None: there at once."""
     agree: Callable[[bool], bool] = lambda flag: flag
     """True on every process once it is True on one: a signal reaches processes at different moments, or only some."""
     is_asked_to_stop: bool = False
@@ -178,7 +182,9 @@ class Session:
             "total_flos": 0.0,
             "train_loss": self.total_loss / max(state.step, 1),
         }
-        self.log(summary)
+        summary |= self._window(state)  # what was not logged yet, as when a run is shorter than `logging_steps`
+        self._announce(summary)
+        self.finish_uploads()
         self._call("on_train_end")
         self.recorder.close("stopped" if self.is_asked_to_stop else "finished")
         self.display.close()
@@ -197,6 +203,7 @@ class Session:
             self.recorder.reward_failed(self.latest.step, error)
         try:
             self.finish_saving()
+            self.finish_uploads()
         finally:
             self.recorder.close("failed")
 
@@ -249,7 +256,7 @@ class Session:
 
     def _follow(self, state: TrainState, groups: Sequence[Group]) -> None:
         if self.control.should_log:
-            self._log_window(state)
+            self._announce(self._window(state))
             self.show_completions(state.step, groups)
         is_best = False
         if self.control.should_evaluate:
@@ -259,7 +266,13 @@ class Session:
             self._save(state)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
-    def _log_window(self, state: TrainState) -> None:
+    def _announce(self, logs: dict[str, float]) -> None:
+        (self.announce or self.log)(logs)
+
+    def _window(self, state: TrainState) -> dict[str, float]:
+        """The metrics of the steps since the last log, which begin anew; empty without such a step."""
+        if not self.window_seconds:
+            return {}
         logs = plain(self.window)
         logs["num_tokens"] = float(state.num_tokens)
         logs["step_time"] = sum(self.window_seconds) / max(len(self.window_seconds), 1)
@@ -268,7 +281,7 @@ class Session:
             if name in logs:  # sums over micro-batches within a step, a mean over the steps of the window
                 logs[name] = logs[name] / count
         self.window, self.window_seconds = {}, []
-        self.log(logs)
+        return logs
 
     def _evaluate(self) -> bool:
         """Evaluate now. Returns whether it is the best so far."""

@@ -42,6 +42,8 @@ class Caller:
         self.portions = portions_of(spec.call)
         self.cache = ScoreCache() if self.call_options.pure else None
         self.breaker = Breaker()
+        self.asks_again = True
+        """Whether a late call is repeated on halves: not after a batch that was wholly lost."""
         self.changed: dict[str, None] = {}
         """What its calls changed of the process, and was put back."""
         at_once = self.call_options.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)
@@ -93,7 +95,8 @@ class Caller:
 
     def _called(self, part: Batch, keys: Sequence[bytes] | None, trainer_state: Any) -> Outcome:
         call = _Call(self, trainer_state)
-        outcome = evaluate(self.spec.name, call, part, seconds=self.limit, isolate=self.isolate)
+        outcome = evaluate(self.spec.name, call, part, seconds=self.limit, isolate=self.isolate, asks_again=self.asks_again)
+        self.asks_again = not outcome.is_lost
         outcome.seconds, outcome.num_calls = call.seconds, call.count
         outcome.told += self.portions.take_events() if self.portions else ()
         self.breaker.note(outcome)
@@ -112,21 +115,21 @@ class _Call:
         self.caller, self.trainer_state = caller, trainer_state
         self.seconds, self.count = 0.0, 0
 
-    def __call__(self, part: Batch) -> tuple[Any, Logged]:
+    def __call__(self, part: Batch, limit: float | None) -> tuple[Any, Logged]:
         caller, logged = self.caller, Logged(len(part))
         caller.breaker.refuse(caller.spec.name)
         keywords = arguments(caller.spec.call, part, logged, self.trainer_state)
         self.count += 1
         started = time.perf_counter()
         try:
-            returned = self._run(keywords, logged)
+            returned = self._run(keywords, logged, limit)
         finally:
             self.seconds += time.perf_counter() - started
         return [returned] if caller.call_options.is_singular else returned, logged
 
-    def _run(self, keywords: dict[str, Any], logged: Logged) -> Any:
+    def _run(self, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
         caller = self.caller
-        reward, limit = caller.spec.call, caller.limit
+        reward = caller.spec.call
         if caller.pool is not None:
             return _in_worker(caller.pool, keywords, logged, limit)
         if caller.is_async:

@@ -39,6 +39,9 @@ _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("covey_reward", def
 class DeadlineError(TimeoutError):
     """The call did not return in time; its cause shows where it hung."""
 
+    is_running = False
+    """Whether it goes on, because it could not be ended."""
+
 
 class _Interrupted(BaseException):
     """Raised inside the call; not an Exception, so that `except Exception` in user code does not swallow it."""
@@ -100,7 +103,10 @@ def _abandoning(seconds: float, function: Callable[[], T]) -> T:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted)
             )
-        raise DeadlineError(_said(seconds)) from Exception(f"in a thread, at the limit:\n{where}")
+            thread.join(_GRACE_SECONDS)
+        late = DeadlineError(_said(seconds))
+        late.is_running = thread.is_alive()
+        raise late from Exception(f"in a thread, at the limit:\n{where}")
     return outcome.result()
 
 
@@ -142,7 +148,9 @@ class EventLoop:
             value, error = future.result(None if limit is None else limit + _GRACE_SECONDS)
         except concurrent.futures.TimeoutError:
             self._loop = self._thread = None
-            raise DeadlineError(f"{_said(seconds or 0.0)}, and blocks the event loop") from None
+            late = DeadlineError(f"{_said(seconds or 0.0)}, and blocks the event loop")
+            late.is_running = True
+            raise late from None
         if error is not None:
             raise error
         return cast(T, value)

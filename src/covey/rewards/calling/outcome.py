@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from covey.rewards.contract import Batch, Logged, to_number, to_scores
 from covey.rewards.raised import describe, is_ctrl_c, kind_of, place_of, traceback_of
 from covey.types import Event
 
-Attempt = Callable[[Batch], tuple[Any, Logged]]
-"""Calls a reward on a batch and gives back what it returned and logged, or raises."""
+Attempt = Callable[[Batch, "float | None"], tuple[Any, Logged]]
+"""Calls a reward on a batch, for so many seconds at most, and gives back what it returned and logged, or raises."""
 
 _EVENTS_IN_FULL = 5
+_LIMITS_IN_ALL = 3
+"""Time limits after which nothing of a batch is asked again."""
 _TRIES = 2
 """Calls of a single completion that raises."""
 _TEXT_IN_EVENT = 2000
@@ -114,34 +117,85 @@ class Outcome:
         return shown
 
 
-def evaluate(name: str, attempt: Attempt, batch: Batch, *, seconds: float | None, isolate: bool) -> Outcome:
-    """Score a batch. A call that raises is repeated on halves until the completions that make it raise stand alone.
+def evaluate(
+    name: str, attempt: Attempt, batch: Batch, *, seconds: float | None, isolate: bool, asks_again: bool = True
+) -> Outcome:
+    """Score a batch. A call that raises, or runs past its limit, is repeated on halves, so that only the completions at fault lose their scores.
 
-    A single completion is tried twice, since a judge may fail by chance. With `isolate=False`, or once half of `seconds` is spent, what is left of a failed call counts as failed.
+    A call may take `seconds`. After one that raised, halves are asked until half of that is spent, and a single completion twice,
+    since a judge may fail by chance. After one that was late, halves get up to twice their share of the limit: a reward
+    that needs up to twice the limit for the whole batch is heard out, and one completion that hangs is found for three limits in
+    all. Nothing is asked again once two halves of one part were both late, with `isolate=False`, or where the late call
+    cannot be ended; with `asks_again=False`, no late call is.
     """
     outcome = Outcome(name, torch.full((len(batch),), math.nan))
-    until = time.monotonic() + (math.inf if seconds is None else seconds / 2)
-    todo = [(0, len(batch), 1)]
+    started = time.monotonic()
+    until = started + (math.inf if seconds is None else seconds / 2)
+    todo = deque([_Part(0, len(batch))])
     while todo:
-        start, stop, tries = todo.pop()
+        part = todo.popleft()
         try:
-            returned, logged = attempt(batch.part(start, stop))
-            values = to_scores(returned, stop - start, name)
+            returned, logged = attempt(batch.part(part.start, part.stop), _limit(part.size, len(batch), seconds))
+            values = to_scores(returned, part.size, name)
         except BaseException as error:  # the border to user code: told, counted, limited
             if isinstance(error, StopNow) or is_ctrl_c(error):
                 raise
-            can_help = not isinstance(
-                error, DeadlineError | RewardError | CircuitOpen
-            )  # halves of a wrong length would be misaligned
-            if isolate and can_help and (stop - start > 1 or tries < _TRIES) and time.monotonic() < until:
-                middle = (start + stop) // 2
-                is_one = stop - start == 1
-                todo += [(start, stop, tries + 1)] if is_one else [(middle, stop, 1), (start, middle, 1)]
-            else:
-                outcome.failures.append(Failure(start, stop, error))
+            lost = [part]
+            if isinstance(error, DeadlineError):
+                until = started + _LIMITS_IN_ALL * (seconds or math.inf)
+                part.late.append(part)
+                if len(part.late) == 2:
+                    lost, todo = [part, *todo], deque()
+                elif isolate and asks_again and part.size > 1 and not error.is_running and time.monotonic() < until:
+                    lost, todo = [], todo + deque(part.halves())
+            elif not isinstance(error, RewardError | CircuitOpen):  # halves of a wrong length would be misaligned
+                if isolate and (part.size > 1 or part.tries < _TRIES) and time.monotonic() < until:
+                    lost, todo = [], deque(part.again()) + todo
+            outcome.failures += [Failure(one.start, one.stop, error) for one in lost]
             continue
-        outcome.keep(start, values, logged)
+        outcome.keep(part.start, values, logged)
+    outcome.failures = _joined_late(outcome.failures)
     return outcome
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Completions `start` to `stop`, to be asked about."""
+
+    start: int
+    stop: int
+    tries: int = 1
+    late: list[_Part] = field(default_factory=list)
+    """Of this part and its twin, those whose calls were late."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def again(self) -> list[_Part]:
+        """After it raised: the halves, or a single completion once more."""
+        return [replace(self, tries=self.tries + 1)] if self.size == 1 else self.halves()
+
+    def halves(self) -> list[_Part]:
+        middle, late = (self.start + self.stop) // 2, list[_Part]()
+        return [_Part(self.start, middle, late=late), _Part(middle, self.stop, late=late)]
+
+
+def _joined_late(failures: Sequence[Failure]) -> list[Failure]:
+    """In order of their completions, neighbours that were lost to a time limit as one."""
+    joined: list[Failure] = []
+    for one in sorted(failures, key=lambda failure: failure.start):
+        last = joined[-1] if joined else None
+        if last and last.stop == one.start and isinstance(last.error, DeadlineError) and isinstance(one.error, DeadlineError):
+            joined[-1] = Failure(last.start, one.stop, last.error)
+        else:
+            joined.append(one)
+    return joined
+
+
+def _limit(size: int, whole: int, seconds: float | None) -> float | None:
+    """Seconds for a call about `size` of `whole` completions: twice its share, not too little for the way to a server."""
+    return None if seconds is None else min(seconds, max(2.0 * seconds * size / whole, seconds / 16))
 
 
 def _is_run(places: Sequence[int]) -> bool:

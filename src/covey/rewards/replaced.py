@@ -1,0 +1,56 @@
+"""`_calculate_rewards` of a trainer's subclass: all scores of a batch by one method, which may ask the rewards itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import CoveyError, RewardError
+from covey.rewards.calling.outcome import Outcome
+from covey.rewards.contract import Batch
+from covey.rewards.raised import with_place
+
+Calculate = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Any]
+"""(rows, prompts, completions, completion ids) -> [N, R], as TRL's method of that name."""
+
+
+@dataclass(eq=False)
+class Replaced:
+    """Scores a batch by `calculate`. Raises RewardError for what is not [N, R] and for whatever it raises."""
+
+    calculate: Calculate
+    names: Sequence[str]
+    _asked: list[Outcome] = field(default_factory=list)
+
+    def note(self, outcomes: Sequence[Outcome]) -> None:
+        """The rewards were asked: their failures, seconds and logged values count, whatever becomes of their scores."""
+        self._asked = list(outcomes)
+
+    def __call__(self, batch: Batch) -> list[Outcome]:
+        """One outcome for each reward, [N] each."""
+        self._asked = []
+        try:
+            returned = self.calculate(batch.rows(), batch.prompts, batch.completions, batch.completion_ids)
+            scores = torch.as_tensor(returned, dtype=torch.float32).detach().cpu()
+        except CoveyError:
+            raise
+        except Exception as error:
+            raise RewardError(f"_calculate_rewards raised {with_place(error)}.") from error
+        wanted = (len(batch), len(self.names))
+        if tuple(scores.shape) != wanted:
+            raise RewardError(
+                f"_calculate_rewards returned shape {list(scores.shape)}; return one score for each of {wanted[0]} completions "
+                f"by each of {wanted[1]} rewards, [{wanted[0]}, {wanted[1]}]."
+            )
+        asked = self._asked if all(len(one.scores) == wanted[0] for one in self._asked) else []
+        return [self._outcome(name, asked[r] if asked else None, scores[:, r]) for r, name in enumerate(self.names)]
+
+    def _outcome(self, name: str, asked: Outcome | None, scores: Tensor) -> Outcome:
+        outcome = Outcome(name, scores.clone()) if asked is None else asked
+        outcome.scores = scores.clone()
+        outcome.failures = [one for one in outcome.failures if bool(scores[one.start : one.stop].isnan().any())]
+        return outcome

@@ -1,0 +1,104 @@
+"""Hooks of TRL's trainer in a subclass: honoured where the loop has the same point, else refused when the class is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from covey.errors import ConfigError
+
+HONOURED = frozenset(
+    {
+        *("log", "_calculate_rewards", "evaluate", "train", "save_model", "save_state", "end"),
+        *("push_to_hub", "create_model_card", "log_metrics", "save_metrics", "add_callback", "__init__"),
+    }
+)
+"""Methods that a subclass may replace; training itself calls `log`, `_calculate_rewards` and `evaluate`."""
+
+_LOSS = "write the loss as a part of an algorithm: algorithm=alg.grpo().replace(objective=..., regularizers=..., kl=...)"
+_ROLLOUT = "give rollout_func=, tools= or environment_factory=, which write completions, or a sampler in rollout_backend="
+_REWARDS = "override _calculate_rewards, or give a function in reward_funcs="
+_ADVANTAGES = "write the advantage as a part of an algorithm: algorithm=alg.grpo().replace(advantage=...)"
+_ORDER = "order the data set itself and set shuffle_dataset=False, or choose a curriculum="
+_OPTIMIZER = "give optimizers=(optimizer, scheduler), or set optim= and lr_scheduler_type="
+_STEP = "watch or act in a TrainerCallback: on_step_begin, on_pre_optimizer_step, on_optimizer_step, on_step_end"
+_EVALUATE = "override evaluate(), or pass another eval_dataset= to it"
+_SAVE = "write further files in a TrainerCallback's on_save, or override save_model()"
+_RESUME = "resuming is exact and reads the whole state by itself; a callback keeps its own in ExportableState.state()"
+_DEVICES = "devices, precision and processes follow the options and the launcher"
+_BATCHES = "set the options of batches: per_device_train_batch_size, gradient_accumulation_steps, num_generations"
+_SEARCH = "search options with `covey tune`"
+_HUB = "set hub_strategy=, hub_model_id= and hub_revision=, or override push_to_hub()"
+
+_BY_COMPONENT: Mapping[str, tuple[str, ...]] = {
+    _LOSS: (
+        "compute_loss", "_compute_loss", "get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask",
+        "_get_per_token_logps_and_entropies", "compute_liger_loss", "_get_last_hidden_state",
+    ),
+    _ROLLOUT: (
+        "_generate", "_generate_single_turn", "_tool_call_loop", "_get_tool_suffix_ids", "_tokenize_prompts",
+        "_move_model_to_vllm", "_sync_fsdp1_params_to_vllm", "_sync_fsdp2_params_to_vllm",
+    ),
+    _ADVANTAGES: ("_generate_and_score_completions", "_compute_advantages"),
+    _REWARDS: ("_log_completion_extra", "_log_metric"),
+    _ORDER: (
+        "get_train_dataloader", "_get_train_sampler", "_get_dataloader", "_remove_unused_columns",
+        "_set_signature_columns_if_needed", "_get_collator_with_removed_columns",
+    ),
+    _OPTIMIZER: (
+        "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs",
+        "get_optimizer_group", "get_decay_parameter_names", "_get_learning_rate", "get_learning_rates",
+    ),
+    _STEP: (
+        "training_step", "_inner_training_loop", "_run_epoch", "_maybe_log_save_evaluate", "_clip_grad_norm",
+        "_get_grad_norm", "_prepare_for_training", "_init_training_state", "_finalize_training",
+        "_track_num_input_tokens", "_mixed_mesh_grad_norm", "_has_mixed_mesh_grads",
+        "_sync_replicated_trainable_parameters", "_defer_fsdp_gradient_reduction", "store_flos", "floating_point_ops",
+    ),
+    _EVALUATE: (
+        "prediction_step", "evaluation_loop", "prediction_loop", "predict", "_evaluate", "get_eval_dataloader",
+        "get_test_dataloader", "_get_eval_sampler", "_determine_best_metric",
+    ),
+    _SAVE: (
+        "_save", "_save_checkpoint", "_get_output_dir", "_save_optimizer_and_scheduler", "_save_rng_state",
+        "_save_scaler", "_rotate_checkpoints",
+    ),
+    _RESUME: (
+        "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler", "_load_best_model",
+        "_load_callback_state", "_issue_warnings_after_load",
+    ),
+    _DEVICES: (
+        "_wrap_model", "_move_model_to_device", "_build_accelerator_args", "create_accelerator_and_postprocess",
+        "autocast_smart_context_manager", "compute_loss_context_manager", "_prepare_context_parallel_inputs",
+        "_prepare_input", "get_cp_size", "get_sp_size", "get_tp_size", "call_model_init", "_nested_gather",
+    ),
+    _BATCHES: (
+        "_prepare_inputs", "get_batch_samples", "_get_num_items_in_batch", "num_examples", "get_total_train_batch_size",
+        "set_initial_training_values", "_update_auto_batch_size", "_validate_args", "get_num_trainable_parameters",
+    ),
+    _SEARCH: ("hyperparameter_search", "_hp_search_setup", "_report_to_hp_search", "_tune_save_checkpoint"),
+    _HUB: ("init_hf_repo", "_push_from_checkpoint", "_finish_current_push"),
+}  # fmt: skip
+
+INSTEAD: Mapping[str, str] = {name: component for component, names in _BY_COMPONENT.items() for name in names}
+"""Hooks of TRL 1.16's GRPOTrainer and transformers' Trainer that nothing here calls, and what to use instead."""
+
+
+def refuse_dead_hooks(made: type, trainer: type) -> None:
+    """Raise ConfigError where `made`, a subclass of `trainer`, replaces a hook that training would never call."""
+    for name, owner in _own_names(made, trainer):
+        if name in INSTEAD:
+            where = made.__name__ if owner is made else f"{owner.__name__}, a base of {made.__name__},"
+            raise ConfigError(f"{where} overrides {name}, which nothing here calls: {INSTEAD[name]}.")
+
+
+def _own_names(made: type, trainer: type) -> Iterator[tuple[str, type]]:
+    """Attributes that come from the subclass or its mixins, not from the trainer or its bases."""
+    known = set(trainer.__mro__)
+    for owner in made.__mro__:
+        if owner not in known:
+            yield from ((name, owner) for name in vars(owner))
+
+
+def is_overridden(instance: object, name: str, trainer: type) -> bool:
+    """Whether the class of `instance`, or the instance itself, replaces the method `name` of `trainer`."""
+    return name in vars(instance) or getattr(type(instance), name) is not getattr(trainer, name)

@@ -1,0 +1,224 @@
+"""Uploads to the Hugging Face hub beside training: `push_to_hub`, `hub_strategy` and the other hub options of transformers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, CoveyError
+from covey.files.hub import bounded_hub
+from covey.runs import checkpoint, checksums
+from covey.types import Event
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+_STAGED = ".upload-"
+_NOT_OF_THE_MODEL = frozenset({checkpoint.STATE, checksums.NAME, "trainer_state.json"})
+"""What a checkpoint holds beside model and tokenizer."""
+_REFUSED = frozenset({400, 401, 403, 404, 409})
+"""Answers of the hub that no later try mends."""
+_PATIENCE_SECONDS = 30.0
+"""How long the end of a run that was stopped waits for an upload."""
+
+
+class UploadError(CoveyError):
+    """The hub did not take an upload that was asked for by `push_to_hub()`; the files are in the output folder."""
+
+    exit_code = 69
+
+
+class Hub:
+    """The repository of a run. Uploads go one after the other on threads of their own, from files that cannot change meanwhile.
+
+    During training an upload that fails is a warning and an event `upload_failed`; the run goes on, and the next one is tried
+    again. Only the main process may upload.
+    """
+
+    def __init__(self, args: Any, output_dir: Path) -> None:
+        self.args, self.output_dir = args, output_dir
+        self.repo_id: str | None = None
+        self.tell: Callable[[Event], None] = lambda event: None
+        self._uploads: list[tuple[str, Future[Any]]] = []
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def strategy(self) -> str:
+        """end, every_save, checkpoint or all_checkpoints."""
+        return str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
+
+    @property
+    def is_busy(self) -> bool:
+        return any(not upload.done() for _, upload in self._uploads)
+
+    def open_early(self) -> None:
+        """Make the repository before work is spent. Raises ConfigError where the hub refuses it; one that does not answer is told.
+
+        Leftovers of uploads that were killed go.
+        """
+        for left in self.output_dir.glob(f"{_STAGED}*") if self.output_dir.is_dir() else ():
+            shutil.rmtree(left, ignore_errors=True)
+        name = self.args.hub_model_id or self.output_dir.resolve().name
+        try:
+            with bounded_hub("https://hub") as is_reachable:
+                if is_reachable:
+                    self.open()
+                    return
+            why = "the hub does not answer"
+        except Exception as error:  # noqa: BLE001 - whatever a server and its client raise
+            if _is_refusal(error):
+                raise ConfigError(
+                    f"push_to_hub=True, but the hub does not take the repository {name!r} ({_said(error)}). Log in with "
+                    "`hf auth login` or set hub_token; hub_model_id names a repository that you may write to."
+                ) from error
+            why = _said(error)
+        logger.warning("push_to_hub=True, but %s; training begins, and every upload tries again.", why)
+
+    def open(self, token: str | None = None, private: bool | None = None) -> str:
+        """Make the repository unless it is there; its full name, with the owner's."""
+        if self.repo_id is None:
+            from huggingface_hub import HfApi
+
+            name = self.args.hub_model_id or self.output_dir.resolve().name
+            chosen = self.args.hub_private_repo if private is None else private
+            made = HfApi().create_repo(name, token=token or self.args.hub_token, private=chosen, exist_ok=True)
+            self.repo_id = made.repo_id
+        return self.repo_id
+
+    def checkpoint_saved(self, path: Path, message: str, card: Callable[[], str]) -> None:
+        """Upload a checkpoint as `hub_strategy` says: its model, and for two of them the whole of it.
+
+        While an upload goes on, the next is left out unless `hub_always_push`.
+        """
+        if not self.args.push_to_hub or self.strategy == "end" or (self.is_busy and not self.args.hub_always_push):
+            return
+        names = [entry.name for entry in path.iterdir() if entry.name not in _NOT_OF_THE_MODEL]
+        self.upload(path, names, message, card=card())
+        if self.strategy in ("checkpoint", "all_checkpoints"):
+            place = "last-checkpoint" if self.strategy == "checkpoint" else path.name
+            self.upload(path, [entry.name for entry in path.iterdir()], f"{message}, checkpoint", place=place)
+
+    def upload(
+        self, folder: Path, names: Iterable[str], message: str, *, card: str | None = None, place: str = "", **given: Any
+    ) -> Future[Any]:
+        """Begin to upload these files of `folder`, as they are now, and a model card; the commit to come.
+
+        `given`: `token`, `revision` and `private` where they differ from the options.
+        """
+        staged = self._staged(folder, names, card)
+        result: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                with self._one_at_a_time:
+                    result.set_result(self._commit(staged, message, place, **given))
+            except BaseException as error:  # noqa: BLE001 - carried to whoever waits
+                result.set_exception(error)
+            finally:
+                shutil.rmtree(staged, ignore_errors=True)
+
+        self._uploads.append((message, result))
+        threading.Thread(target=work, name="covey-hub", daemon=True).start()
+        return result
+
+    def poll(self) -> None:
+        """Tell of uploads that have failed."""
+        done = [one for one in self._uploads if one[1].done()]
+        self._uploads = [one for one in self._uploads if one not in done]
+        for message, upload in done:
+            error = upload.exception()
+            if error is not None:
+                said = f"The upload {message!r} to the hub failed ({_said(error)})."
+                logger.warning("%s The run goes on, and everything is in %s.", said, self.output_dir)
+                self.tell(Event(kind="upload_failed", said=said, details={"repository": self.repo_id}))
+
+    def finish(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the uploads that go on, and tell of those that failed; a stop signal makes the wait short."""
+        if self.is_busy:
+            logger.warning("Waiting for an upload to the hub to end.")
+        waited = 0.0
+        for message, upload in list(self._uploads):
+            while not upload.done() and waited < _PATIENCE_SECONDS:
+                wait([upload], timeout=0.5)
+                waited += 0.5 if is_hurried() else 0.0
+            if not upload.done():
+                logger.warning("The upload %r to the hub was not done in time and is left behind.", message)
+        self.poll()
+
+    def drop(self, upload: Future[Any]) -> None:
+        """Whoever began this upload tells of its failure itself."""
+        self._uploads = [one for one in self._uploads if one[1] is not upload]
+
+    def _staged(self, folder: Path, names: Iterable[str], card: str | None) -> Path:
+        """A folder of links to the files, so that what a later save replaces or deletes is still there."""
+        staged = self.output_dir / f"{_STAGED}{uuid.uuid4().hex[:8]}"
+        staged.mkdir(parents=True)
+        for name in names:
+            source = folder / name
+            if source.is_dir():
+                shutil.copytree(source, staged / name, copy_function=_linked)
+            else:
+                _linked(source, staged / name)
+        if card is not None:
+            (staged / CARD).unlink(missing_ok=True)  # a link: writing through it would change the other name too
+            (staged / CARD).write_text(card, encoding="utf-8")
+        return staged
+
+    def _commit(
+        self,
+        staged: Path,
+        message: str,
+        place: str,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+    ) -> Any:
+        from huggingface_hub import HfApi
+
+        token, revision, api = token or self.args.hub_token, revision or self.args.hub_revision, HfApi()
+        repo = self.open(token, private)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, token=token, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo,
+            folder_path=staged,
+            path_in_repo=place or None,
+            commit_message=message,
+            token=token,
+            revision=revision,
+        )
+
+
+def raise_refused(error: BaseException, repository: str | None, output_dir: Path) -> None:
+    """Raise UploadError for an upload that failed, with the way to do it later."""
+    where = repository or "YOUR_NAME/MODEL"
+    raise UploadError(
+        f"The model was not uploaded to {where} ({_said(error)}). It is whole in {output_dir}: call push_to_hub() again, or "
+        f"`hf upload {where} {output_dir}`."
+    ) from error
+
+
+def _linked(source: Any, target: Any) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a disk without hard links
+        shutil.copy2(source, target)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return isinstance(error, HFValidationError | LocalTokenNotFoundError) or status in _REFUSED
+
+
+def _said(error: BaseException) -> str:
+    """The first line of an error, which carries no token."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"

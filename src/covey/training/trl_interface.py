@@ -1,0 +1,354 @@
+"""What scripts read from and call on TRL's trainer beside `train` and `evaluate`: attributes, metrics files, loaders, the hub."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import Future
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from covey.algorithms import Algorithm
+from covey.algorithms.control import current
+from covey.algorithms.regularizers import EntropyBonus
+from covey.config import GRPOConfig
+from covey.config.options import GROUPS
+from covey.errors import ConfigError, DataError
+from covey.learner import FrozenCopy
+from covey.models import has_adapter
+from covey.process.accelerator import accelerator_of
+from covey.process.lean import imported
+from covey.process.world import World
+from covey.rewards import Scorer
+from covey.rewards.builtin.reward_model import ModelReward
+from covey.runs.kept import told_of_the_disk, write_whole
+from covey.runs.storage import REFUSALS
+from covey.training.agents import Agents
+from covey.training.hub import CARD, Hub, raise_refused
+from covey.training.loaders import eval_loader, train_loader
+from covey.training.model_card import Card
+from covey.training.parts import Parts
+from covey.training.recording import write_model
+
+
+_TOLD_OPTIONS = frozenset(
+    name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
+) - {"algorithm", "model_init_kwargs"}
+"""Options that a model card shows: those that decide the model, and none that may hold an address or a token."""
+
+
+class _Option:
+    """An attribute that TRL copies from its options: what the options say, never to be set on a trainer."""
+
+    def __init__(self, option: str) -> None:
+        self.option = option
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        return self if trainer is None else getattr(trainer.args, self.option)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        raise ConfigError(f"{self.option} is an option; set it in GRPOConfig, before the trainer is made.")
+
+
+class TRLInterface:
+    """The part of TRL 1.16's public interface that is no training: every attribute says what this run does."""
+
+    args: GRPOConfig
+    world: World
+    hub: Hub
+    scorer: Scorer
+    agents: Agents
+    algorithm: Algorithm
+    model: Any
+    processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
+    state: Any
+    control: Any
+    callback_handler: Any
+    output_dir: Path
+    trackers: Any
+    _parts: Parts | None
+
+    _tag_names: tuple[str, ...] | list[str] = ()
+    """Tags of the model card, as a subclass of TRL's sets them."""
+
+    num_generations = _Option("num_generations")
+    max_completion_length = _Option("max_completion_length")
+    max_tool_calling_iterations = _Option("max_tool_calling_iterations")
+    temperature = _Option("temperature")
+    top_p = _Option("top_p")
+    top_k = _Option("top_k")
+    min_p = _Option("min_p")
+    repetition_penalty = _Option("repetition_penalty")
+    num_iterations = _Option("num_iterations")
+    epsilon_low = _Option("epsilon")
+    shuffle_dataset = _Option("shuffle_dataset")
+    mask_truncated_completions = _Option("mask_truncated_completions")
+    top_entropy_quantile = _Option("top_entropy_quantile")
+    log_completions = _Option("log_completions")
+    num_completions_to_print = _Option("num_completions_to_print")
+    use_vllm = _Option("use_vllm")
+    loss_type = _Option("loss_type")
+    scale_rewards = _Option("scale_rewards")
+    importance_sampling_level = _Option("importance_sampling_level")
+    use_adaptive_entropy = _Option("use_adaptive_entropy")
+
+    # -- attributes -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def accelerator(self) -> Any:
+        """accelerate's `Accelerator` of the processes of this run."""
+        return accelerator_of(self.args)
+
+    @cached_property
+    def _metrics(self) -> dict[str, MutableMapping[str, list[float]]]:
+        """TRL's lists of numbers by mode (`train`, `eval`) and name: a mean of each joins the next log of its mode."""
+        return {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    @property
+    def model_wrapped(self) -> Any:
+        return self.model
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference model, once training has made it; None where the KL has none or shares the policy's base (PEFT)."""
+        reference = self._parts.learner.reference if self._parts is not None else None
+        return reference.policy.model if isinstance(reference, FrozenCopy) else None
+
+    @property
+    def beta(self) -> float:
+        """KL coefficient of now."""
+        kl = self._resolved.kl
+        return 0.0 if kl is None else current(kl.coefficient)
+
+    @property
+    def entropy_coef(self) -> float:
+        """Entropy coefficient of now; an adaptive one also where it is not applied."""
+        state = self._parts.session.latest.controllers if self._parts is not None else {}
+        values = self.algorithm.initial_controllers() | dict(state)
+        for index, part in enumerate(self.algorithm.regularizers):
+            if isinstance(part, EntropyBonus):
+                return abs(values.get(f"regularizers.{index}.coefficient", current(part.coefficient)))
+        return 0.0
+
+    @property
+    def epsilon_high(self) -> float:
+        return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
+
+    @property
+    def num_generations_eval(self) -> int:
+        return self.args.num_generations_eval or self.args.num_generations
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        return self.agents.template_options(self.args)
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The rewards: functions as they are called, models as modules."""
+        calls = [spec.call for spec in self.scorer.rewards]
+        return [call.model if isinstance(call, ModelReward) else call for call in calls]
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        return self.scorer.names
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """[R], of the step that training has reached."""
+        return self.scorer.weights
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizer of each reward model, None for a function."""
+        calls = [spec.call for spec in self.scorer.rewards]
+        return [call.tokenizer if isinstance(call, ModelReward) else None for call in calls]
+
+    @property
+    def environments(self) -> Any:
+        return self.agents.environments
+
+    @property
+    def rollout_func(self) -> Any:
+        return self.agents.rollout_func
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """Full name of the repository on the hub, once there is one."""
+        return self.hub.repo_id
+
+    @property
+    def _resolved(self) -> Algorithm:
+        """The algorithm with its adaptive coefficients as they are now."""
+        return self.algorithm.resolve(self._parts.session.latest.controllers if self._parts is not None else {})
+
+    # -- methods of transformers' trainer --------------------------------------------------------------------------------
+
+    def is_world_process_zero(self) -> bool:
+        return self.world.is_main
+
+    def is_local_process_zero(self) -> bool:
+        return int(self.args.local_process_index) == 0
+
+    def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
+        return dict(imported("transformers.trainer_pt_utils").metrics_format(metrics))
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print the metrics as transformers' scripts do, on the main process."""
+        imported("transformers.trainer_pt_utils").log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
+        """Write `<split>_results.json` to `output_dir`, and with `combined` add to `all_results.json`."""
+        if not self.world.is_main:
+            return
+        with told_of_the_disk(f"{split}_results.json", self.output_dir, self.output_dir, REFUSALS):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self._write_json(f"{split}_results.json", metrics)
+            everything = self.output_dir / "all_results.json"
+            if combined:
+                known = json.loads(everything.read_text()) if everything.is_file() else {}
+                self._write_json(everything.name, {**known, **metrics})
+
+    def _write_json(self, name: str, metrics: Mapping[str, Any]) -> None:
+        (self.output_dir / name).write_text(json.dumps(metrics, indent=4, sort_keys=True))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """One epoch of the training set as TRL's batches: lists of rows, each row once for each of its completions."""
+        if self.train_dataset is None:
+            raise DataError("get_train_dataloader() needs train_dataset: a data set with a column 'prompt'.")
+        return train_loader(self.train_dataset, self.args)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """The evaluation set, one of a dict by its name, or the one that is given, as batches of rows."""
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        given = self.eval_dataset[given] if isinstance(given, str) else given
+        if given is None or isinstance(given, Mapping):
+            raise DataError("get_eval_dataloader() needs one eval_dataset, or the name of one in a dict.")
+        return eval_loader(given, self.args)
+
+    def get_num_trainable_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def end(self) -> None:
+        """At the very end of a script: finish the trackers and leave the process group."""
+        self.trackers.close()
+        self.world.barrier()
+        self.accelerator.end_training()
+
+    # -- rewards ---------------------------------------------------------------------------------------------------------
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> Tensor:
+        """[N, R], the score of each of this process's completions by each reward, NaN without one.
+
+        A subclass may override it: training calls the override for every generation batch. `inputs` holds each completion's row.
+        Other than in TRL, where it also gathers over processes, every process returns its own completions only.
+        """
+        return self.scorer.calculated(inputs, prompts, completions, completion_ids_list).to(self.world.device)
+
+    # -- the model on the disk and on the hub ----------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (an adapter, for PEFT) and its tokenizer as transformers would, to `output_dir`.
+
+        With `push_to_hub` they are uploaded too; an upload that fails is told.
+        """
+        folder = Path(output_dir or self.output_dir)
+        names = self._saved(folder)
+        if self.args.push_to_hub and not _internal_call and self.world.is_main:
+            self.hub.upload(folder, names, "Model save", card=self._card().text())
+            self.hub.finish()
+
+    def _saved(self, folder: Path) -> list[str]:
+        """Names of the files and folders that the model and its tokenizer are, written to `folder` on the main process."""
+        if not self.world.is_main:
+            return []
+        with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
+            return write_whole(folder, partial(write_model, model=self.model, tokenizer=self.processing_class))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        language: str | list[str] | None = None,
+        license: str | None = None,  # noqa: A002  transformers' name
+    ) -> None:
+        """Write `README.md` to `output_dir`: data, algorithm, options, evaluations with their intervals, the run's id."""
+        if not self.world.is_main:
+            return
+        card = self._card(model_name, dataset_name, tags, language, license)
+        with told_of_the_disk("The model card", self.output_dir, self.output_dir, REFUSALS):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            (self.output_dir / CARD).write_text(card.text(), encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Save model, tokenizer and model card to `output_dir` and upload them to the hub.
+
+        Returns huggingface_hub's CommitInfo, a Future of it with `blocking=False`, None on other processes. `card`: arguments of
+        `create_model_card`. Raises UploadError when the hub does not take it; everything is in `output_dir` then.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        names = self._saved(self.output_dir)
+        self.create_model_card(**card)
+        if not self.world.is_main:
+            return None
+        files = [*names, *([] if CARD in names else [CARD])]
+        given = {"token": token, "revision": revision, "private": private}
+        upload: Future[Any] = self.hub.upload(self.output_dir, files, str(commit_message), **given)
+        if not blocking:
+            return upload
+        error = upload.exception()
+        self.hub.drop(upload)
+        if error is not None:
+            raise_refused(error, self.hub.repo_id, self.output_dir)
+        return upload.result()
+
+    def _checkpoint_saved(self, path: Path, step: int) -> None:
+        """After a checkpoint is whole on the disk: what `hub_strategy` says."""
+        by_epoch = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) == "epoch"
+        when = f"epoch {int(self.state.epoch or 0)}" if by_epoch else f"step {step}"
+        self.hub.checkpoint_saved(path, f"Training in progress, {when}", lambda: self._card(step=step).text())
+
+    def _card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        language: str | list[str] | None = None,
+        license: str | None = None,  # noqa: A002
+        step: int | None = None,
+    ) -> Card:
+        base = str(getattr(self.model.config, "_name_or_path", "") or "")
+        named = (self.args.hub_model_id or self.output_dir.resolve().name).rpartition("/")[2]
+        given = [tags] if isinstance(tags, str) else list(tags or ())
+        return Card(
+            model_name=model_name or named,
+            base_model=base if base and not Path(base).exists() else None,
+            repo_id=self.hub.repo_id or self.args.hub_model_id,
+            dataset_name=dataset_name,
+            algorithm=self.algorithm.name,
+            options={name: value for name, value in self.args._changed().items() if name in _TOLD_OPTIONS},
+            rewards=dict(zip(self.scorer.names, self.scorer.weights.tolist(), strict=True)),
+            step=self.state.global_step if step is None else step,
+            run_dir=self.output_dir,
+            is_adapter=has_adapter(self.model),
+            tags=[*given, *self._tag_names, *(getattr(self.model, "model_tags", None) or ())],
+            language=language,
+            license=license,
+        )
