@@ -159,7 +159,7 @@ def test_a_streamed_reward_that_hangs_in_a_thread_is_given_up_told_where_and_its
         scoring.add(one)
     scored = scoring.finish(groups)
     scorer.close()
-    assert [g.rewards.isnan().all().item() for g in scored] == [True, False]
+    assert [g.rewards.isnan().flatten().tolist() for g in scored] == [[True, False], [False, False]]
     (event,) = scored[0].events
     assert event.kind == "reward_timeout"
     assert "in hang_for_a" in event.details["traceback"]

@@ -89,6 +89,7 @@ def build_scorer(
     trainer_state: Callable[[], Any],
     device: torch.device,
     num_own: int = 0,
+    calculate: Any = None,
 ) -> Scorer:
     """One scorer over callables, reward models and names, with the limits of the configuration.
 
@@ -117,6 +118,7 @@ def build_scorer(
         error_limit=args.reward_error_limit,
         on_error=args.on_reward_error,
         trainer_state=trainer_state,
+        calculate=calculate,
     )
 
 

@@ -14,8 +14,12 @@ HONOURED = frozenset(
 )
 """Methods that a subclass may replace; training itself calls `log`, `_calculate_rewards` and `evaluate`."""
 
-_LOSS = "write the loss as a part of an algorithm: algorithm=alg.grpo().replace(objective=..., regularizers=..., kl=...)"
-_ROLLOUT = "give rollout_func=, tools= or environment_factory=, which write completions, or a sampler in rollout_backend="
+_LOSS = (
+    "write the loss as a part of an algorithm: algorithm=alg.grpo().replace(objective=..., regularizers=..., kl=...)"
+)
+_ROLLOUT = (
+    "give rollout_func=, tools= or environment_factory=, which write completions, or a sampler in rollout_backend="
+)
 _REWARDS = "override _calculate_rewards, or give a function in reward_funcs="
 _ADVANTAGES = "write the advantage as a part of an algorithm: algorithm=alg.grpo().replace(advantage=...)"
 _ORDER = "order the data set itself and set shuffle_dataset=False, or choose a curriculum="

@@ -72,7 +72,7 @@ class Hub:
                     self.open()
                     return
             why = "the hub does not answer"
-        except Exception as error:  # noqa: BLE001 - whatever a server and its client raise
+        except Exception as error:
             if _is_refusal(error):
                 raise ConfigError(
                     f"push_to_hub=True, but the hub does not take the repository {name!r} ({_said(error)}). Log in with "
@@ -106,7 +106,14 @@ class Hub:
             self.upload(path, [entry.name for entry in path.iterdir()], f"{message}, checkpoint", place=place)
 
     def upload(
-        self, folder: Path, names: Iterable[str], message: str, *, card: str | None = None, place: str = "", **given: Any
+        self,
+        folder: Path,
+        names: Iterable[str],
+        message: str,
+        *,
+        card: str | None = None,
+        place: str = "",
+        **given: Any,
     ) -> Future[Any]:
         """Begin to upload these files of `folder`, as they are now, and a model card; the commit to come.
 

@@ -41,7 +41,14 @@ class Card:
     def text(self) -> str:
         """The whole card, YAML header included. What the run has not recorded is left out."""
         record = manifest.read(self.run_dir / manifest.NAME) or {}
-        sections = [self._intro(), self._use(), self._training(record), self._evaluation(), _versions(record), _CITATION]
+        sections = [
+            self._intro(),
+            self._use(),
+            self._training(record),
+            self._evaluation(),
+            _versions(record),
+            _CITATION,
+        ]
         return f"---\n{self._header()}---\n\n" + "\n".join(section for section in sections if section)
 
     def _header(self) -> str:
@@ -110,9 +117,7 @@ class Card:
         if not rows:
             return "## Evaluation\n\nThis model was not evaluated during its training.\n"
         head = ("held-out set", "first reward", "last reward", "difference", "prompts")
-        return (
-            f"## Evaluation\n\nMean reward a prompt, with 95% intervals over prompts.\n\n{_table(head, rows)}\n"
-        )
+        return f"## Evaluation\n\nMean reward a prompt, with 95% intervals over prompts.\n\n{_table(head, rows)}\n"
 
     def _evaluated(self, name: str) -> Iterator[list[str]]:
         folder = self.run_dir / evaluations.FOLDER
@@ -145,7 +150,9 @@ def _hardware(hardware: Mapping[str, Any]) -> str:
 
 def _versions(record: Mapping[str, Any]) -> str:
     versions = record.get("versions") or {}
-    return "## Versions\n\n" + "".join(f"* {name}: {version}\n" for name, version in versions.items()) if versions else ""
+    return (
+        "## Versions\n\n" + "".join(f"* {name}: {version}\n" for name, version in versions.items()) if versions else ""
+    )
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[Any]] | Sequence[Sequence[Any]]) -> str:

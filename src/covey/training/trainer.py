@@ -23,7 +23,7 @@ from covey.process import lean
 from covey.process.world import World
 from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.console import lasting_output
-from covey.runs.kept import tell_stopped, told_of_the_disk, write_whole
+from covey.runs.kept import tell_stopped, told_of_the_disk
 from covey.runs.resuming import expect_resumable
 from covey.runs.storage import REFUSALS
 from covey.training import loop
@@ -40,20 +40,24 @@ from covey.training.build import (
     given_algorithm,
 )
 from covey.training.evaluator import Evaluator
+from covey.training.hooks import is_overridden, refuse_dead_hooks
+from covey.training.hub import Hub
 from covey.training.loading import load_for_training
 from covey.training.parts import Parts
-from covey.training.recording import Recording, load_best, restore_history, restore_tree, write_model
+from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import lower_learning_rate
 from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
+from covey.training.streams import finite, refuse_no_data
+from covey.training.trl_interface import TRLInterface
 
 logger = logging.getLogger(__name__)
 
 _NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
 
 
-class GRPOTrainer:
+class GRPOTrainer(TRLInterface):
     """Post-trains a causal language model with GRPO or any algorithm of its family.
 
     Takes TRL 1.16's arguments: `model` (a hub id, a folder, or a loaded model, PEFT included), `reward_funcs` (callables,
@@ -62,8 +66,15 @@ class GRPOTrainer:
     `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
     preset's name, an import path, or a `covey.algorithms.Algorithm`.
 
+    A subclass may override `log`, `_calculate_rewards`, `evaluate` and what saves or uploads; one that overrides a hook which
+    nothing here calls is refused when its class is made. `TRLInterface` holds the attributes and methods that scripts use.
+
     Wrong input raises a `CoveyError` whose message names the input and the fix, before anything is trained.
     """
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        refuse_dead_hooks(cls, GRPOTrainer)
 
     def __init__(
         self,
@@ -92,6 +103,7 @@ class GRPOTrainer:
         self.world = World.of(self.args)
         self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
         self.output_dir = Path(str(self.args.output_dir))
+        self.hub = Hub(self.args, self.output_dir)
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
@@ -100,14 +112,18 @@ class GRPOTrainer:
         self.tools = [one.call for one in self.agents.tools]
         rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(
-            self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards)
-        )
+            self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards),
+            self._calculate_rewards if is_overridden(self, "_calculate_rewards", GRPOTrainer) else None,
+        )  # fmt: skip
         train_dataset = with_prompts(train_dataset, self.agents, self.args)
+        refuse_no_data(train_dataset, eval_dataset, self.args)
         self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         if self.train_dataset is not None:
             self.scorer.check(self.agents.columns(self.train_dataset.column_names))
             refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
+        if self.args.push_to_hub and self.world.is_main:
+            self.hub.open_early()
         self._load(model, processing_class, quantization_config, peft_config)
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
         self.control = lean.TrainerControl()
@@ -178,19 +194,8 @@ class GRPOTrainer:
         for name, dataset in sets.items():
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
             metrics |= self._evaluate_one(dataset, prefix)
-        session = self._parts.session if self._parts else None
-        if session is not None:
-            session.log(metrics)
-        else:
-            self.log(metrics)
+        self.log(dict(metrics))
         return metrics
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model (an adapter, for PEFT) and its tokenizer as transformers would, to `output_dir`."""
-        if self.world.is_main:
-            folder = Path(output_dir or self.output_dir)
-            with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
-                write_whole(folder, partial(write_model, model=self.model, tokenizer=self.processing_class))
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""
@@ -199,8 +204,13 @@ class GRPOTrainer:
                 self.output_dir.mkdir(parents=True, exist_ok=True)
                 self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
 
-    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
-        """Add an entry to `state.log_history` and hand it to the callbacks."""
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add an entry to `state.log_history` and hand it to the callbacks; training itself logs through this method."""
+        logs.update(self._taken_metrics(logs))
+        if self._parts is not None:
+            self._parts.session.log(logs)
+            self.control = self._parts.session.control
+            return
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
 
@@ -212,9 +222,6 @@ class GRPOTrainer:
 
     def remove_callback(self, callback: Any) -> None:
         self.callback_handler.remove_callback(callback)
-
-    def is_world_process_zero(self) -> bool:
-        return self.world.is_main
 
     # -- how it is put together -------------------------------------------------------------------------------------
 
@@ -302,7 +309,9 @@ class GRPOTrainer:
             [] if folder is None else [folder.append_alert, self.trackers, alert_shower(display, is_shown)]
         )
         monitor = build_monitor(args, self.scorer.names, learner, outlets, meter)
-        saver = Saver(args, self.model, self.processing_class, self.callback_handler, self.state)
+        saver = Saver(
+            args, self.model, self.processing_class, self.callback_handler, self.state, self._checkpoint_saved
+        )
         session = Session(
             args=args,
             handler=self.callback_handler,
@@ -317,12 +326,15 @@ class GRPOTrainer:
             stop=stop,
             evaluate=self._evaluate_in_training,
             save=lambda state: saver.save(self._running, state),
-            look_at_saving=lambda: saver.poll(self._running),
+            look_at_saving=lambda: (saver.poll(self._running), self.hub.poll()),
             finish_saving=lambda: saver.finish(self._running),
+            finish_uploads=lambda: self.hub.finish(lambda: stop.requested),
+            announce=self.log,
             steps_per_epoch=steps_per_epoch,
             agree=self.world.any,
             show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
         )
+        self.hub.tell = lambda event: session.recorder.event(self.state.global_step, event)
         if folder is not None:
             described = folder.describe(
                 args=args,
@@ -364,9 +376,8 @@ class GRPOTrainer:
         if self._parts is None:
             self._parts = self._parts_without_training()
         evaluator: Evaluator = build_evaluator(self._given, self._parts)
-        count = _length(dataset)
-        if count is None:
-            raise DataError("eval_dataset is a stream without length; pass a finite Dataset, such as stream.take(200).")
+        dataset = finite(dataset)
+        count = len(dataset)
         prompts = build_prompts(self._given, dataset, shuffle=False)
         latest = self._parts.session.latest
         evaluate = partial(evaluator, prompts, count, latest.controllers, prefix)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,6 @@ from covey.training.loaders import eval_loader, train_loader
 from covey.training.model_card import Card
 from covey.training.parts import Parts
 from covey.training.recording import write_model
-
 
 _TOLD_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
@@ -110,6 +110,14 @@ class TRLInterface:
     def _metrics(self) -> dict[str, MutableMapping[str, list[float]]]:
         """TRL's lists of numbers by mode (`train`, `eval`) and name: a mean of each joins the next log of its mode."""
         return {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def _taken_metrics(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """Means of what `_metrics` collected for the mode that these logs are of; the lists are empty afterwards."""
+        is_eval = any(name.startswith("eval_") for name in logs)
+        lists = self._metrics["eval" if is_eval else "train"]
+        taken = {f"eval_{name}" if is_eval else name: fmean(values) for name, values in lists.items() if values}
+        lists.clear()
+        return taken
 
     @property
     def model_wrapped(self) -> Any:
@@ -279,7 +287,7 @@ class TRLInterface:
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
         language: str | list[str] | None = None,
-        license: str | None = None,  # noqa: A002  transformers' name
+        license: str | None = None,
     ) -> None:
         """Write `README.md` to `output_dir`: data, algorithm, options, evaluations with their intervals, the run's id."""
         if not self.world.is_main:
@@ -331,7 +339,7 @@ class TRLInterface:
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
         language: str | list[str] | None = None,
-        license: str | None = None,  # noqa: A002
+        license: str | None = None,
         step: int | None = None,
     ) -> Card:
         base = str(getattr(self.model.config, "_name_or_path", "") or "")

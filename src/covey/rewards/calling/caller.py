@@ -95,7 +95,9 @@ class Caller:
 
     def _called(self, part: Batch, keys: Sequence[bytes] | None, trainer_state: Any) -> Outcome:
         call = _Call(self, trainer_state)
-        outcome = evaluate(self.spec.name, call, part, seconds=self.limit, isolate=self.isolate, asks_again=self.asks_again)
+        outcome = evaluate(
+            self.spec.name, call, part, seconds=self.limit, isolate=self.isolate, asks_again=self.asks_again
+        )
         self.asks_again = not outcome.is_lost
         outcome.seconds, outcome.num_calls = call.seconds, call.count
         outcome.told += self.portions.take_events() if self.portions else ()

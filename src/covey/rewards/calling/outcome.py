@@ -148,9 +148,8 @@ def evaluate(
                     lost, todo = [part, *todo], deque()
                 elif isolate and asks_again and part.size > 1 and not error.is_running and time.monotonic() < until:
                     lost, todo = [], todo + deque(part.halves())
-            elif not isinstance(error, RewardError | CircuitOpen):  # halves of a wrong length would be misaligned
-                if isolate and (part.size > 1 or part.tries < _TRIES) and time.monotonic() < until:
-                    lost, todo = [], deque(part.again()) + todo
+            elif isolate and part.can_help_again(error) and time.monotonic() < until:
+                lost, todo = [], deque(part.again()) + todo
             outcome.failures += [Failure(one.start, one.stop, error) for one in lost]
             continue
         outcome.keep(part.start, values, logged)
@@ -172,6 +171,10 @@ class _Part:
     def size(self) -> int:
         return self.stop - self.start
 
+    def can_help_again(self, error: BaseException) -> bool:
+        """Whether its halves, or one more try, may fare better; halves of a wrong length would be misaligned."""
+        return not isinstance(error, RewardError | CircuitOpen) and (self.size > 1 or self.tries < _TRIES)
+
     def again(self) -> list[_Part]:
         """After it raised: the halves, or a single completion once more."""
         return [replace(self, tries=self.tries + 1)] if self.size == 1 else self.halves()
@@ -186,7 +189,12 @@ def _joined_late(failures: Sequence[Failure]) -> list[Failure]:
     joined: list[Failure] = []
     for one in sorted(failures, key=lambda failure: failure.start):
         last = joined[-1] if joined else None
-        if last and last.stop == one.start and isinstance(last.error, DeadlineError) and isinstance(one.error, DeadlineError):
+        if (
+            last
+            and last.stop == one.start
+            and isinstance(last.error, DeadlineError)
+            and isinstance(one.error, DeadlineError)
+        ):
             joined[-1] = Failure(last.start, one.stop, last.error)
         else:
             joined.append(one)

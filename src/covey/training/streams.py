@@ -1,0 +1,36 @@
+"""Data sets without length: what training and evaluation need to know before they begin."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from covey.config import GRPOConfig
+from covey.errors import ConfigError, DataError
+
+_MOST_ROWS = 100_000
+"""Rows of a streamed evaluation set; a longer one, or one without end, is refused."""
+
+
+def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
+    """Raise where there is nothing to train on or evaluate, or where a stream would be trained on without end."""
+    if train_dataset is None and eval_dataset is None:
+        raise DataError("train_dataset is missing; give a data set with a column 'prompt', or an environment_factory.")
+    if isinstance(train_dataset, IterableDataset) and not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
+        raise ConfigError("train_dataset is a stream, which has no length: set max_steps.")
+
+
+def finite(dataset: Any) -> Any:
+    """The evaluation set with a length: one pass over a stream, held in memory. DataError for one that is too long or empty."""
+    if hasattr(dataset, "__len__"):
+        return dataset
+    rows = list(itertools.islice(iter(dataset), _MOST_ROWS + 1))
+    if len(rows) > _MOST_ROWS:
+        raise DataError(
+            f"eval_dataset is a stream of more than {_MOST_ROWS:,} rows, or without end; pass stream.take(200), for one."
+        )
+    if not rows:
+        raise DataError("eval_dataset is a stream without a single row.")
+    return Dataset.from_list([dict(row) for row in rows])
