@@ -384,7 +384,12 @@ def test_a_tool_without_type_hints_is_refused_with_what_to_add(tmp_path):
 
 def test_a_model_that_is_none_is_refused_by_its_type(tmp_path):
     with pytest.raises(ConfigError, match="model is of type NoneType; give a folder, a hub id or a loaded model"):
-        GRPOTrainer(model=None, reward_funcs=lambda completions: [0.0], args=GRPOConfig(output_dir=str(tmp_path)))
+        GRPOTrainer(
+            model=None,
+            reward_funcs=lambda completions: [0.0],
+            args=GRPOConfig(output_dir=str(tmp_path)),
+            train_dataset=Dataset.from_list(ROWS),
+        )
 
 
 def test_every_refusal_is_a_covey_error_with_an_exit_code():

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 _STAGED = ".upload-"
-_NOT_OF_THE_MODEL = frozenset({checkpoint.STATE, checksums.NAME, "trainer_state.json"})
+_NOT_OF_THE_MODEL = frozenset(
+    {f"{checkpoint.STATE}.json", f"{checkpoint.STATE}.safetensors", checksums.NAME, "trainer_state.json"}
+)
 """What a checkpoint holds beside model and tokenizer."""
 _REFUSED = frozenset({400, 401, 403, 404, 409})
 """Answers of the hub that no later try mends."""
