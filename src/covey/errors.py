@@ -32,6 +32,10 @@ class DataError(CoveyError, ValueError):
     exit_code = 2
 
 
+class DataTypeError(DataError, TypeError):
+    """Something given as a data set that is none."""
+
+
 class ModelError(CoveyError, ValueError):
     """A model or tokenizer that cannot be loaded or used as given."""
 

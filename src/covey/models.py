@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.errors import ConfigError, CoveyError, ModelError, did_you_mean
+from covey.errors import ArgumentTypeError, ConfigError, CoveyError, ModelError, did_you_mean
 from covey.files.bounded import read_json
 from covey.files.hub import bounded_hub
 from covey.files.places import refuse_missing
@@ -259,9 +259,13 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
     if has_adapter(model):
         raise ConfigError("peft_config is given, but the model already carries an adapter; drop one of the two.")
     try:
-        from peft import get_peft_model
+        from peft import PeftConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("peft_config needs the peft package: pip install 'covey[peft]'.") from error
+    if not isinstance(peft_config, PeftConfig):
+        raise ArgumentTypeError(
+            f"peft_config is a {type(peft_config).__name__}; give one of PEFT's, such as LoraConfig()."
+        )
     try:
         return get_peft_model(model, peft_config)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

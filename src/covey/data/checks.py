@@ -12,7 +12,7 @@ import pyarrow.compute as compute
 
 from covey.data.images import IMAGE_COLUMNS, REFUSED_COLUMNS
 from covey.data.prompts import check_prompt
-from covey.errors import DataError, did_you_mean
+from covey.errors import DataError, DataTypeError, did_you_mean
 
 _BATCH = 1000
 
@@ -68,11 +68,11 @@ def _check_type(dataset: Any, name: str) -> None:
         return
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(str, dataset))
-        raise DataError(
+        raise DataTypeError(
             f"{name} holds several splits ({splits}); pass one of them, such as dataset[{next(iter(dataset), '')!r}]."
         )
     hint = "; wrap it with datasets.Dataset.from_list(rows)" if isinstance(dataset, list | tuple) else ""
-    raise DataError(f"{name} is a {type(dataset).__name__}, not a datasets.Dataset or IterableDataset{hint}.")
+    raise DataTypeError(f"{name} is a {type(dataset).__name__}, not a datasets.Dataset or IterableDataset{hint}.")
 
 
 def _check_columns(columns: list[str], name: str) -> None:

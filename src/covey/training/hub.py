@@ -150,6 +150,7 @@ class Hub:
 
     def finish(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait for the uploads that go on, and tell of those that failed; a stop signal makes the wait short."""
+        wait([upload for _, upload in self._uploads], timeout=5.0)
         if self.is_busy:
             logger.warning("Waiting for an upload to the hub to end.")
         waited = 0.0
