@@ -115,13 +115,7 @@ class GRPOTrainer(TRLInterface):
             self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards),
             self._calculate_rewards if is_overridden(self, "_calculate_rewards", GRPOTrainer) else None,
         )  # fmt: skip
-        train_dataset = with_prompts(train_dataset, self.agents, self.args)
-        refuse_no_data(train_dataset, eval_dataset, self.args)
-        self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
-        self.eval_dataset = checked_eval(eval_dataset, self.args)
-        if self.train_dataset is not None:
-            self.scorer.check(self.agents.columns(self.train_dataset.column_names))
-            refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
+        self._take_data(train_dataset, eval_dataset)
         if self.args.push_to_hub and self.world.is_main:
             self.hub.open_early()
         self._load(model, processing_class, quantization_config, peft_config)
@@ -224,6 +218,15 @@ class GRPOTrainer(TRLInterface):
         self.callback_handler.remove_callback(callback)
 
     # -- how it is put together -------------------------------------------------------------------------------------
+
+    def _take_data(self, train_dataset: Any, eval_dataset: Any) -> None:
+        train_dataset = with_prompts(train_dataset, self.agents, self.args)
+        refuse_no_data(train_dataset, eval_dataset, self.args)
+        self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
+        self.eval_dataset = checked_eval(eval_dataset, self.args)
+        if self.train_dataset is not None:
+            self.scorer.check(self.agents.columns(self.train_dataset.column_names))
+            refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         loaded = load_for_training(

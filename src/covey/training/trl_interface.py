@@ -73,6 +73,7 @@ class TRLInterface:
     callback_handler: Any
     output_dir: Path
     trackers: Any
+    eos_ids: tuple[int, ...]
     _parts: Parts | None
 
     _tag_names: tuple[str, ...] | list[str] = ()
@@ -98,6 +99,20 @@ class TRLInterface:
     scale_rewards = _Option("scale_rewards")
     importance_sampling_level = _Option("importance_sampling_level")
     use_adaptive_entropy = _Option("use_adaptive_entropy")
+    generation_kwargs = _Option("generation_kwargs")
+    log_multimodal = _Option("log_multimodal")
+    log_unique_prompts = _Option("log_unique_prompts")
+    multi_objective_aggregation = _Option("multi_objective_aggregation")
+    off_policy_mask_threshold = _Option("off_policy_mask_threshold")
+    pad_to_multiple_of = _Option("pad_to_multiple_of")
+    use_transformers_continuous_batching = _Option("use_transformers_continuous_batching")
+    vllm_gpu_memory_utilization = _Option("vllm_gpu_memory_utilization")
+    vllm_importance_sampling_clip_max = _Option("vllm_importance_sampling_clip_max")
+    vllm_importance_sampling_clip_min = _Option("vllm_importance_sampling_clip_min")
+    vllm_importance_sampling_correction = _Option("vllm_importance_sampling_correction")
+    vllm_importance_sampling_mode = _Option("vllm_importance_sampling_mode")
+    vllm_mode = _Option("vllm_mode")
+    vllm_tensor_parallel_size = _Option("vllm_tensor_parallel_size")
 
     # -- attributes -----------------------------------------------------------------------------------------------------
 
@@ -177,6 +192,11 @@ class TRLInterface:
         """The tokenizer of each reward model, None for a function."""
         calls = [spec.call for spec in self.scorer.rewards]
         return [call.tokenizer if isinstance(call, ModelReward) else None for call in calls]
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Every id that ends a completion."""
+        return list(self.eos_ids)
 
     @property
     def environments(self) -> Any:
