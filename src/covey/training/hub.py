@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from covey.errors import ConfigError, CoveyError
 from covey.files.hub import bounded_hub
@@ -206,7 +206,7 @@ class Hub:
         )
 
 
-def raise_refused(error: BaseException, repository: str | None, output_dir: Path) -> None:
+def raise_refused(error: BaseException, repository: str | None, output_dir: Path) -> NoReturn:
     """Raise UploadError for an upload that failed, with the way to do it later."""
     where = repository or "YOUR_NAME/MODEL"
     raise UploadError(

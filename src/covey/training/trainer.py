@@ -329,7 +329,7 @@ class GRPOTrainer(TRLInterface):
             stop=stop,
             evaluate=self._evaluate_in_training,
             save=lambda state: saver.save(self._running, state),
-            look_at_saving=lambda: (saver.poll(self._running), self.hub.poll()),
+            look_at_saving=partial(self._look_at_saving, saver),
             finish_saving=lambda: saver.finish(self._running),
             finish_uploads=lambda: self.hub.finish(lambda: stop.requested),
             announce=self.log,
@@ -348,6 +348,10 @@ class GRPOTrainer(TRLInterface):
             )
             self.trackers.run_id, self.trackers.is_hurried = described["id"], lambda: session.is_asked_to_stop
         return session
+
+    def _look_at_saving(self, saver: Saver) -> None:
+        saver.poll(self._running)
+        self.hub.poll()
 
     def _event(self, name: str, measure: Callable[[], None]) -> None:
         measure()

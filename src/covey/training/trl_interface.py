@@ -337,7 +337,7 @@ class TRLInterface:
         if not self.world.is_main:
             return None
         files = [*names, *([] if CARD in names else [CARD])]
-        given = {"token": token, "revision": revision, "private": private}
+        given: dict[str, Any] = {"token": token, "revision": revision, "private": private}
         upload: Future[Any] = self.hub.upload(self.output_dir, files, str(commit_message), **given)
         if not blocking:
             return upload
