@@ -83,7 +83,9 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
             "Upload the model, its tokenizer and a model card to the Hugging Face hub, when hub_strategy says."
         ),
         "hub_model_id": Option("Repository on the hub; unset: your own, named as output_dir is."),
-        "hub_strategy": Option("Upload at the end, at every_save, with the newest whole checkpoint, or with all_checkpoints."),
+        "hub_strategy": Option(
+            "Upload at the end, at every_save, with the newest whole checkpoint, or with all_checkpoints."
+        ),
         "hub_token": Option("Token that may write there; unset: the one of `hf auth login`."),
         "hub_private_repo": Option("Make the repository private where it is made; unset: the hub's default."),
         "hub_always_push": Option("Begin an upload even while the one before goes on."),
