@@ -25,7 +25,6 @@ from covey.runs import RunFolder, StopRequest, checkpoint
 from covey.runs.console import lasting_output
 from covey.runs.kept import tell_stopped, told_of_the_disk
 from covey.runs.resuming import expect_resumable
-from covey.runs.storage import REFUSALS
 from covey.training import loop
 from covey.training.agents import Agents, with_own_rewards, with_prompts
 from covey.training.build import (
@@ -191,13 +190,6 @@ class GRPOTrainer(TRLInterface):
         self.log(dict(metrics))
         return metrics
 
-    def save_state(self) -> None:
-        """Write `trainer_state.json` to `output_dir`."""
-        if self.world.is_main:
-            with told_of_the_disk("trainer_state.json", self.output_dir, self.output_dir, REFUSALS):
-                self.output_dir.mkdir(parents=True, exist_ok=True)
-                self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and hand it to the callbacks; training itself logs through this method."""
         logs.update(self._taken_metrics(logs))
@@ -207,15 +199,6 @@ class GRPOTrainer(TRLInterface):
             return
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
-
-    def add_callback(self, callback: Any) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
 
     # -- how it is put together -------------------------------------------------------------------------------------
 

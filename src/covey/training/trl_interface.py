@@ -269,6 +269,15 @@ class TRLInterface:
         self.world.barrier()
         self.accelerator.end_training()
 
+    def add_callback(self, callback: Any) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.remove_callback(callback)
+
     # -- rewards ---------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(
@@ -300,6 +309,13 @@ class TRLInterface:
             return []
         with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
             return write_whole(folder, partial(write_model, model=self.model, tokenizer=self.processing_class))
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to `output_dir`."""
+        if self.world.is_main:
+            with told_of_the_disk("trainer_state.json", self.output_dir, self.output_dir, REFUSALS):
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
 
     def create_model_card(
         self,
