@@ -23,6 +23,10 @@ def test_every_option_is_in_exactly_one_class():
     assert set().union(*classes) - FIELDS <= ONLY_IN_NEWER_TRANSFORMERS
 
 
+def test_every_group_that_an_option_names_is_shown():
+    assert {one.group for one in options.DECLARED.values() if one.group} <= set(options.GROUP_NAMES)
+
+
 def test_no_option_is_shown_in_two_groups():
     shown = [name for names in options.GROUPS.values() for name in names]
     assert len(shown) == len(set(shown))
