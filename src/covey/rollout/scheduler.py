@@ -15,7 +15,7 @@ from covey.rollout.environments import Environment, Turn, replies
 from covey.rollout.forward import UNLIMITED, Forward, ModulesForward, plain_cache
 from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, padded_rows, rounded
 from covey.rollout.sampler import SamplingParams
-from covey.rollout.sampling import draw, uniforms
+from covey.rollout.sampling import Draw, draw, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, completion
 from covey.types import Completion, Group, Prompt
 
@@ -49,7 +49,7 @@ class GroupRequest:
 
 
 @dataclass(eq=False)
-class _RunningGroup:
+class RunningGroup:
     """A group that is being decoded."""
 
     request: GroupRequest
@@ -83,14 +83,13 @@ class Scheduler:
         self.forward, self.requests, self.params, self.tokenizer = forward, requests, params, tokenizer
         self.unfinished = list(requests)
         self.version, self.environment = version, environment
-        self.n = len(requests[0].keys)
+        self.n = max((len(request.keys) for request in requests), default=1)
         self.context = context or UNLIMITED
         self.budget, self.held = cache_bytes, 0
-        self.open: list[_RunningGroup | None] = []  # by slot; None where a group has finished
-        self.max_rows = min(max(max_rows, self.n), len(requests) * self.n)
-        device, output_rows = forward.device, min(len(requests), OUTPUT_ROWS_PER_ROW * self.max_rows // self.n) * self.n
-        longest = max(request.limit for request in requests)
-        forward.reserve(rounded(max(len(request.prompt.token_ids) for request in requests)) + longest)
+        self.open: list[RunningGroup | None] = []  # by slot; None where a group has finished
+        self.max_rows, output_rows = self._table_rows(max_rows)
+        device, longest = forward.device, max((request.limit for request in requests), default=0)
+        forward.reserve(rounded(max((len(request.prompt.token_ids) for request in requests), default=0)) + longest)
         self.cache = self._new_cache(longest)
         self.free_output_rows = list(range(output_rows))[::-1]
         self.rows = torch.zeros(6, padded_rows(self.max_rows), dtype=torch.int64, device=device)
@@ -107,6 +106,11 @@ class Scheduler:
         self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
             self.seen = torch.zeros(self.max_rows, self.forward.vocab_size, dtype=torch.bool, device=device)
+
+    def _table_rows(self, max_rows: int) -> tuple[int, int]:
+        """Rows that are decoded at once, and rows of the tables of what they wrote."""
+        rows = min(max(max_rows, self.n), len(self.requests) * self.n)
+        return rows, min(len(self.requests), OUTPUT_ROWS_PER_ROW * rows // self.n) * self.n
 
     def _new_cache(self, longest: int) -> KVCache:
         """For rows of at most `longest` tokens."""
@@ -131,17 +135,18 @@ class Scheduler:
         """Take groups from the queue while there is room, and compute their prompts."""
         taken: list[GroupRequest] = []
         room = min(self.max_rows - self.num_rows, len(self.free_output_rows))
-        while self.requests and room >= self.n * (len(taken) + 1):
+        while self.requests and room >= len(self.requests[0].keys):
             need = self.requests[0].cache_bytes(self.forward)
             if self.held + need > self.budget and (taken or self.num_rows):
                 break
             self.held += need
+            room -= len(self.requests[0].keys)
             taken.append(self.requests.popleft())
         if not taken:
             return
         self._drop_finished_prompts()
         slots = self.cache.add_prompts([len(request.prompt.token_ids) - 1 for request in taken])
-        self.cache.add_rows(self.n * len(taken))
+        self.cache.add_rows(sum(len(request.keys) for request in taken))
         for request, slot in zip(taken, slots, strict=True):
             self._place(request, slot)
         self._prefill(taken, slots)
@@ -149,10 +154,10 @@ class Scheduler:
 
     def _place(self, request: GroupRequest, slot: int) -> None:
         """Rows for the completions of a group; their first token is the prompt's last, computed in the first step."""
-        ids = request.prompt.token_ids
-        output_rows = [self.free_output_rows.pop() for _ in range(self.n)]
-        self.open.append(_RunningGroup(request, slot, output_rows, {}))
-        rows = slice(self.num_rows, self.num_rows + self.n)
+        ids, n = request.prompt.token_ids, len(request.keys)
+        output_rows = [self.free_output_rows.pop() for _ in range(n)]
+        self.open.append(RunningGroup(request, slot, output_rows, {}))
+        rows = slice(self.num_rows, self.num_rows + n)
         column = torch.tensor([ids[-1], len(ids) - 1, 0, request.limit, 0, slot], dtype=torch.int64)
         self.rows[:, rows] = column[:, None].to(self.rows.device)
         self.rows[OUTPUT_ROW, rows] = torch.tensor(output_rows, device=self.rows.device)
@@ -161,7 +166,7 @@ class Scheduler:
         if self.seen is not None:
             self.seen[rows] = False
             self.seen[rows, torch.tensor(sorted(set(ids)), device=self.seen.device)[:, None]] = True
-        self.num_rows += self.n
+        self.num_rows += n
 
     def _prefill(self, requests: list[GroupRequest], slots: range) -> None:
         """Keys and values of all but the last token of the prompts, in batches of bounded size."""
@@ -212,7 +217,7 @@ class Scheduler:
             logits = logits.index_fill_(1, self.banned, -torch.inf)
         output_row, written = rows[OUTPUT_ROW], rows[WRITTEN]
         seen = None if self.seen is None else self.seen[: self.num_rows]
-        drawn = draw(logits, self.uniforms[output_row, written], self.params, seen=seen, in_place=True)
+        drawn = self._draw(logits, self.uniforms[output_row, written], seen)
         tokens, logprobs, is_outside = drawn.tokens, drawn.logprobs, None
         if self.outside is not None:
             said = self.outside[output_row, written]
@@ -223,9 +228,7 @@ class Scheduler:
             seen.scatter_(1, tokens[:, None], True)
         rows[TOKEN] = tokens
         rows[POSITION : WRITTEN + 1] += 1
-        stops = self.is_eos[tokens]
-        if self.params.stop:
-            stops = stops | self._completes_stop_string(tokens)
+        stops = self._stops(tokens)
         if is_outside is not None:
             stops &= ~is_outside
         is_full = rows[WRITTEN] >= rows[LIMIT]
@@ -233,6 +236,15 @@ class Scheduler:
             stops &= ~self._continues(stops & ~is_full)
         ends = stops | is_full
         return self._retire(ends, stops) if bool(ends.any()) else []
+
+    def _draw(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None) -> Draw:
+        """One token for each row, from `logits` [R, V], which may be overwritten."""
+        return draw(logits, uniforms, self.params, seen=seen, in_place=True)
+
+    def _stops(self, tokens: Tensor) -> Tensor:
+        """[R] bool, the rows that end by themselves with these tokens."""
+        stops = self.is_eos[tokens]
+        return stops | self._completes_stop_string(tokens) if self.params.stop else stops
 
     def _continues(self, stops: Tensor) -> Tensor:
         """[R] bool, which of the completions that `stops` marks go on because the environment answered them."""
@@ -282,7 +294,7 @@ class Scheduler:
             group = self.open[column[SLOT]]
             assert group is not None  # a running row belongs to a running group
             group.written[column[OUTPUT_ROW]] = (column[WRITTEN], stopped)
-            if len(group.written) == self.n:
+            if len(group.written) == len(group.request.keys):
                 finished.append(self._finish(group))
         left = self.num_rows - len(columns)
         gone = set(ended.tolist())
@@ -298,7 +310,7 @@ class Scheduler:
         self._set_row_owners()
         return finished
 
-    def _finish(self, group: _RunningGroup) -> Group:
+    def _finish(self, group: RunningGroup) -> Group:
         completions = self._completions(group)
         self.unfinished = [request for request in self.unfinished if request is not group.request]
         self.open[group.slot] = None
@@ -308,7 +320,7 @@ class Scheduler:
             self.outside[group.output_rows] = -1
         return Group(prompt=group.request.prompt, completions=completions)
 
-    def _completions(self, group: _RunningGroup) -> tuple[Completion, ...]:
+    def _completions(self, group: RunningGroup) -> tuple[Completion, ...]:
         """Of a group whose last has ended, copied, for others write to their output rows next."""
         longest = max(length for length, _ in group.written.values())
         own = lambda table: table[group.output_rows, :longest].cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,9 @@ class StopStrings:
         elif any(ord(character) > 127 for character in last):
             enders = torch.ones(vocab_size, dtype=torch.bool)
         else:
-            known = min(len(tokenizer), vocab_size)
-            texts = [tokenizer.decode([token]) for token in range(known)]
-            enders = torch.tensor([bool(last & set(text)) for text in texts] + [False] * (vocab_size - known))
+            texts = _texts_of(tokenizer, min(len(tokenizer), vocab_size))
+            found = [any(character in text for character in last) for text in texts]
+            enders = torch.tensor(found + [False] * (vocab_size - len(found)))
         return StopStrings(tuple(stop), tokenizer, enders)
 
     def is_reached(self, token_ids: Sequence[int]) -> bool:
@@ -57,6 +58,12 @@ class StopStrings:
         tail = list(token_ids[-longest - 1 :])  # a token is at least one byte
         with_last, without = self.tokenizer.decode(tail), self.tokenizer.decode(tail[:-1])
         return any(with_last.count(text) > without.count(text) for text in self.stop)
+
+
+@functools.lru_cache(maxsize=2)
+def _texts_of(tokenizer: Any, count: int) -> tuple[str, ...]:
+    """Text of each of the first `count` tokens, decoded once: every new set of stop strings looks at all of them."""
+    return tuple(tokenizer.decode([token]) for token in range(count))
 
 
 def check_finite(logprobs: Tensor) -> None:

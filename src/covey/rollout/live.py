@@ -1,0 +1,229 @@
+"""Continuous batching of requests that come and go: each with its own sampling parameters, stop strings, seed and length."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from covey.models import unwrapped
+from covey.rollout.kv_cache import rounded
+from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampling import Draw, draw, processed
+from covey.rollout.scheduler import OUTPUT_ROW, SLOT, WRITTEN, GroupRequest, RunningGroup, Scheduler
+from covey.rollout.stopping import StopStrings, context_of
+from covey.types import Group
+
+if TYPE_CHECKING:
+    from covey.rollout.engine import NativeSampler
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Of the model itself, or of the distribution that was drawn from; vLLM's names."""
+Top = tuple[tuple[int, float], ...]
+"""Likeliest tokens and their log-probabilities, the likeliest first."""
+
+
+class Listener(Protocol):
+    """Hears of a request's tokens as they are drawn, on the thread that decodes."""
+
+    def token(self, sample: int, token: int, logprob: float, top: Top) -> None:
+        """Completion number `sample` has one more token."""
+        ...
+
+    def ended(self, sample: int, *, stopped: bool) -> None:
+        """Completion number `sample` is over: by itself, or at its limit."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class LiveRequest(GroupRequest):
+    """A group to write, with its own sampling parameters. `params.max_tokens` and `params.seed` are not read: see `limit`, `keys`."""
+
+    params: SamplingParams = SamplingParams()
+    listener: Listener | None = None
+    num_top: int | None = None
+    """Likeliest tokens that the listener hears of, 0: only the drawn one's log-probability. None: that of the draw, which
+    costs nothing."""
+    logprobs: LogprobsMode = "raw_logprobs"
+    ignores_eos: bool = False
+
+    @cached_property
+    def drawn_with(self) -> SamplingParams:
+        """The parameters that shape the distribution; rows that share them are drawn together."""
+        return replace(self.params, max_tokens=1, stop=(), seed=None)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Owner of a running row."""
+
+    request: LiveRequest
+    output_row: int
+    sample: int
+
+
+class LiveScheduler(Scheduler):
+    """`Scheduler` that requests join and leave while it runs. `add`, then `step` until `is_busy` is False; `cancel` at any time.
+
+    A completion is what `NativeSampler.sample` writes with the same key and parameters, whoever its neighbours are. CUDA
+    graphs are not used: a captured step has one set of sampling parameters.
+    """
+
+    @staticmethod
+    def of(sampler: NativeSampler) -> LiveScheduler:
+        """With the weights that `sampler` has now; valid until its next `load`."""
+        return LiveScheduler(
+            sampler.forward,
+            deque(),
+            SamplingParams(),
+            tokenizer=sampler.tokenizer,
+            eos_ids=sampler.eos_ids,
+            max_rows=sampler.max_rows,
+            cache_bytes=sampler.budget(),
+            context=context_of(unwrapped(sampler.model)),
+            version=sampler.version,
+            environment=None,
+            kernels=sampler.kernels,
+        )
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.running: list[_Row] = []
+        self.batches: list[tuple[SamplingParams, Tensor]] = []
+        self.finished: list[tuple[LiveRequest, Group]] = []
+        self.stop_strings: dict[GroupRequest, StopStrings] = {}
+
+    def _table_rows(self, max_rows: int) -> tuple[int, int]:
+        return max_rows, 2 * max_rows
+
+    def add(self, request: LiveRequest) -> None:
+        """Queue a request. Raises ValueError for more completions than can be decoded at once."""
+        if len(request.keys) > self.max_rows:
+            raise ValueError(f"a group of {len(request.keys)} does not fit into {self.max_rows} rows")
+        missing = request.limit - self.tokens.shape[1]
+        if missing > 0:
+            widened = lambda table: torch.nn.functional.pad(table, (0, rounded(missing)))
+            self.tokens, self.logprobs, self.uniforms = map(widened, (self.tokens, self.logprobs, self.uniforms))
+        if request.params.repetition_penalty != 1.0 and self.seen is None:
+            self.seen = self.is_eos.new_zeros(self.max_rows, self.forward.vocab_size)
+        if request.params.stop:
+            self.stop_strings[request] = StopStrings.of(request.params.stop, self.tokenizer, self.forward.vocab_size)
+        self.forward.reserve(rounded(len(request.prompt.token_ids)) + request.limit)
+        self.requests.append(request)
+        self.unfinished.append(request)
+
+    def step(self) -> list[tuple[LiveRequest, Group]]:
+        """Admit what fits, and write one more token of every running row. Returns the requests that it finished."""
+        self._admit()
+        if self.num_rows:
+            self._step()
+        finished, self.finished = self.finished, []
+        return finished
+
+    def cancel(self, request: LiveRequest) -> None:
+        """Take a request out of the queue or its rows out of the batch; nothing more is heard of it."""
+        if request in self.requests:
+            self.requests.remove(request)
+            self.unfinished = [one for one in self.unfinished if one is not request]
+            self.stop_strings.pop(request, None)
+            return
+        mine = torch.tensor([row.request is request for row in self.running], dtype=torch.bool)
+        if bool(mine.any()):
+            super()._retire(mine.to(self.rows.device), torch.zeros_like(mine))
+            self.finished = [one for one in self.finished if one[0] is not request]
+
+    # -- one token --------------------------------------------------------------------------------------------------
+
+    def _set_row_owners(self) -> None:
+        super()._set_row_owners()
+        slots, output_rows = self.rows[SLOT, : self.num_rows].tolist(), self.rows[OUTPUT_ROW, : self.num_rows].tolist()
+        self.running = []
+        for slot, output_row in zip(slots, output_rows, strict=True):
+            group = self.open[slot]
+            assert group is not None  # a running row belongs to a running group
+            request = cast("LiveRequest", group.request)
+            self.running.append(_Row(request, output_row, group.output_rows.index(output_row)))
+        batches: dict[SamplingParams, list[int]] = {}
+        for i, row in enumerate(self.running):
+            batches.setdefault(row.request.drawn_with, []).append(i)
+        device = self.rows.device
+        self.batches = [(params, torch.tensor(rows, device=device)) for params, rows in batches.items()]
+
+    def _draw(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None) -> Draw:
+        reports = self._reports(logits, seen)
+        if len(self.batches) == 1:
+            drawn = draw(logits, uniforms, self.batches[0][0], seen=seen, in_place=True)
+        else:
+            tokens, logprobs = torch.zeros_like(self.rows[0, : self.num_rows]), torch.zeros_like(uniforms).float()
+            for params, rows in self.batches:
+                part = draw(logits[rows], uniforms[rows], params, seen=None if seen is None else seen[rows])
+                tokens[rows], logprobs[rows] = part.tokens, part.logprobs
+            drawn = Draw(tokens, logprobs)
+        self._tell(drawn, reports)
+        return drawn
+
+    def _reports(self, logits: Tensor, seen: Tensor | None) -> dict[int, Tensor]:
+        """[V] log-probabilities to report of each row that asks for them."""
+        found = {}
+        for i, row in enumerate(self.running):
+            request = row.request
+            if request.num_top is None or request.listener is None:
+                continue
+            scores = logits[i : i + 1].float()
+            if request.logprobs == "processed_logprobs":
+                scores = processed(scores, request.drawn_with, None if seen is None else seen[i : i + 1])
+            found[i] = scores.log_softmax(-1)[0]
+        return found
+
+    def _tell(self, drawn: Draw, reports: dict[int, Tensor]) -> None:
+        if all(row.request.listener is None for row in self.running):
+            return
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        for i, row in enumerate(self.running):
+            if row.request.listener is None:
+                continue
+            top: Top = ()
+            logprob = logprobs[i]
+            if i in reports:
+                logprob = float(reports[i][tokens[i]])
+                top = top_of(reports[i], row.request.num_top or 0)
+            row.request.listener.token(row.sample, tokens[i], logprob, top)
+
+    def _stops(self, tokens: Tensor) -> Tensor:
+        stops = self.is_eos[tokens]
+        for i, row in enumerate(self.running):
+            if row.request.ignores_eos:
+                stops[i] = False
+            stop = self.stop_strings.get(row.request)
+            if stop is not None and bool(stop.enders[tokens[i]]):
+                written = int(self.rows[WRITTEN, i])
+                stops[i] |= stop.is_reached(self.tokens[row.output_row, :written].tolist())
+        return stops
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def _retire(self, ends: Tensor, stops: Tensor) -> list[Group]:
+        stopped = stops.tolist()
+        for i in ends.nonzero().squeeze(-1).tolist():
+            row = self.running[i]
+            if row.request.listener is not None:
+                row.request.listener.ended(row.sample, stopped=stopped[i])
+        return super()._retire(ends, stops)
+
+    def _finish(self, group: RunningGroup) -> Group:
+        made = super()._finish(group)
+        self.stop_strings.pop(group.request, None)
+        self.finished.append((cast("LiveRequest", group.request), made))
+        return made
+
+
+def top_of(logprobs: Tensor, count: int) -> Top:
+    """The `count` likeliest tokens of `logprobs` [V]."""
+    if not count:
+        return ()
+    best = logprobs.topk(min(count, len(logprobs)))
+    return tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
