@@ -7,7 +7,6 @@ model wrote are never rendered again. Tokens of answers have `mask` False and no
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from covey.environments.calls import Request, ToolRunner
 from covey.environments.factory import Encode, EnvironmentPool, Reset
-from covey.environments.template import Template, WrittenCall
+from covey.environments.template import Template, WrittenCall, typed_argument
 from covey.environments.tools import Tool
 from covey.errors import DataError
 from covey.images import refuse_images
@@ -151,7 +150,10 @@ class Episodes:
         if tool is None or not isinstance(call.arguments, Mapping):
             return call
         return replace(
-            call, arguments={name: _typed(value, tool.parameters.get(name)) for name, value in call.arguments.items()}
+            call,
+            arguments={
+                name: typed_argument(value, tool.parameters.get(name)) for name, value in call.arguments.items()
+            },
         )
 
     def _answer(self, episode: _Episode, done: Sequence[ToolCall]) -> list[int] | None:
@@ -168,16 +170,6 @@ class Episodes:
 
 def _as_message(call: WrittenCall) -> dict[str, Any]:
     return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _typed(value: Any, schema: Mapping[str, Any] | None) -> Any:
-    """Text as the JSON value that the schema asks for; anything else as it is."""
-    if not isinstance(value, str) or schema is None or schema.get("type", "string") == "string":
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 class EpisodeSampler:

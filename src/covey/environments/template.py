@@ -36,7 +36,10 @@ class Template:
     Raises ModelError where the template has no tool calls, or where an answer changes what came before it.
     """
 
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, eos_ids: Sequence[int], options: Mapping[str, Any], *, has_bridges: bool = True
+    ) -> None:
+        """`has_bridges=False`: only calls are read, so an answer may change what came before it."""
         self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
         self.options = {name: value for name, value in options.items() if name != "tools"}
         self.tools = options.get("tools") or None
@@ -47,7 +50,13 @@ class Template:
             )
         self._arguments_as_text = False
         self._form = self._learn_form()
-        self.bridge([{"role": "tool", "name": _NAME, "content": "qxresult", "tool_call_id": _ID}])
+        if has_bridges:
+            self.bridge([{"role": "tool", "name": _NAME, "content": "qxresult", "tool_call_id": _ID}])
+
+    @property
+    def takes_text_arguments(self) -> bool:
+        """True where the template adds the arguments of a call to a text, so that they must be one."""
+        return self._arguments_as_text
 
     # -- what the model wrote ---------------------------------------------------------------------------------------
 
@@ -355,3 +364,13 @@ def _as_mapping(arguments: Any) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
+
+
+def typed_argument(value: Any, schema: Mapping[str, Any] | None) -> Any:
+    """Text as the JSON value that the schema asks for; anything else as it is."""
+    if not isinstance(value, str) or schema is None or schema.get("type", "string") == "string":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

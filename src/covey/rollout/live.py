@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -43,7 +43,7 @@ class Listener(Protocol):
 class LiveRequest(GroupRequest):
     """A group to write, with its own sampling parameters. `params.max_tokens` and `params.seed` are not read: see `limit`, `keys`."""
 
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     listener: Listener | None = None
     num_top: int | None = None
     """Likeliest tokens that the listener hears of, 0: only the drawn one's log-probability. None: that of the draw, which

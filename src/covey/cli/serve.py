@@ -1,0 +1,101 @@
+"""`covey serve`: an OpenAI-compatible endpoint of a model, an adapter, a checkpoint or what a run ended with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+KEY = "COVEY_API_KEY"
+"""Environment variable of the key, which other users of the machine do not see."""
+_FLAGS = (
+    Flag(name="model", help="A folder, a run, a hub id, or demo.", group="what"),
+    Flag(name="adapter", help="NAME=FOLDER of a LoRA adapter, which clients ask for as the model NAME; several may be given.", type="list[str]", default=[], group="what"),
+    Flag(name="served_model_name", help="Name by which clients ask for the model; as it was given when left out.", group="what"),
+    Flag(name="host", help="Address to listen on; any other than this machine's own needs a key.", default="127.0.0.1", group="server"),
+    Flag(name="port", help="Port to listen on; 0: any free one.", type=int, default=8000, group="server"),
+    Flag(name="api_key", help=f"Ask every client for this key; better set {KEY}, which is not shown in the list of processes.", group="server"),
+    Flag(name="max_rows", help="Completions that are written at once.", type=int, default=256, group="limits"),
+    Flag(name="max_waiting", help="Prompts that may wait; the next one is answered 429.", type=int, default=256, group="limits"),
+    Flag(name="max_output_tokens", help="Most tokens of one answer; what the prompt leaves of the context when left out.", type=int, group="limits"),
+    Flag(name="max_choices", help="Most answers of one request: prompts times n.", type=int, default=128, group="limits", is_common=False),
+    Flag(name="max_body_bytes", help="Largest body of a request; a larger one is answered 413.", type=int, default=8 * 2**20, group="limits", is_common=False),
+    Flag(name="max_connections", help="Connections that may be open; the next one is answered 503.", type=int, default=1024, group="limits", is_common=False),
+    Flag(name="drain_seconds", help="Time that running requests have to end in after SIGTERM.", type=float, default=30.0, group="limits", is_common=False),
+    Flag(name="logprobs_mode", help="raw_logprobs: of the model itself; processed_logprobs: of the distribution that was drawn from.", default="raw_logprobs", group="model", is_common=False),
+    Flag(name="dtype", help="Type that the weights are loaded in.", default="float32", group="model", is_common=False),
+    Flag(name="sampler_dtype", help="Type that is computed in: auto, float32 (exact) or bfloat16.", default="auto", group="model", is_common=False),
+    Flag(name="trust_remote_code", help="Run Python code that comes with the model.", type=bool, group="model", is_common=False),
+    Flag(name="use_cpu", help="Use the CPU even where there is an accelerator.", type=bool, group="model", is_common=False),
+)  # fmt: skip
+_LIMITS = ("max_waiting", "max_output_tokens", "max_choices", "max_body_bytes", "max_connections", "drain_seconds")
+
+
+def run(given: Given) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    options: dict[str, Any] = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    if not options["model"]:
+        raise ConfigError("covey serve needs a model: a folder, a run, a hub id, or demo.")
+    if not 0 <= options["port"] < 2**16:
+        raise ConfigError(f"--port {options['port']} is none; give one from 0 to 65535.")
+    try:
+        from covey.serving import Endpoint, Limits
+        from covey.serving.endpoint import url_of
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"covey serve needs {error.name}; install it with pip install 'covey[serve]'.") from error
+    limits = Limits(**{name: options[name] for name in _LIMITS})
+    key = options["api_key"] or os.environ.get(KEY) or None
+    endpoint = Endpoint(samplers_of(options), limits=limits, api_key=key, logprobs_mode=options["logprobs_mode"])
+    listener = endpoint.listen(options["host"], options["port"])
+    names = ", ".join(endpoint.samplers)
+    endpoint.run(listener, lambda: output.result(f"{names} at {url_of(options['host'], listener)}  (Ctrl-C ends it)"))
+
+
+def samplers_of(options: Given) -> dict[str, Any]:
+    """The model and its adapters, by the names that clients use."""
+    import torch
+
+    from covey import data
+    from covey.cli.checkpoints import model_folder
+    from covey.models import load_model, load_tokenizer, unwrapped
+    from covey.rollout import NativeSampler, Unsupported
+    from covey.serving.loading import named_adapters, with_merged_adapter
+
+    adapters = named_adapters(options["adapter"])
+    name = options["served_model_name"] or options["model"]
+    if name in adapters:
+        raise ConfigError(f"--adapter {name} has the name of the model itself; give it another.")
+    folder, trust = model_folder(options["model"]), bool(options["trust_remote_code"])
+    model = load_model(folder, {"dtype": options["dtype"]}, trust_remote_code=trust).eval()
+    tokenizer = data.prepare_tokenizer(load_tokenizer(model, folder, trust_remote_code=trust), model)
+    if torch.accelerator.is_available() and not options["use_cpu"]:
+        model = model.to(torch.accelerator.current_accelerator())
+    models = {name: model} | {
+        known: with_merged_adapter(unwrapped(model), model_folder(where)) for known, where in adapters.items()
+    }
+    how: dict[str, Any] = {"dtype": options["sampler_dtype"], "max_rows": options["max_rows"]}
+    how["eos_ids"] = data.eos_ids(model, tokenizer)
+    try:
+        return {known: NativeSampler(one, tokenizer, **how) for known, one in models.items()}
+    except Unsupported as error:
+        raise ConfigError(f"covey serve runs on the native engine, which cannot run this model: {error}.") from error
+
+
+verb = Verb(
+    name="serve",
+    usage="MODEL [options]",
+    sentence="An OpenAI-compatible endpoint of a model or a run: chat, completions, streaming, tools, log-probabilities, adapters.",
+    examples=(
+        "covey serve runs/first",
+        "covey serve demo --port 0",
+        "covey serve BASE --adapter polite=runs/lora/model",
+        "COVEY_API_KEY=... covey serve runs/first --host 0.0.0.0",
+    ),
+    positional=("model",),
+    flags=lambda: _FLAGS,
+    run=run,
+)

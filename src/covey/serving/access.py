@@ -1,0 +1,48 @@
+"""Who may ask: whoever has the key; without one, this machine alone, and no web page that a browser on it shows."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from covey.serving.errors import APIError
+
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach an address of this name."""
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+class Guard:
+    """Lets a request through to `app`, or answers 400 or 401 itself. `/health` is open.
+
+    Without a key the `Host` header must name this machine, so that a web page cannot reach the server under a name of its own.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self.app, self.api_key = app, api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(scope) if scope["type"] == "http" and scope["path"] != "/health" else None
+        if problem is not None:
+            await JSONResponse(problem.body, problem.status)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> APIError | None:
+        headers = Headers(scope=scope)
+        if self.api_key is None:
+            host = headers.get("host", "")
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if name in _LOOPBACK or name.startswith("127."):
+                return None
+            return APIError(400, "This server answers under the name of this machine only; call it as 127.0.0.1.")
+        sent = headers.get("authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(sent.encode(), self.api_key.encode()):
+            return None
+        return APIError(401, "The API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")

@@ -1,0 +1,294 @@
+"""The HTTP application: OpenAI's routes over an engine, streamed or whole, with metrics and health beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from covey.errors import CoveyError
+from covey.models import context_limit, unwrapped
+from covey.rollout import NativeSampler
+from covey.serving.access import Guard
+from covey.serving.asking import Reader, Wanted
+from covey.serving.engine import Ended, Engine, Ticket, Token
+from covey.serving.errors import APIError, bad
+from covey.serving.limits import Limits
+from covey.serving.replies import Choice, answer, new_id, usage
+
+_PATHS = frozenset({"/v1/models", "/v1/chat/completions", "/v1/completions", "/metrics", "/health"})
+
+
+class Service:
+    """The routes, for these samplers by model name, and the engine that runs them."""
+
+    def __init__(self, samplers: dict[str, NativeSampler], engine: Engine, limits: Limits) -> None:
+        self.samplers, self.engine, self.limits = samplers, engine, limits
+        self.reader = Reader(samplers, limits)
+        self.created = int(time.time())
+
+    def app(self, api_key: str | None) -> ASGIApp:
+        """The ASGI application. Without a key it answers under this machine's own names only."""
+        routes = [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/metrics", self.metrics),
+            Route("/health", self.health),
+        ]
+        handlers: Any = {APIError: self._refuse, HTTPException: self._refuse, ClientDisconnect: self._gone}
+        return Guard(Starlette(routes=routes, exception_handlers=handlers), api_key)
+
+    # -- pages ------------------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        return self._json(request, {"object": "list", "data": [self._about(name) for name in self.samplers]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self.samplers:
+            raise APIError(404, f"There is no model {name!r} here.", param="model", code="model_not_found")
+        return self._json(request, self._about(name))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        sampler, first = self.samplers[name], next(iter(self.samplers))
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "covey",
+            "parent": None if name == first else first,
+            "max_model_len": context_limit(unwrapped(sampler.model)),
+            "weights_version": sampler.version,
+        }
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self.engine.counters.text(self.engine.info()), media_type="text/plain; version=0.0.4")
+
+    async def health(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, self.reader.chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, self.reader.completion)
+
+    async def _answer(self, request: Request, read: Callable[[Any], Wanted]) -> Response:
+        body = await self._body(request)
+        wanted = await anyio.to_thread.run_sync(read, body)
+        call = _Call(self, wanted, request.headers.get("x-session-id"))
+        self.engine.submit(call.tickets)
+        if wanted.is_streamed:
+            self._count(request, 200)
+            return _Streamed(call)
+        try:
+            whole = await _unless_gone(request, call.whole())
+        finally:
+            call.cancel()
+        return Response(status_code=499) if whole is None else self._json(request, whole)
+
+    async def _body(self, request: Request) -> Any:
+        kind = request.headers.get("content-type", "").split(";")[0].strip()
+        if kind != "application/json":  # a web page cannot send this kind elsewhere without asking first
+            raise APIError(415, "The body must be JSON: send Content-Type: application/json.")
+        try:
+            text = await asyncio.wait_for(self._read(request), self.limits.body_seconds)
+        except TimeoutError as error:
+            raise APIError(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.") from error
+        except asyncio.TimeoutError as error:  # another class before Python 3.11
+            raise APIError(408, f"The body did not arrive within {self.limits.body_seconds:g} seconds.") from error
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise bad(f"The body is no JSON: {error}.") from error
+
+    async def _read(self, request: Request) -> bytes:
+        most, parts, size = self.limits.max_body_bytes, [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise APIError(413, f"The body is larger than {most} bytes.", code="body_too_large")
+            parts.append(part)
+        return b"".join(parts)
+
+    # -- errors and counts ------------------------------------------------------------------------------------------
+
+    def _json(self, request: Request, body: Any) -> Response:
+        self._count(request, 200)
+        return JSONResponse(body)
+
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        known = as_api_error(error)
+        self._count(request, known.status)
+        return JSONResponse(known.body, known.status, headers=known.headers)
+
+    async def _gone(self, request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    def _count(self, request: Request, status: int) -> None:
+        path = request.url.path if request.url.path in _PATHS else "other"
+        self.engine.counters.add("covey_requests_total", path=path, status=status)
+
+
+class _Call:
+    """One request in the engine: a ticket for each prompt."""
+
+    def __init__(self, service: Service, wanted: Wanted, session: str | None) -> None:
+        self.service, self.wanted = service, wanted
+        self.id, self.created = new_id(wanted.is_chat), int(time.time())
+        self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
+        self.tokenizer = service.samplers[wanted.model].tokenizer
+        self.tickets = [Ticket(wanted.model, asked, self._wake, self.id, session) for asked in wanted.asked]
+
+    def _wake(self) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.changed.set)
+
+    def cancel(self) -> None:
+        for ticket in self.tickets:
+            if not ticket.is_over:
+                self.service.engine.cancel(ticket)
+
+    @property
+    def _version(self) -> int:
+        groups = [ticket.group for ticket in self.tickets if ticket.group is not None]
+        written = [one.version for group in groups for one in group.completions]
+        return written[0] if written else self.service.samplers[self.wanted.model].version
+
+    def _choices(self) -> list[list[Choice]]:
+        n = self.wanted.n
+        return [
+            [Choice(self.wanted, ticket, sample, p * n + sample, self.tokenizer) for sample in range(n)]
+            for p, ticket in enumerate(self.tickets)
+        ]
+
+    async def _settle(self) -> None:
+        while not all(ticket.is_over for ticket in self.tickets):
+            await self.changed.wait()
+            self.changed.clear()
+        self._raise()
+
+    def _raise(self) -> None:
+        for ticket in self.tickets:
+            if ticket.error is not None:
+                raise as_api_error(ticket.error) from ticket.error
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, once it is written."""
+        await self._settle()
+        choices = []
+        for ticket, row in zip(self.tickets, self._choices(), strict=True):
+            written = ticket.group.completions if ticket.group else ()
+            choices += [one.whole(written[one.sample] if written else None) for one in row]
+        body = answer(self.wanted, self.id, self.created, choices, self._version)
+        if self.wanted.returns_ids and self.wanted.is_chat:
+            body["prompt_token_ids"] = list(self.wanted.asked[0].prompt.token_ids)
+        return {**body, "usage": usage(self.wanted, self.tickets)}
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events."""
+        try:
+            async for piece in self._pieces():
+                yield _event(piece)
+        except APIError as error:
+            yield _event(error.body)
+        yield "data: [DONE]\n\n"
+
+    async def _pieces(self) -> AsyncIterator[dict[str, Any]]:
+        choices = self._choices()
+        chunk = lambda parts: answer(self.wanted, self.id, self.created, parts, self._version)
+        is_first = True
+        if self.wanted.echoes:
+            await self._scored()
+        for one in (one for row in choices for one in row):
+            if (piece := one.begin()) is not None:
+                body = chunk([piece])
+                if self.wanted.returns_ids and self.wanted.is_chat and is_first:
+                    body["prompt_token_ids"] = list(self.wanted.asked[0].prompt.token_ids)
+                is_first = False
+                yield body
+        while True:
+            is_over = all(ticket.is_over for ticket in self.tickets)
+            for ticket, row in zip(self.tickets, choices, strict=True):
+                while ticket.events:
+                    event: Token | Ended = ticket.events.popleft()
+                    if (piece := row[event.sample].hear(event)) is not None:
+                        yield chunk([piece])
+            self._raise()
+            if is_over:
+                break
+            await self.changed.wait()
+            self.changed.clear()
+        for row in choices:
+            for one in row:
+                if one.finish is None:  # nothing was to be written
+                    yield chunk([one.hear(Ended(one.sample, False))])
+        if self.wanted.includes_usage:
+            yield {**chunk([]), "usage": usage(self.wanted, self.tickets)}
+
+    async def _scored(self) -> None:
+        """Wait for the log-probabilities of the prompts, which come before the first token."""
+        while not all(ticket.is_over or ticket.events or not ticket.asked.scores_prompt for ticket in self.tickets):
+            await self.changed.wait()
+            self.changed.clear()
+        self._raise()
+
+
+class _Streamed(StreamingResponse):
+    """A streamed answer. A client that stops reading cancels what is not written yet."""
+
+    def __init__(self, call: _Call) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(call.stream(), media_type="text/event-stream", headers=headers)
+        self.call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.call.cancel()
+
+
+async def _unless_gone(request: Request, work: Any) -> Any:
+    """What `work` returns; None where the client goes away before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            continue
+
+    answering, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await answering if answering.done() else None
+    finally:
+        answering.cancel()
+        watching.cancel()
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What the engine raised, for a client: Covey's own sentences, and of anything else only that it happened."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, CoveyError):
+        return APIError(500, str(error))
+    return APIError(500, f"The server failed ({type(error).__name__}); its log says where.")

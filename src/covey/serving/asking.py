@@ -1,0 +1,317 @@
+"""From a request's JSON body to what the engine is asked: prompts in token ids, sampling parameters, and the form of the answer."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.data import num_embeddings
+from covey.environments import Template
+from covey.errors import CoveyError, ModelError, did_you_mean
+from covey.models import context_limit, unwrapped
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.prompts import as_prompts
+from covey.serving.engine import Asked
+from covey.serving.errors import APIError, bad
+from covey.serving.fields import Fields
+from covey.serving.limits import Limits
+from covey.types import Prompt
+
+MOST_TOP = 20
+"""Likeliest tokens that one may ask for; OpenAI's limit."""
+COMPLETION_TOKENS = 16
+"""Default `max_tokens` of /v1/completions; OpenAI's."""
+_tokenizing = threading.Lock()  # fast tokenizers may not be used by two threads at once
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """A request as a whole: its prompts, and how it wants to be answered."""
+
+    model: str
+    asked: tuple[Asked, ...]
+    is_chat: bool
+    is_streamed: bool
+    includes_usage: bool
+    returns_ids: bool
+    echoes: bool = False
+    template: Template | None = None
+    """Reader of tool calls. None: none are looked for."""
+
+    @property
+    def n(self) -> int:
+        return self.asked[0].n
+
+
+class Reader:
+    """Reads request bodies for these models."""
+
+    def __init__(self, samplers: Mapping[str, NativeSampler], limits: Limits) -> None:
+        self.samplers, self.limits = samplers, limits
+
+    def chat(self, body: Any) -> Wanted:
+        """Of /v1/chat/completions. Raises APIError."""
+        fields = Fields(body)
+        name, sampler = self._model(fields)
+        messages, tools = _messages(fields), _tools(fields)
+        options = fields.mapping("chat_template_kwargs")
+        add_prompt = fields.flag("add_generation_prompt", True)
+        if not getattr(sampler.tokenizer, "chat_template", None):
+            raise bad(f"The tokenizer of {name} has no chat template; use /v1/completions.", "messages")
+        template = _template(sampler, tools, options) if tools else None
+        prompt = _chat_prompt(sampler, messages, tools, options, add_prompt, template)
+        logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_TOP)
+        if top is not None and not logprobs:
+            raise bad("top_logprobs needs logprobs: true.", "top_logprobs")
+        most, older = (fields.whole(one, None, 1) for one in ("max_completion_tokens", "max_tokens"))
+        most = older if most is None else most
+        num_top = (top or 0) if logprobs else None
+        n = fields.whole("n", 1, 1)
+        return self._wanted(fields, name, sampler, [prompt], most, num_top, n, template=template, is_chat=True)
+
+    def completion(self, body: Any) -> Wanted:
+        """Of /v1/completions. Raises APIError."""
+        fields = Fields(body)
+        name, sampler = self._model(fields)
+        given, echoes = fields.take("prompt"), fields.flag("echo")
+        prompts = _plain_prompts(given)
+        most = fields.whole("max_tokens", COMPLETION_TOKENS, 0 if echoes else 1)
+        num_top = fields.whole("logprobs", None, 0, MOST_TOP)
+        n, best_of = fields.whole("n", 1, 1), fields.whole("best_of", None, 1)
+        if best_of not in (None, n):
+            raise bad("best_of other than n is not supported; leave it out.", "best_of")
+        return self._wanted(fields, name, sampler, prompts, most, num_top, n, echoes=echoes)
+
+    def _model(self, fields: Fields) -> tuple[str, NativeSampler]:
+        name = fields.text("model") or next(iter(self.samplers))
+        if name not in self.samplers:
+            said = f"There is no model {name!r} here.{did_you_mean(name, self.samplers)} Models: {', '.join(self.samplers)}."
+            raise APIError(404, said, param="model", code="model_not_found")
+        return name, self.samplers[name]
+
+    def _wanted(
+        self,
+        fields: Fields,
+        name: str,
+        sampler: NativeSampler,
+        prompts: Sequence[Any],
+        most: int | None,
+        num_top: int | None,
+        n: int,
+        *,
+        echoes: bool = False,
+        is_chat: bool = False,
+        template: Template | None = None,
+    ) -> Wanted:
+        self._check_choices(n, len(prompts), sampler)
+        streams = fields.flag("stream")
+        usage = _stream_options(fields, streams)
+        returns_ids = fields.flag("return_token_ids")
+        ignores_eos = fields.flag("ignore_eos")
+        seed = fields.whole("seed", None)
+        most = self._most(most)
+        params = _params(fields)
+        fields.rest()
+        context = context_limit(unwrapped(sampler.model))
+        asked = [
+            Asked(
+                prompt=prompt,
+                n=n,
+                limit=_room(prompt, most, context),
+                params=params,
+                seed=random.SystemRandom().getrandbits(62) if seed is None else seed,
+                num_top=num_top,
+                is_heard=streams,
+                scores_prompt=echoes and num_top is not None,
+                ignores_eos=ignores_eos,
+            )
+            for prompt in self._encoded(prompts, sampler, context, needs_room=most != 0)
+        ]
+        return Wanted(
+            model=name,
+            asked=tuple(asked),
+            is_chat=is_chat,
+            is_streamed=streams,
+            includes_usage=usage,
+            returns_ids=returns_ids,
+            echoes=echoes,
+            template=template,
+        )
+
+    def _check_choices(self, n: int, prompts: int, sampler: NativeSampler) -> None:
+        if n > sampler.max_rows:
+            raise bad(f"n is {n}, and at most {sampler.max_rows} completions are written at once.", "n")
+        if n * prompts > self.limits.max_choices:
+            raise bad(f"The request asks for {n * prompts} answers; at most {self.limits.max_choices} are given.", "n")
+
+    def _most(self, asked: int | None) -> int | None:
+        limit = self.limits.max_output_tokens
+        if asked is not None and limit is not None and asked > limit:
+            raise bad(f"max_tokens is {asked}, and this server writes at most {limit}.", "max_tokens")
+        return limit if asked is None else asked
+
+    def _encoded(
+        self, prompts: Sequence[Any], sampler: NativeSampler, context: int | None, *, needs_room: bool
+    ) -> list[Prompt]:
+        """Each with uid "0", "1", ...: a seed gives what `NativeSampler.sample` writes for the same list."""
+        try:
+            with _tokenizing:
+                encoded = as_prompts(prompts, sampler.tokenizer, None, num_embeddings(sampler.model))
+        except CoveyError as error:
+            raise bad(str(error), "prompt") from error
+        for prompt in encoded:
+            length = len(prompt.token_ids)
+            if context is not None and length + needs_room > context:
+                raise bad(
+                    f"The prompt has {length} tokens, and the model's context of {context} leaves no room for an answer; "
+                    "shorten it.",
+                    "prompt",
+                    "context_length_exceeded",
+                )
+        return encoded
+
+
+def _room(prompt: Prompt, most: int | None, context: int | None) -> int:
+    """Tokens that a completion may have."""
+    room = None if context is None else context - len(prompt.token_ids)
+    known = [bound for bound in (most, room) if bound is not None]
+    if not known:
+        raise bad("The model's context is not known; give max_tokens.", "max_tokens")
+    return min(known)
+
+
+def _params(fields: Fields) -> SamplingParams:
+    stop = fields.take("stop", ())
+    top_k = fields.whole("top_k", 0, -1)
+    try:
+        return SamplingParams(
+            temperature=fields.number("temperature", 1.0),
+            top_p=fields.number("top_p", 1.0),
+            top_k=max(top_k, 0),  # vLLM's -1 is no limit too
+            min_p=fields.number("min_p", None),
+            repetition_penalty=fields.number("repetition_penalty", 1.0),
+            stop=stop,
+        )
+    except CoveyError as error:
+        raise bad(str(error), str(error).split(" ", 1)[0]) from error
+
+
+def _stream_options(fields: Fields, streams: bool) -> bool:
+    options = fields.mapping("stream_options")
+    if options and not streams:
+        raise bad("stream_options needs stream: true.", "stream_options")
+    unknown = set(options) - {"include_usage", "include_obfuscation"}
+    if unknown:
+        raise bad(f"stream_options has no {sorted(unknown)[0]!r}; it has include_usage.", "stream_options")
+    return bool(options.get("include_usage"))
+
+
+def _plain_prompts(given: Any) -> list[Any]:
+    """Texts or lists of token ids, from one of them or a list of them."""
+    if isinstance(given, str):
+        return [given]
+    is_ids = lambda x: isinstance(x, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in x)
+    if isinstance(given, list) and given:
+        if is_ids(given):
+            return [given]
+        if all(isinstance(one, str) for one in given) or all(is_ids(one) for one in given):
+            return given
+    raise bad("prompt must be a text, a list of token ids, or a list of either.", "prompt")
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.take("messages")
+    if not isinstance(given, list) or not given:
+        raise bad("messages must be a list of at least one message.", "messages")
+    return [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
+
+
+def _message(given: Any, place: str) -> dict[str, Any]:
+    """With its content as one text and the arguments of its tool calls as objects, which chat templates expect."""
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise bad(f"{place} must be an object with a role.", place)
+    message = {name: value for name, value in given.items() if value is not None}
+    content = given.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise bad(f"{place}.content has a part that is no text; only text is read.", place)
+        content = "".join(str(part) for part in parts)
+    if content is not None and not isinstance(content, str):
+        raise bad(f"{place}.content must be a text, or a list of text parts.", place)
+    message["content"] = content or ""
+    if content is None and not given.get("tool_calls"):
+        raise bad(f"{place} has no content.", place)
+    if "tool_calls" in message:
+        message["tool_calls"] = [_tool_call(call, f"{place}.tool_calls") for call in given["tool_calls"]]
+    return message
+
+
+def _tool_call(given: Any, place: str) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(f"{place} must hold objects with a function and its name.", place)
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise bad(f"{place} has arguments that are no JSON ({error}).", place) from error
+    return {**given, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]]:
+    """The tools that the model is shown; [] with tool_choice "none"."""
+    given, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
+    is_tool = lambda x: isinstance(x, dict) and isinstance(x.get("function"), dict) and "name" in x["function"]
+    if not isinstance(given, list) or not all(map(is_tool, given)):
+        raise bad("tools must be a list of objects with a function and its name.", "tools")
+    if choice not in ("auto", "none"):
+        said = 'tool_choice must be "auto" or "none": a model cannot be forced to call a tool here.'
+        raise bad(said, "tool_choice", "unsupported_parameter")
+    return [] if choice == "none" else given
+
+
+def _template(sampler: NativeSampler, tools: list[dict[str, Any]], options: Mapping[str, Any]) -> Template:
+    try:
+        with _tokenizing:
+            return Template(sampler.tokenizer, sampler.eos_ids, {**options, "tools": tools}, has_bridges=False)
+    except ModelError as error:
+        raise bad(f"No tools with this model: {error}", "tools", "unsupported_parameter") from error
+
+
+def _chat_prompt(
+    sampler: NativeSampler,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    options: Mapping[str, Any],
+    add_prompt: bool,
+    template: Template | None,
+) -> Prompt:
+    shown = [_as_text(message) for message in messages] if template and template.takes_text_arguments else messages
+    extra: dict[str, Any] = {**options, "tools": tools} if tools else dict(options)
+    for name in ("conversation", "tokenize", "return_dict", "return_tensors", "add_generation_prompt", "chat_template"):
+        if name in options:
+            raise bad(f"chat_template_kwargs may not hold {name}.", "chat_template_kwargs")
+    try:
+        with _tokenizing:
+            ids = sampler.tokenizer.apply_chat_template(
+                shown, add_generation_prompt=add_prompt, tokenize=True, return_dict=False, **extra
+            )
+    except Exception as error:
+        raise bad(f"The model's chat template refuses these messages: {error}", "messages") from error
+    return Prompt(uid="0", messages=tuple(messages), token_ids=tuple(ids), columns={"tools": tools} if tools else {})
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """With the arguments of tool calls as JSON texts."""
+    if "tool_calls" not in message:
+        return message
+    text = lambda call: {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+    return {**message, "tool_calls": [{**call, "function": text(call)} for call in message["tool_calls"]]}

@@ -1,0 +1,160 @@
+"""An OpenAI-compatible endpoint over native samplers, in a process of its own or beside a training run."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from covey.errors import ConfigError
+from covey.rollout import NativeSampler
+from covey.rollout.live import LogprobsMode
+from covey.serving.access import is_loopback
+from covey.serving.app import Service
+from covey.serving.engine import Call, Engine
+from covey.serving.limits import Limits
+
+SHORTEST_KEY = 16
+"""Characters of an API key at least."""
+
+
+class Endpoint:
+    """An OpenAI-compatible HTTP endpoint of one or more models. `with Endpoint(sampler) as endpoint: endpoint.url`.
+
+    Models are samplers by name; the first is the default, the others count as its adapters. `on_call` gets every answered
+    prompt as a `Call`, token ids, log-probabilities and version of the weights included, on the thread that decodes; where it
+    raises, the client gets an error. While the endpoint is open, `sampler.sample` and `sampler.load` must not be called
+    directly: use `load`.
+    """
+
+    def __init__(
+        self,
+        samplers: NativeSampler | Mapping[str, NativeSampler],
+        *,
+        name: str = "policy",
+        limits: Limits | None = None,
+        api_key: str | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        on_call: Callable[[Call], None] | None = None,
+    ) -> None:
+        """`logprobs_mode`: what clients get; a `Call` always has the log-probabilities as drawn."""
+        self.samplers = dict(samplers) if isinstance(samplers, Mapping) else {name: samplers}
+        if not self.samplers:
+            raise ConfigError("An endpoint needs at least one model.")
+        for sampler in self.samplers.values():
+            if getattr(sampler, "environment", None) is not None:
+                raise ConfigError("An endpoint's client runs the tools; give a sampler without an environment.")
+        if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ConfigError(f"logprobs_mode {logprobs_mode!r} is not known; take raw_logprobs or processed_logprobs.")
+        if api_key is not None and len(api_key) < SHORTEST_KEY:
+            raise ConfigError(f"The API key is short enough to be guessed; give {SHORTEST_KEY} characters or more.")
+        self.limits, self.api_key = limits or Limits(), api_key
+        self.engine = Engine(self.samplers, max_waiting=self.limits.max_waiting, mode=logprobs_mode, on_call=on_call)
+        self.app = Service(self.samplers, self.engine, self.limits).app(api_key)
+        """The ASGI application, for a server of your own; `engine.start()` comes first."""
+        self.url = ""
+        """Base URL for clients, `http://127.0.0.1:PORT/v1`, while it is open."""
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def load(self, policy: Any, version: int, model: str | None = None) -> None:
+        """Answer with these weights from now on. Requests that run are finished with the former ones first."""
+        sampler = self.samplers[model or next(iter(self.samplers))]
+        self.engine.when_idle(lambda: sampler.load(policy, version)).result()
+
+    # -- beside other work ------------------------------------------------------------------------------------------
+
+    def open(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen in a thread. Returns the base URL for clients."""
+        listener = self.listen(host, port)
+        self.url = url_of(host, listener)
+        self._server = _Server(self._config(), lambda: None)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="covey-http", daemon=True)
+        self.engine.start()
+        self._thread.start()
+        return self.url
+
+    def close(self) -> None:
+        """Finish what runs, within `limits.drain_seconds`, and stop listening."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+        self.engine.close()
+        self.url = ""
+
+    def __enter__(self) -> Endpoint:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- in a process of its own ------------------------------------------------------------------------------------
+
+    def run(self, listener: socket.socket, on_start: Callable[[], None]) -> None:
+        """Serve until SIGTERM or Ctrl-C, then finish what runs within `limits.drain_seconds`."""
+        self.engine.start()
+        try:
+            _Server(self._config(), on_start).run(sockets=[listener])
+        finally:
+            self.engine.close()
+
+    def listen(self, host: str, port: int) -> socket.socket:
+        """A socket to serve on. Raises ConfigError for an address that others can reach without a key, or that is taken."""
+        if self.api_key is None and not is_loopback(host):
+            raise ConfigError(f"{host} can be reached from other machines; give an API key, or listen on 127.0.0.1.")
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(2048)
+        except OSError as error:
+            listener.close()
+            said = (
+                f"{host} port {port} cannot be listened on ({error.strerror or error}); choose another, or 0 for any."
+            )
+            raise ConfigError(said) from error
+        return listener
+
+    def _config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self.app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            limit_concurrency=self.limits.max_connections,
+            timeout_graceful_shutdown=max(1, round(self.limits.drain_seconds)),
+        )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which ends a stopped process with 0 instead of by the signal once more."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_start()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """Base URL of a listening server for OpenAI clients."""
+    name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{listener.getsockname()[1]}/v1"

@@ -1,0 +1,52 @@
+"""Models to serve: a base and its LoRA adapters, each adapter merged into copies of the layers that it changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from covey.errors import ConfigError, ModelError
+from covey.models import told_as_model_error
+
+
+def with_merged_adapter(model: Any, folder: str | Path) -> Any:
+    """A model that shares all weights of `model` but those that the adapter in `folder` changes; `model` stays as it is.
+
+    Raises ModelError for a folder without an adapter, or with one that cannot be merged into this model.
+    """
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise ModelError(f"{folder} holds no adapter: there is no adapter_config.json in it.")
+    try:
+        from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError as error:
+        raise ConfigError("Adapters need the peft package: pip install 'covey[peft]'.") from error
+    shared = {id(held): held for held in (*model.parameters(), *model.buffers())}
+    with told_as_model_error(str(folder)):
+        adapted = PeftModel.from_pretrained(copy.deepcopy(model, shared), str(folder)).eval()
+        if not hasattr(adapted.base_model, "merge_and_unload"):
+            raise ModelError(f"The adapter in {folder} is not LoRA and cannot be merged into the model.")
+        with torch.no_grad():
+            for layer in (one for one in adapted.modules() if isinstance(one, BaseTunerLayer)):
+                base: Any = layer.get_base_layer()
+                for name, held in list(base.named_parameters(recurse=False)):
+                    setattr(base, name, nn.Parameter(held.clone(), requires_grad=False))
+            return adapted.merge_and_unload(safe_merge=True)
+
+
+def named_adapters(words: list[str]) -> Mapping[str, str]:
+    """Folders by model name from `NAME=PATH`. Raises ConfigError for a word of another form, or a name given twice."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(f"--adapter {word}: write NAME=FOLDER.")
+        if name in found:
+            raise ConfigError(f"--adapter {name} is given twice.")
+        found[name] = folder
+    return found
