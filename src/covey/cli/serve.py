@@ -44,11 +44,12 @@ def run(given: Given) -> None:
         raise ConfigError(f"--port {options['port']} is none; give one from 0 to 65535.")
     try:
         from covey.serving import Endpoint, Limits
+        from covey.serving.access import checked_key
         from covey.serving.endpoint import url_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"covey serve needs {error.name}; install it with pip install 'covey[serve]'.") from error
     limits = Limits(**{name: options[name] for name in _LIMITS})
-    key = options["api_key"] or os.environ.get(KEY) or None
+    key = checked_key(options["api_key"] or os.environ.get(KEY) or None, options["host"])
     endpoint = Endpoint(samplers_of(options), limits=limits, api_key=key, logprobs_mode=options["logprobs_mode"])
     listener = endpoint.listen(options["host"], options["port"])
     names = ", ".join(endpoint.samplers)

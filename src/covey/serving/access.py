@@ -8,14 +8,26 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from covey.errors import ConfigError
 from covey.serving.errors import APIError
 
+SHORTEST_KEY = 16
+"""Characters of an API key at least."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach an address of this name."""
     return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def checked_key(api_key: str | None, host: str) -> str | None:
+    """The key. Raises ConfigError for one that can be guessed, or for none where other machines reach `host`."""
+    if api_key is not None and len(api_key) < SHORTEST_KEY:
+        raise ConfigError(f"The API key is short enough to be guessed; give {SHORTEST_KEY} characters or more.")
+    if api_key is None and not is_loopback(host):
+        raise ConfigError(f"{host} can be reached from other machines; give an API key, or listen on 127.0.0.1.")
+    return api_key
 
 
 class Guard:

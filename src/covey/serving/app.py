@@ -26,7 +26,10 @@ from covey.serving.errors import APIError, bad
 from covey.serving.limits import Limits
 from covey.serving.replies import Choice, answer, new_id, usage
 
-_PATHS = frozenset({"/v1/models", "/v1/chat/completions", "/v1/completions", "/metrics", "/health"})
+_PATHS = frozenset(
+    {"/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/tokenizer_info", "/metrics"}
+)
+"""Names of paths in the metrics; a client cannot add others."""
 
 
 class Service:
@@ -44,6 +47,9 @@ class Service:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
             Route("/metrics", self.metrics),
             Route("/health", self.health),
         ]
@@ -78,6 +84,22 @@ class Service:
 
     async def health(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
+
+    # -- the tokenizer, as vLLM shows it ----------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._read_by(request, self.reader.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._read_by(request, self.reader.detokenize)
+
+    async def _read_by(self, request: Request, read: Callable[[Any], dict[str, Any]]) -> Response:
+        return self._json(request, await anyio.to_thread.run_sync(read, await self._body(request)))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        tokenizer = next(iter(self.samplers.values())).tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
+        return self._json(request, {name: getattr(tokenizer, name, None) for name in names})
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

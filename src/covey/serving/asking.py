@@ -86,6 +86,34 @@ class Reader:
             raise bad("best_of other than n is not supported; leave it out.", "best_of")
         return self._wanted(fields, name, sampler, prompts, most, num_top, n, echoes=echoes)
 
+    def tokenize(self, body: Any) -> dict[str, Any]:
+        """Of /tokenize: `{"prompt": text, "add_special_tokens": true}`."""
+        fields = Fields(body)
+        name, sampler = self._model(fields)
+        text, special = fields.text("prompt"), fields.flag("add_special_tokens", True)
+        fields.rest()
+        if text is None:
+            raise bad("prompt must be a text.", "prompt")
+        with _tokenizing:
+            ids = list(sampler.tokenizer(text, add_special_tokens=special)["input_ids"])
+        return {
+            "model": name,
+            "count": len(ids),
+            "max_model_len": context_limit(unwrapped(sampler.model)),
+            "tokens": ids,
+        }
+
+    def detokenize(self, body: Any) -> dict[str, Any]:
+        """Of /detokenize: `{"tokens": [...]}`."""
+        fields = Fields(body)
+        _, sampler = self._model(fields)
+        ids = fields.take("tokens")
+        fields.rest()
+        if not _is_ids(ids) or not all(0 <= one < len(sampler.tokenizer) for one in ids):
+            raise bad("tokens must be a list of token ids.", "tokens")
+        with _tokenizing:
+            return {"prompt": sampler.tokenizer.decode(ids)}
+
     def _model(self, fields: Fields) -> tuple[str, NativeSampler]:
         name = fields.text("model") or next(iter(self.samplers))
         if name not in self.samplers:
@@ -210,15 +238,18 @@ def _stream_options(fields: Fields, streams: bool) -> bool:
     return bool(options.get("include_usage"))
 
 
+def _is_ids(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
+
+
 def _plain_prompts(given: Any) -> list[Any]:
     """Texts or lists of token ids, from one of them or a list of them."""
     if isinstance(given, str):
         return [given]
-    is_ids = lambda x: isinstance(x, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in x)
     if isinstance(given, list) and given:
-        if is_ids(given):
+        if _is_ids(given):
             return [given]
-        if all(isinstance(one, str) for one in given) or all(is_ids(one) for one in given):
+        if all(isinstance(one, str) for one in given) or all(_is_ids(one) for one in given):
             return given
     raise bad("prompt must be a text, a list of token ids, or a list of either.", "prompt")
 

@@ -14,13 +14,10 @@ import uvicorn
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler
 from covey.rollout.live import LogprobsMode
-from covey.serving.access import is_loopback
+from covey.serving.access import checked_key
 from covey.serving.app import Service
 from covey.serving.engine import Call, Engine
 from covey.serving.limits import Limits
-
-SHORTEST_KEY = 16
-"""Characters of an API key at least."""
 
 
 class Endpoint:
@@ -51,9 +48,7 @@ class Endpoint:
                 raise ConfigError("An endpoint's client runs the tools; give a sampler without an environment.")
         if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ConfigError(f"logprobs_mode {logprobs_mode!r} is not known; take raw_logprobs or processed_logprobs.")
-        if api_key is not None and len(api_key) < SHORTEST_KEY:
-            raise ConfigError(f"The API key is short enough to be guessed; give {SHORTEST_KEY} characters or more.")
-        self.limits, self.api_key = limits or Limits(), api_key
+        self.limits, self.api_key = limits or Limits(), checked_key(api_key, "127.0.0.1")
         self.engine = Engine(self.samplers, max_waiting=self.limits.max_waiting, mode=logprobs_mode, on_call=on_call)
         self.app = Service(self.samplers, self.engine, self.limits).app(api_key)
         """The ASGI application, for a server of your own; `engine.start()` comes first."""
@@ -108,8 +103,7 @@ class Endpoint:
 
     def listen(self, host: str, port: int) -> socket.socket:
         """A socket to serve on. Raises ConfigError for an address that others can reach without a key, or that is taken."""
-        if self.api_key is None and not is_loopback(host):
-            raise ConfigError(f"{host} can be reached from other machines; give an API key, or listen on 127.0.0.1.")
+        checked_key(self.api_key, host)
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,0 +1,76 @@
+"""A real `covey serve` process of the shipped model, and what clients need of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+
+QUESTIONS = (
+    "Tom has 3 apples and buys 4 more. How many apples does Tom have?",
+    "Ada has 54 shells and Mia has 22 shells. How many shells do they have together?",
+    "Eva buys 6 boxes with 7 pens in each box. How many pens is that?",
+    "There are 30 eggs on the table. Leo takes 11 away. How many eggs stay?",
+)
+
+
+@contextlib.contextmanager
+def server(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process of the shipped model, and its base URL. It is stopped at the end, whatever has happened."""
+    command = [sys.executable, "-m", "covey", "serve", "demo", "--port", "0", *options]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, f"the server did not start: {line} {''.join(said)}"
+        yield process, found.group()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        reader.join()
+        process.stderr.close()
+
+
+@contextlib.contextmanager
+def client(url: str, key: str = "none") -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as made:
+        yield made
+
+
+def chat(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def foreign_environment(name: str, *packages: str) -> Path:
+    """Python of an environment of its own with these packages, made at the first use. Skips the test where it cannot be made.
+
+    COVEY_TEST_ENVS names the folder of such environments.
+    """
+    import pytest
+
+    folder = Path(os.environ.get("COVEY_TEST_ENVS", Path.home() / ".cache" / "covey-test-envs")) / name
+    python = folder / "bin" / "python"
+    try:
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", *packages]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=900)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no environment with {packages}: {error}")
+    if done.returncode:
+        pytest.skip(f"{' '.join(packages)} could not be installed: {done.stderr[-300:]}")
+    return python
