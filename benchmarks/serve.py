@@ -1,7 +1,7 @@
 """Throughput of the endpoint: `covey serve`, vLLM's server and transformers' `generate`, the same requests, greedy, in float32.
 
     python benchmarks/serve.py                                   # covey serve beside generate
-    python benchmarks/serve.py --vllm ~/vllm/bin/vllm            # and a vLLM server (its CPU build, on a machine without GPU)
+    python benchmarks/serve.py --vllm ~/vllm/bin/python          # and a vLLM server (its CPU build, on a machine without GPU)
 
 A Qwen2 model with random weights, so that nothing ends early: every request says how many tokens it wants (`ignore_eos`), from a
 sixteenth of `--max-tokens` up to all of it. The servers get all requests at once, over HTTP, from one client process;
@@ -169,7 +169,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Measure
                         "--port", str(ports["covey serve"]), "--sampler-dtype", "float32", "--max-waiting", "100000"],
     }  # fmt: skip
     if options.vllm:
-        commands["vllm serve"] = [options.vllm, "serve", str(folder / "model"), "--served-model-name", "bench", "--dtype", "float32",
+        commands["vllm serve"] = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), "--served-model-name", "bench", "--dtype", "float32",
                                   "--port", str(ports["vllm serve"]), "--host", "127.0.0.1", "--max-num-seqs", "256"]  # fmt: skip
     found: dict[str, list[Measured]] = {"generate": [], **{name: [] for name in commands}}
     with contextlib.ExitStack() as stack:
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="rows of a batch of generate")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--vllm", help="path of the vllm command, in an environment of its own")
+    parser.add_argument("--vllm", help="Python of an environment of its own that holds vLLM")
     parser.add_argument("--wait", type=float, default=600.0, help="seconds that a server may take to start")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from covey import __version__
 from covey.environments.template import WrittenCall, typed_argument
 from covey.rollout.live import Top
 from covey.serving.asking import Wanted
@@ -179,7 +178,7 @@ def answer(wanted: Wanted, call_id: str, created: int, choices: list[dict[str, A
         "object": kind,
         "created": created,
         "model": wanted.model,
-        "system_fingerprint": f"covey-{__version__}",
+        "system_fingerprint": f"covey-weights-{version}",
         "weights_version": version,
         "choices": choices,
     }

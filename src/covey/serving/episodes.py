@@ -1,0 +1,121 @@
+"""Episodes out of an agent's calls: exact to the token, since nothing is rendered again.
+
+A call goes on from an earlier one where its prompt begins with all tokens that the earlier one read and wrote. So calls form a
+tree: retries and several answers are branches, and a prompt that goes on from nothing (another conversation, a shortened
+history, a text that was tokenized otherwise) is a root. Each path from a root to a leaf is an episode.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from covey.serving.engine import Call
+from covey.types import Completion, Prompt
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episode:
+    """One path of an agent's calls, as a completion of its first prompt."""
+
+    session: str | None
+    prompt: Prompt
+    """What the first call read."""
+    completion: Completion
+    """All that follows: `mask` is True for what the model wrote, and `logprobs` are as drawn, 0 elsewhere. `version` is the oldest
+    weights', `finish` and `text` are the last turn's."""
+    call_ids: tuple[str, ...]
+    """Ids of the calls, first to last."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """The episodes of some calls."""
+
+    episodes: tuple[Episode, ...]
+    num_breaks: int
+    """Calls that show the model's earlier turns and yet go on from none of them: their agent changed the history, or its text
+    became other tokens. They are episodes of their own, for what they show of earlier turns was not written there."""
+
+
+@dataclass(eq=False)
+class _Node:
+    """One completion of a call."""
+
+    call: Call
+    completion: Completion
+    parent: _Node | None
+    children: list[_Node] = field(default_factory=list)
+    is_counted: bool = False
+    """Whether an episode has it with mask True already."""
+
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens up to here."""
+        return (*self.call.group.prompt.token_ids, *self.completion.token_ids.tolist())
+
+    @property
+    def path(self) -> list[_Node]:
+        """From the root to this."""
+        return [*(self.parent.path if self.parent is not None else ()), self]
+
+
+def episodes_of(calls: Iterable[Call]) -> Recorded:
+    """The episodes of calls, session by session, in the order of their first calls. Calls without a session are one session.
+
+    A turn that several branches share is trained on once: its mask is True in the first of them alone.
+    """
+    sessions: dict[str | None, list[_Node]] = defaultdict(list)
+    num_breaks = 0
+    for call in sorted(calls, key=lambda one: (one.created, one.id)):
+        nodes = sessions[call.session]
+        parent = _parent(nodes, call.group.prompt.token_ids)
+        shown = call.group.prompt.messages or ()
+        num_breaks += parent is None and bool(nodes) and any(one["role"] == "assistant" for one in shown)
+        made = [_Node(call, completion, parent) for completion in call.group.completions]
+        if parent is not None:
+            parent.children += made
+        nodes += made
+    leaves = [node for nodes in sessions.values() for node in nodes if not node.children]
+    return Recorded(episodes=tuple(_episode(leaf.path) for leaf in leaves), num_breaks=num_breaks)
+
+
+def _parent(nodes: Sequence[_Node], prompt: tuple[int, ...]) -> _Node | None:
+    """The node with the most tokens that `prompt` begins with; of equals the latest, which a retry has replaced."""
+    best, most = None, 0
+    for node in nodes:
+        ids = node.ids
+        if most <= len(ids) <= len(prompt) and prompt[: len(ids)] == ids:
+            best, most = node, len(ids)
+    return best
+
+
+def _episode(path: Sequence[_Node]) -> Episode:
+    prompt = path[0].call.group.prompt
+    ids, mask, logprobs = list[int](), list[bool](), list[float]()
+    for node in path:
+        between = node.call.group.prompt.token_ids[len(prompt.token_ids) + len(ids) :]
+        written = node.completion.token_ids.tolist()
+        drawn = node.completion.logprobs
+        ids += [*between, *written]
+        mask += [*([False] * len(between)), *([not node.is_counted] * len(written))]
+        logprobs += [*([0.0] * len(between)), *([0.0] * len(written) if drawn is None else drawn.tolist())]
+        node.is_counted = True
+    last = path[-1]
+    shown = (last.call.group.prompt.messages or ())[len(prompt.messages or ()) :]
+    completion = Completion(
+        token_ids=torch.tensor(ids, dtype=torch.int64),
+        text=last.completion.text,
+        finish=last.completion.finish,
+        logprobs=torch.tensor(logprobs),
+        mask=torch.tensor(mask, dtype=torch.bool),
+        version=min(node.completion.version for node in path),
+        messages=(*shown, {"role": "assistant", "content": last.completion.text}),
+    )
+    return Episode(
+        session=last.call.session, prompt=prompt, completion=completion, call_ids=tuple(node.call.id for node in path)
+    )

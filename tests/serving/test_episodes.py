@@ -1,0 +1,134 @@
+"""Calls of an unmodified agent become episodes that are exact to the token: turns, retries, branches and changed histories."""
+
+import pytest
+import torch
+
+from covey.rollout import NativeSampler
+from covey.serving import Endpoint, episodes_of
+from covey.types import Completion
+from environments.acting import chat_tokenizer, tiny_llama
+from serving.clients import client
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    tokenizer = chat_tokenizer()
+    return NativeSampler(tiny_llama(tokenizer).eval(), tokenizer, dtype="float32", max_rows=16)
+
+
+class Agent:
+    """A loop over chat completions, as somebody would write it who has never heard of Covey."""
+
+    def __init__(self, ask, session):
+        self.ask, self.headers, self.messages = ask, {"X-Session-Id": session}, []
+
+    def say(self, text, keep=True, **how):
+        asked = [*self.messages, {"role": "user", "content": text}]
+        how = {"max_tokens": 12, "seed": 1, "temperature": 1.0, **how}
+        reply = self.ask.chat.completions.create(model="policy", messages=asked, extra_headers=self.headers, **how)
+        if keep:
+            self.messages = [*asked, {"role": "assistant", "content": reply.choices[0].message.content}]
+        return reply
+
+
+class Words:
+    """A sampler's tokenizer whose model writes these words, one after the other, token by token."""
+
+    def __init__(self, sampler, *words):
+        self.sampler, self.words = sampler, [sampler.tokenizer(word)["input_ids"] for word in words]
+        self.decode = sampler.forward.decode
+
+    def __enter__(self):
+        pending = iter([token for word in self.words for token in word])
+
+        def decode(ids, positions, batch):
+            logits = torch.full_like(self.decode(ids, positions, batch), -50.0)
+            logits[:, next(pending)] = 50.0
+            return logits
+
+        self.sampler.forward.decode = decode
+        return self
+
+    def __exit__(self, *_):
+        self.sampler.forward.decode = self.decode
+
+
+def recorded(sampler, act):
+    """What `act` does with a client, as episodes, and the calls themselves."""
+    calls = []
+    with Endpoint(sampler, on_call=calls.append) as endpoint, client(endpoint.url) as ask:
+        act(ask)
+    return episodes_of(calls), calls
+
+
+def check(episode):
+    """Masks, log-probabilities and ids are of one length; nothing outside of the mask has a log-probability."""
+    one: Completion = episode.completion
+    assert len(one.token_ids) == len(one.mask) == len(one.logprobs)
+
+
+def test_a_conversation_of_several_turns_is_one_episode_with_the_tokens_that_were_drawn(sampler):
+    def act(ask):
+        agent = Agent(ask, "a")
+        for text in ("one", "two", "three"):
+            agent.say(text)
+
+    with Words(sampler, "yes<|im_end|>", "no<|im_end|>", "so<|im_end|>"):
+        found, calls = recorded(sampler, act)
+    (episode,) = found.episodes
+    check(episode)
+    assert found.num_breaks == 0
+    assert episode.call_ids == tuple(call.id for call in calls)
+    assert episode.prompt.token_ids == calls[0].group.prompt.token_ids
+    last = calls[-1].group
+    whole = [*last.prompt.token_ids, *last.completions[0].token_ids.tolist()]
+    assert [*episode.prompt.token_ids, *episode.completion.token_ids.tolist()] == whole
+    written = [token for call in calls for token in call.group.completions[0].token_ids.tolist()]
+    assert episode.completion.token_ids[episode.completion.mask].tolist() == written
+    drawn = torch.cat([call.group.completions[0].logprobs for call in calls])
+    assert torch.equal(episode.completion.logprobs[episode.completion.mask], drawn)
+    roles = [message["role"] for message in episode.completion.messages]
+    assert roles == ["assistant", "user", "assistant", "user", "assistant"]
+
+
+def test_a_retry_is_a_branch_and_a_shared_turn_is_trained_on_once(sampler):
+    def act(ask):
+        agent = Agent(ask, "a")
+        agent.say("one")
+        agent.say("two", keep=False)
+        agent.say("two", seed=2)
+
+    with Words(sampler, "yes<|im_end|>", "no<|im_end|>", "so<|im_end|>"):
+        found, calls = recorded(sampler, act)
+    first, second = found.episodes
+    check(first)
+    check(second)
+    assert (first.call_ids, second.call_ids) == ((calls[0].id, calls[1].id), (calls[0].id, calls[2].id))
+    sizes = [call.group.completions[0].num_tokens for call in calls]
+    assert int(first.completion.mask.sum()) == sizes[0] + sizes[1]
+    assert int(second.completion.mask.sum()) == sizes[2]
+
+
+def test_sessions_and_several_answers_stay_apart(sampler):
+    def act(ask):
+        Agent(ask, "a").say("one", n=3)
+        Agent(ask, "b").say("one")
+
+    found, calls = recorded(sampler, act)
+    assert [episode.session for episode in found.episodes] == ["a", "a", "a", "b"]
+    assert found.num_breaks == 0
+    for episode, completion in zip(found.episodes, calls[0].group.completions, strict=False):
+        assert torch.equal(episode.completion.token_ids, completion.token_ids)
+        assert bool(episode.completion.mask.all())
+
+
+def test_a_changed_history_is_a_break_and_never_joined(sampler):
+    def act(ask):
+        agent = Agent(ask, "a")
+        agent.say("one")
+        agent.messages[-1] = {"role": "assistant", "content": "what the model never said"}
+        agent.say("two")
+
+    found, calls = recorded(sampler, act)
+    assert found.num_breaks == 1
+    assert [episode.call_ids for episode in found.episodes] == [(call.id,) for call in calls]
