@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--wait", type=float, default=600.0, help="seconds that a server may take to start")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default it takes half of the memory
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options, Path(folder))
