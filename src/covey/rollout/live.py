@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.models import unwrapped
 from covey.rollout.kv_cache import rounded
-from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import Draw, draw, processed
 from covey.rollout.scheduler import OUTPUT_ROW, SLOT, WRITTEN, GroupRequest, RunningGroup, Scheduler
 from covey.rollout.stopping import StopStrings, context_of
@@ -82,7 +82,7 @@ class LiveScheduler(Scheduler):
             SamplingParams(),
             tokenizer=sampler.tokenizer,
             eos_ids=sampler.eos_ids,
-            max_rows=sampler.max_rows,
+            max_rows=sampler.max_rows or DEFAULT_ROWS,
             cache_bytes=sampler.budget(),
             context=context_of(unwrapped(sampler.model)),
             version=sampler.version,

@@ -15,6 +15,7 @@ from covey.errors import CoveyError, ModelError, did_you_mean
 from covey.models import context_limit, unwrapped
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.prompts import as_prompts
+from covey.rollout.sampler import DEFAULT_ROWS
 from covey.serving.engine import Asked
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
@@ -171,8 +172,9 @@ class Reader:
         )
 
     def _check_choices(self, n: int, prompts: int, sampler: NativeSampler) -> None:
-        if n > sampler.max_rows:
-            raise bad(f"n is {n}, and at most {sampler.max_rows} completions are written at once.", "n")
+        most = sampler.max_rows or DEFAULT_ROWS
+        if n > most:
+            raise bad(f"n is {n}, and at most {most} completions are written at once.", "n")
         if n * prompts > self.limits.max_choices:
             raise bad(f"The request asks for {n * prompts} answers; at most {self.limits.max_choices} are given.", "n")
 
