@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from covey.algorithms import Algorithm
     from covey.config import GRPOConfig
     from covey.config.grpo_config import batch_arithmetic
+    from covey.ensembles import Ensemble, Member
     from covey.errors import CoveyError
     from covey.rollout import NativeSampler, SamplingParams
     from covey.training.trainer import GRPOTrainer
@@ -24,8 +25,10 @@ __version__ = "0.1.0"
 _WHERE = {
     "Algorithm": "covey.algorithms",
     "CoveyError": "covey.errors",
+    "Ensemble": "covey.ensembles",
     "GRPOConfig": "covey.config.grpo_config",
     "GRPOTrainer": "covey.training.trainer",
+    "Member": "covey.ensembles",
     "NativeSampler": "covey.rollout",
     "SamplingParams": "covey.rollout",
     "batch_arithmetic": "covey.config.grpo_config",
@@ -35,8 +38,10 @@ _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testi
 __all__ = [
     "Algorithm",
     "CoveyError",
+    "Ensemble",
     "GRPOConfig",
     "GRPOTrainer",
+    "Member",
     "NativeSampler",
     "SamplingParams",
     "algorithms",

@@ -21,7 +21,7 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"models", "data"},
     {"algorithms", "config", "images", "kernels", "rewards"},
     {"rollout", "learner", "runs", "testing", "merging"},
-    {"evaluation", "environments"},
+    {"evaluation", "environments", "ensembles"},
     {"monitor", "serving"},
     {"training"},
     {"doctor", "__init__"},

@@ -30,6 +30,7 @@ from covey.algorithms.covariance import ClipCov, KLCov
 from covey.algorithms.critic import ClippedError, Critic
 from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
+from covey.algorithms.members import MemberWeight
 from covey.algorithms.naming import from_name
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
 from covey.algorithms.options import from_options
@@ -91,6 +92,7 @@ __all__ = [
     "LeaveOneOut",
     "LengthPenalty",
     "MaxRL",
+    "MemberWeight",
     "Needs",
     "NormalizeThenSum",
     "OffPolicyMask",

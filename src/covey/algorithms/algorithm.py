@@ -234,6 +234,8 @@ class Algorithm:
         per_token = _checked(self.objective, "objective", self.objective(tokens), tokens)
         for weight in self.weights:
             per_token = per_token * _checked(weight, "weight", weight(tokens), tokens).detach()
+        if tokens.weight is not None:
+            per_token = per_token * tokens.weight
         loss = self.aggregate(self._spread(per_token, tokens), tokens, totals)
         if self.kl is None or self.kl.where != "loss":
             return loss

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.algorithms import Algorithm
+from covey.algorithms import Algorithm, Needs
 from covey.learner.critic import Critic, no_critic
 from covey.learner.gradients import clip, grad_norm
 from covey.learner.micro_batches import MicroBatcher
@@ -19,7 +19,7 @@ from covey.learner.packing import Row, rows_of
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.learner.soundness import expect_rates, expect_sound_training
-from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of
+from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of, weights
 from covey.learner.token_metrics import TokenEntropies, effective_size, sampler_mismatch
 from covey.learner.update_guard import UpdateGuard
 from covey.process.gradient_buckets import GradientBuckets
@@ -110,9 +110,13 @@ class Learner:
     def annotate(self, groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
         """The groups with what the algorithm needs to know of the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
         needs = algorithm.needs
-        wants_old = self.is_off_policy or needs.old_logp
-        if not (wants_old or needs.ref_logp or needs.values):
-            return list(groups)
+        old = self.is_off_policy or needs.old_logp
+        wanted = Needs(old_logp=old, ref_logp=needs.ref_logp, values=needs.values)
+        return self.measured(groups, wanted) if wanted != Needs() else list(groups)
+
+    @torch.no_grad()
+    def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
+        """The groups with `old_logp`, `ref_logp` and `values` of now, those of them that `needs` names."""
         flat = [completion for group in groups for completion in group.completions]
         rows = [
             _unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
@@ -120,20 +124,24 @@ class Learner:
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)  # what is measured here is needed of all
-        notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], algorithm, wants_old))
+        notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
         done = self.world.interleave(notes)
         assert len(done) == len(flat)
         return _regroup(groups, done)
 
-    def _notes(self, rows: Sequence[Row], algorithm: Algorithm, wants_old: bool) -> list[Completion]:
-        """The completions of `rows` with what `annotate` measures."""
-        needs, notes = algorithm.needs, dict[int, Completion]()
+    def _notes(self, rows: Sequence[Row], needs: Needs) -> list[Completion]:
+        """The completions of `rows` with what `needs` names."""
+        notes = dict[int, Completion]()
         for batch in self.micro_batcher.each(rows, factor=2):
             self.check_stop()
-            old = self.policy.measure(batch) if wants_old or needs.values else None
+            old = self.policy.measure(batch) if needs.old_logp or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
-            wanted = (old.logp if old is not None and wants_old else None, None if ref is None else ref.logp, values)
+            wanted = (
+                old.logp if old is not None and needs.old_logp else None,
+                None if ref is None else ref.logp,
+                values,
+            )
             on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], each once
             for r, row in enumerate(batch):
                 own = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
@@ -316,6 +324,7 @@ class Learner:
             logp=measured.logp,
             old_logp=measured.logp.detach() if any(x is None for x in old) else padded(old),
             advantages=advantages(batch, shape, device),
+            weight=weights(batch, shape, device),
             mask=padded([row.counts for row in batch], False),
             group=onto(device, torch.tensor([row.group for row in batch])),
             row=onto(device, torch.tensor([row.index for row in batch])),

@@ -62,6 +62,15 @@ def advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) ->
     return spread([row.advantage for row in batch], shape, device, 0.0)
 
 
+def weights(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Tensor | None:
+    """[N, T], the factor on each token's objective; None where every completion is the policy's own."""
+    own = [row.completion.weight for row in batch]
+    if all(weight is None for weight in own):
+        return None
+    known = [torch.ones(row.completion.num_tokens) if w is None else w for row, w in zip(batch, own, strict=True)]
+    return spread(known, shape, device, 1.0)
+
+
 def moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
     """The batch on another device."""
     return TokenBatch(**{name: onto(torch.device(device), value) for name, value in tokens.tensors().items()})

@@ -14,10 +14,11 @@ from covey.learner.update_guard import is_left_out
 from covey.process.interruption import StopNow
 from covey.process.memory import collecting_new_garbage_only
 from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
-from covey.rollout import SamplingParams
+from covey.rollout import Sampler, SamplingParams
 from covey.runs import rng
 from covey.training.agents import tool_metrics
 from covey.training.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
+from covey.training.ensembles import asked_again, own, rescued, taught
 from covey.training.parts import Parts
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end, take
 from covey.training.state import TrainState
@@ -80,20 +81,23 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
                 drawn, groups = [*drawn, *more], with_signal_first([*groups, *more], parts)
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(groups, algorithm)
-            parts.session.monitor.begin(groups)
+            parts.session.monitor.begin(own(groups))
         if algorithm.needs.greedy:
             groups = with_greedy(parts, groups)
         scaled = parts.scorer.combiner(groups)
         groups = with_advantages(groups, algorithm, parts.scorer.weights, scaled)
-    scales = parts.scorer.observe(drawn)
+        with timed(seconds, "learn"):
+            groups, contributions = taught(parts, groups)
+    scales, mine = parts.scorer.observe(drawn), own(groups)
     metrics = {
-        **reward_metrics(drawn, parts.scorer.names, parts.scorer.weights, scales),
+        **reward_metrics(own(drawn), parts.scorer.names, parts.scorer.weights, scales),
         "groups/drawn": Mean(len(drawn), 1),
         **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
         **parts.world.merge(parts.scorer.take_metrics()),
-        **completion_metrics(groups),
-        **tool_metrics([one for group in groups for one in group.completions]),
-        **parts.session.monitor.measure(groups, parts.scorer.weights, scales),
+        **completion_metrics(mine),
+        **tool_metrics([one for group in mine for one in group.completions]),
+        **parts.session.monitor.measure(mine, parts.scorer.weights, scales),
+        **contributions,
     }
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
     return state.queued(batches * parts.num_iterations, metrics, seconds)
@@ -102,13 +106,33 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
 def answered(parts: Parts, state: TrainState, n: int, seconds: dict[str, float]) -> list[Group]:
     """The next `n` prompts with their scored completions, in the order of the prompts."""
     prompts = take(parts.prompts, n, state.set_aside)
+    sampling, sampler = parts.sampling_for(state.num_rollouts), parts.ensemble or parts.sampler
     scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
     with timed(seconds, "rollout"):
-        groups = draw(parts, prompts, parts.num_generations, parts.sampling_for(state.num_rollouts), scoring.add)
+        groups = draw(parts, sampler, prompts, parts.num_generations, sampling, scoring.add)
     with timed(seconds, "reward"):
-        groups = parts.world.interleave(score(parts, groups, scoring))
-    parts.prompts.learn(outcomes(groups, parts.scorer.weights))
+        groups = score(parts, groups, scoring)
+    if parts.ensemble is not None:
+        groups = with_rescues(parts, groups, sampling, seconds)
+    groups = parts.world.interleave(groups)
+    parts.prompts.learn(outcomes(own(groups), parts.scorer.weights))
     return groups
+
+
+def with_rescues(
+    parts: Parts, groups: Sequence[Group], sampling: SamplingParams, seconds: dict[str, float]
+) -> list[Group]:
+    """This process's groups with right answers of the ensemble's rescuers, where the policy failed throughout."""
+    with timed(seconds, "rollout"):
+        answers = asked_again(parts, groups, sampling)
+    with timed(seconds, "reward"):
+        return rescued(parts, groups, score(parts, answers, added(parts.scorer.begin(), answers)))
+
+
+def added(scoring: Scoring, groups: Sequence[Group]) -> Scoring:
+    for group in groups:
+        scoring.add(group)
+    return scoring
 
 
 def with_signal_first(groups: Sequence[Group], parts: Parts) -> list[Group]:
@@ -121,7 +145,12 @@ def with_signal_first(groups: Sequence[Group], parts: Parts) -> list[Group]:
 
 
 def draw(
-    parts: Parts, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, each: Callable[[Group], None]
+    parts: Parts,
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: SamplingParams,
+    each: Callable[[Group], None],
 ) -> list[Group]:
     """This process's share of the prompts, answered, in their order however the sampler finished them.
 
@@ -130,7 +159,7 @@ def draw(
     mine = parts.world.share(prompts)
     place = {prompt.uid: i for i, prompt in enumerate(mine)}
     groups = []
-    for group in parts.sampler.sample(mine, n, sampling):
+    for group in sampler.sample(mine, n, sampling):
         each(group)
         groups.append(group)
     return sorted(groups, key=lambda group: place[group.prompt.uid])
@@ -140,7 +169,7 @@ def with_greedy(parts: Parts, groups: Sequence[Group]) -> list[Group]:
     """The groups with the rewards of each prompt's greedy answer, for estimators that use it as baseline (ReMax)."""
     greedy = replace(parts.sampling, temperature=0.0)
     scoring = parts.scorer.begin()
-    answers = draw(parts, [group.prompt for group in groups], 1, greedy, scoring.add)
+    answers = draw(parts, parts.sampler, [group.prompt for group in groups], 1, greedy, scoring.add)
     return with_greedy_rewards(groups, parts.world.interleave(score(parts, answers, scoring)))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from covey.algorithms import Algorithm
 from covey.data import PromptStream
+from covey.ensembles import EnsembleSampler
 from covey.learner import Learner
 from covey.process.interruption import Interruption
 from covey.process.world import World
@@ -39,6 +40,8 @@ class Parts:
     """How often each part is used."""
     total_steps: int
     seed: int
+    ensemble: EnsembleSampler | None = None
+    """Draws the groups of training, with members' completions in them. None: the policy draws them alone."""
 
     def close(self) -> None:
         """Give back what a run holds only while it goes on."""

@@ -38,6 +38,7 @@ from covey.training.build import (
     checked_eval,
     given_algorithm,
 )
+from covey.training.ensembles import given_ensemble, with_ensemble
 from covey.training.evaluator import Evaluator
 from covey.training.hooks import is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
@@ -63,7 +64,8 @@ class GRPOTrainer(TRLInterface):
     reward models, or names of built-in rewards), `args`, `train_dataset` (column `prompt`: text or chat messages; other
     columns reach the rewards), `eval_dataset` (one set or a dict of sets), `processing_class`,
     `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
-    preset's name, an import path, or a `covey.algorithms.Algorithm`.
+    preset's name, an import path, or a `covey.algorithms.Algorithm`; and `ensemble`, a `covey.Ensemble` or a list of models that
+    answer beside the policy.
 
     A subclass may override `log`, `_calculate_rewards`, `evaluate` and what saves or uploads; one that overrides a hook which
     nothing here calls is refused when its class is made. `TRLInterface` holds the attributes and methods that scripts use.
@@ -93,6 +95,7 @@ class GRPOTrainer(TRLInterface):
         environment_factory: Any = None,
         *,
         algorithm: str | Algorithm | None = None,
+        ensemble: Any = None,
     ) -> None:
         self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
@@ -109,6 +112,7 @@ class GRPOTrainer(TRLInterface):
         )
         self.agents = Agents.of(tools, environment_factory, rollout_func)
         self.tools = [one.call for one in self.agents.tools]
+        self.ensemble = given_ensemble(ensemble, self.agents, self.args.num_generations)
         rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(
             self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards),
@@ -261,7 +265,9 @@ class GRPOTrainer(TRLInterface):
         )
         for said in advice_for(self.args, self.model) if self.world.is_main else ():
             logger.warning("advice: %s", said)
-        return build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
+        parts = build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
+        trusts = self.args.trust_remote_code
+        return with_ensemble(parts, self.ensemble, self.processing_class, self.eos_ids, trust_remote_code=trusts)
 
     def _folder(self, start: Path | None) -> RunFolder:
         return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)

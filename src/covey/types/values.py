@@ -89,7 +89,9 @@ class Completion:
     version: int = 0
     """The optimizer step whose weights wrote it."""
     source: str = "policy"
-    """Which model wrote it."""
+    """Which model wrote it: the policy, or a member of an ensemble by its name."""
+    weight: Tensor | None = None
+    """[T_i] float32, factor on its objective, where another model wrote it (`MemberWeight`). None: 1."""
     messages: tuple[Message, ...] | None = None
     """Turns of an episode: the assistant's messages, with `tool_calls`, and the tools' answers. None: a single turn."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -265,6 +267,8 @@ class TokenBatch:
     """[N, T], the critic at the time of the rollout."""
     returns: Tensor | None = None
     """[N, T], targets of the critic."""
+    weight: Tensor | None = None
+    """[N, T], factor on the objective of completions that another model wrote, 1 for the policy's own. None: 1 everywhere."""
     row: Tensor | None = None
     """[N] int64, which completion of the optimizer step it is, whatever micro-batch it is in: what a random draw hangs on."""
 
@@ -299,13 +303,18 @@ class TokenBatch:
     @staticmethod
     def concat(batches: Sequence[TokenBatch]) -> TokenBatch:
         """Rows of all batches below each other, padded with zeros (False) to the longest."""
-        parts = [batch.tensors() for batch in batches]
+        is_weighed = any(batch.weight is not None for batch in batches)
+        parts = [(batch.weighed() if is_weighed else batch).tensors() for batch in batches]
         longest = max(batch.mask.shape[1] for batch in batches)
         joined = {}
         for name in parts[0]:
             wide = any(part[name].ndim == 2 and part[name].shape[1] > 1 for part in parts) or name == "mask"
             joined[name] = torch.cat([_widen(part[name], longest) if wide else part[name] for part in parts])
         return TokenBatch(**joined)
+
+    def weighed(self) -> TokenBatch:
+        """The same with `weight`, 1 everywhere where there is none."""
+        return self if self.weight is not None else replace(self, weight=torch.ones_like(self.logp))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is present, by field name."""

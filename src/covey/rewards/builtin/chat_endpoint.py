@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,11 +51,13 @@ class Reply:
     completion_tokens: int = 0
     num_requests: int = 1
     """HTTP requests that it took; 0 for a remembered one."""
+    finish: str = "stop"
+    """The endpoint's `finish_reason`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a judge is, and how long one waits for it. The key is read from the environment when a request is sent."""
+    """Where a model is, and how long one waits for it. The key is read from the environment when a request is sent."""
 
     url: str
     """Up to and with `/v1`, as `http://localhost:8000/v1`."""
@@ -70,16 +72,18 @@ class Endpoint:
     retries: int = 4
     backoff_seconds: float = 0.5
     """Before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
+    called: str = "judge"
+    """As messages call it."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"judge(url={self.url!r}): give an address such as http://localhost:8000/v1.")
+            raise ConfigError(f"{self.called}(url={self.url!r}): give an address such as http://localhost:8000/v1.")
         if not self.model:
-            raise ConfigError("judge(model='') names no model; give the one that the endpoint serves.")
+            raise ConfigError(f"{self.called}(model='') names no model; give the one that the endpoint serves.")
         if self.request_seconds <= 0 or self.retries < 0 or self.backoff_seconds < 0 or self.max_tokens < 1:
             raise ConfigError(
-                "judge: request_seconds and max_tokens must be above 0, retries and backoff_seconds 0 or above."
+                f"{self.called}: request_seconds and max_tokens must be above 0, retries and backoff_seconds 0 or above."
             )
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
@@ -97,14 +101,16 @@ class Endpoint:
         for attempt in range(self.retries + 1):
             try:
                 reply = self._once(data, min(until, time.monotonic() + self.request_seconds))
-                return Reply(reply.text, reply.prompt_tokens, reply.completion_tokens, attempt + 1)
+                return replace(reply, num_requests=attempt + 1)
             except (_PassingError, TimeoutError) as error:
                 wait = getattr(error, "wait", 0.0) or self._pause(attempt)
                 if attempt == self.retries:
                     kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
-                    raise kind(f"the judge at {self.url} failed {attempt + 1} times; last: {error}") from error
+                    raise kind(f"the {self.called} at {self.url} failed {attempt + 1} times; last: {error}") from error
                 if time.monotonic() + wait >= until:
-                    raise TimeoutError(f"no answer from the judge at {self.url} in time; last: {error}") from error
+                    raise TimeoutError(
+                        f"no answer from the {self.called} at {self.url} in time; last: {error}"
+                    ) from error
                 time.sleep(wait)
         raise AssertionError("unreachable")
 
@@ -141,7 +147,9 @@ class Endpoint:
             if error.code in _PASSING or error.code >= 500:
                 return _PassingError(f"HTTP {error.code} {said}".strip(), _retry_after(error.headers))
             key = f" The key is read from ${self.key_env}." if error.code in (401, 403) else ""
-            return RewardError(f"The judge at {self.url} refuses model {self.model!r}: HTTP {error.code} {said}.{key}")
+            return RewardError(
+                f"The {self.called} at {self.url} refuses model {self.model!r}: HTTP {error.code} {said}.{key}"
+            )
         return _PassingError(f"HTTP {error.code}, and the connection broke")
 
 
@@ -176,15 +184,16 @@ def _read(response: Any, until: float) -> bytes:
 def _reply_of(body: bytes) -> Reply:
     try:
         found = json.loads(body)
-        text = found["choices"][0]["message"]["content"]
+        choice = found["choices"][0]
+        text, finish = choice["message"]["content"], str(choice.get("finish_reason") or "stop")
         usage = found.get("usage") or {}
-        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        asked, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         shown = body[:80].decode(errors="replace")
         raise _PassingError(f"its reply is no chat completion ({shown!r})") from error
     if not isinstance(text, str):
         raise _PassingError("its reply holds no text")
-    return Reply(text, *counts)
+    return Reply(text, asked, written, finish=finish)
 
 
 def _retry_after(headers: Any) -> float:

@@ -132,7 +132,7 @@ def judge_of(options: Mapping[str, Any]) -> Judge:
 
     Raises ConfigError for an option that neither `Endpoint` nor `Judge` has.
     """
-    there = [f.name for f in fields(Endpoint)]
+    there = [f.name for f in fields(Endpoint) if f.name != "called"]
     here = [f.name for f in fields(Judge) if not f.name.startswith("_") and f.name not in ("endpoint", "spent")]
     for name in options:
         if name not in (*there, *here):

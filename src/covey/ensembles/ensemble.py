@@ -1,0 +1,151 @@
+"""`Ensemble`: models that answer a prompt together, as members of a training group or at inference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from covey.algorithms import MemberWeight
+from covey.ensembles.answers import Answer, Candidate, Vote, answer_key, chosen, expect_vote
+from covey.ensembles.loading import load_writers, names_of
+from covey.ensembles.member import Member, as_member
+from covey.ensembles.sampler import seed_of, totals
+from covey.ensembles.writers import Writer
+from covey.errors import ConfigError
+from covey.rewards import Scorer
+from covey.rollout import SamplingParams
+from covey.types import Completion, Group, Message, Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Ensemble:
+    """Several models as one: `GRPOTrainer(..., ensemble=Ensemble([...]))`, and `Ensemble([...]).answer(prompt)`.
+
+    `members`: `Member`s, or what one is made of: paths, hub ids, endpoints, loaded models, text such as
+    `"runs/b,role=sibling,samples=2"`, mappings.
+    """
+
+    members: Sequence[Any]
+    max_share: float = 0.5
+    """Most of a training group that members may write together."""
+    threshold: float = 0.5
+    """A completion is right from this weighted reward on: what `rescue` goes by."""
+    weight: MemberWeight = field(default_factory=MemberWeight)
+    """Importance weight of siblings."""
+
+    def __post_init__(self) -> None:
+        given = [self.members] if isinstance(self.members, (str, Mapping, Member)) else self.members
+        if not isinstance(given, Sequence) or not given:
+            raise ConfigError("ensemble has no members; give a list of models, such as ensemble=Ensemble(['runs/b']).")
+        object.__setattr__(self, "members", tuple(as_member(one) for one in given))
+        if isinstance(self.max_share, bool) or not 0 < self.max_share < 1:
+            raise ConfigError(f"ensemble: max_share={self.max_share!r} must lie between 0 and 1.")
+        if not isinstance(self.threshold, (int, float)) or math.isnan(self.threshold):
+            raise ConfigError(f"ensemble: threshold={self.threshold!r} must be a number.")
+        names = [one.name for one in self.members if one.name is not None]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"ensemble: two members have the name {twice!r}; give each its own.")
+
+    @staticmethod
+    def of(given: Any) -> Ensemble | None:
+        """An ensemble from what a user gave: one, None, or its members."""
+        return given if given is None or isinstance(given, Ensemble) else Ensemble(given)
+
+    @property
+    def names(self) -> list[str]:
+        """The members' names, no two the same."""
+        return names_of(self.members)
+
+    @property
+    def samples(self) -> int:
+        """Completions of all members for a prompt."""
+        return sum(one.samples for one in self.members)
+
+    def refuse_share(self, num_generations: int) -> None:
+        """Raise ConfigError where members would write more than `max_share` of a group beside `num_generations` of the policy."""
+        whole = self.samples + num_generations
+        if self.samples > self.max_share * whole:
+            raise ConfigError(
+                f"ensemble: its members write {self.samples} of {whole} completions of a group, more than max_share="
+                f"{self.max_share:g} of it; raise num_generations, or lower the members' samples."
+            )
+
+    # -- at inference -------------------------------------------------------------------------------------------------
+
+    def answer(
+        self,
+        prompt: str | Sequence[Message],
+        vote: Vote | None = None,
+        *,
+        rewards: Any = None,
+        key: Callable[[str], str] = answer_key,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        **columns: Any,
+    ) -> Answer:
+        """One answer out of those of all members.
+
+        `vote`: `best` (highest reward), `majority` (most frequent), `weighted` (most frequent, each answer counting its reward);
+        by default `best` with `rewards` and `majority` without. `rewards`: names, functions, reward models, a judge such as
+        `"judge(url=..., model=...)"`, or a `Scorer`; they receive `columns`. `key`: what two answers must share to be the same
+        vote. Members are loaded at the first call.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        messages = None if isinstance(prompt, str) else tuple(prompt)
+        asked = Prompt(uid="0", token_ids=(), text=text, messages=messages, columns=columns)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        vote = ("majority" if rewards is None else "best") if vote is None else vote
+        return self.answers([asked], vote, rewards=rewards, key=key, sampling=sampling)[0]
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        vote: Vote = "majority",
+        *,
+        rewards: Any = None,
+        key: Callable[[str], str] = answer_key,
+        sampling: SamplingParams | None = None,
+    ) -> list[Answer]:
+        """The answers to several prompts; as `answer`."""
+        expect_vote(vote, rewards is not None)
+        groups = self.groups(prompts, sampling or SamplingParams(seed=0))
+        scores = self._scores(groups, rewards)
+        candidates = [
+            [
+                Candidate(text=one.text, source=one.source, reward=score)
+                for one, score in zip(group.completions, row, strict=True)
+            ]
+            for group, row in zip(groups, scores, strict=True)
+        ]
+        return [chosen(row, vote, key) for row in candidates]
+
+    def groups(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+        """Every member's completions of every prompt, members in order."""
+        rows: list[list[Completion]] = [[] for _ in prompts]
+        for i, writer in enumerate(self._writers):
+            own = SamplingParams(
+                **{**vars(sampling), "seed": None if sampling.seed is None else seed_of(sampling.seed, i)}
+            )
+            for row, written in zip(rows, writer.write(prompts, own), strict=True):
+                row += [one for one in written if one is not None]
+        return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
+
+    def _scores(self, groups: Sequence[Group], rewards: Any) -> list[list[float]]:
+        if rewards is None:
+            return [[math.nan] * group.size for group in groups]
+        is_given = isinstance(rewards, Scorer)
+        with nullcontext(rewards) if is_given else closing(Scorer.of(rewards)) as scorer:
+            return [totals(group, scorer.weights).tolist() for group in scorer.score(groups)]
+
+    @cached_property
+    def _writers(self) -> list[Writer]:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return load_writers(self.members, self.names, device)

@@ -1,0 +1,97 @@
+"""Members of an ensemble, loaded: what a user named becomes a writer with its role."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.data import eos_ids, prepare_tokenizer
+from covey.ensembles.member import Member, Role
+from covey.ensembles.writers import Encoding, EndpointWriter, LocalWriter, Writer
+from covey.errors import ConfigError
+from covey.models import load_model, load_tokenizer
+from covey.rewards.builtin.chat_endpoint import Endpoint
+from covey.rollout import choose_sampler
+from covey.runs.weights import model_folder
+
+logger = logging.getLogger(__name__)
+
+
+def load_writer(
+    member: Member, name: str, device: torch.device, policy: Encoding | None = None, *, trust_remote_code: bool = False
+) -> Writer:
+    """The member, loaded on `device`.
+
+    `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. Raises
+    ConfigError for a sibling with another tokenizer than the policy's, and ModelError for what cannot be loaded.
+    """
+    if member.is_endpoint:
+        endpoint = Endpoint(
+            url=member.model,
+            model=str(member.served_model_name),
+            key_env=member.key_env,
+            request_seconds=member.request_seconds,
+            called=f"ensemble member {name}",
+        )
+        return EndpointWriter(name, member.role or "rescue", member.samples, endpoint, policy)
+    named = model_folder(str(member.model)) if isinstance(member.model, (str, Path)) else member.model
+    is_named = isinstance(named, str)
+    options = {"dtype": "float32" if device.type == "cpu" else "auto"} if is_named else None
+    model = load_model(named, options, trust_remote_code=trust_remote_code)
+    if is_named:
+        model = model.to(device)
+        model.requires_grad_(False)
+    source = named if is_named else None
+    tokenizer = member.tokenizer or load_tokenizer(model, source, trust_remote_code=trust_remote_code)
+    tokenizer = prepare_tokenizer(tokenizer, model)
+    is_same = policy is not None and tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    role: Role = member.role or ("sibling" if is_same else "rescue")
+    if role == "sibling" and policy is not None and not is_same:
+        raise ConfigError(
+            f"Ensemble member {name} has another tokenizer than the policy, so its tokens have no probability under it and it "
+            "cannot be a sibling; take role=rescue or role=baseline."
+        )
+    ends = eos_ids(model, tokenizer)
+    if is_same and policy is not None:
+        ends = tuple(dict.fromkeys((*policy.eos_ids, *ends)))
+    sampler = choose_sampler(model, tokenizer, eos_ids=ends)
+    return LocalWriter(name, role, member.samples, sampler, tokenizer, None if is_same else policy, renders=not is_same)
+
+
+def load_writers(
+    members: Sequence[Member],
+    names: Sequence[str],
+    device: torch.device,
+    policy: Encoding | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> list[Writer]:
+    """Every member, in order."""
+    writers = [
+        load_writer(member, name, device, policy, trust_remote_code=trust_remote_code)
+        for member, name in zip(members, names, strict=True)
+    ]
+    for writer in writers if policy is not None else ():
+        logger.info("ensemble: %s writes %d completion(s) a prompt as %s", writer.name, writer.samples, writer.role)
+    return writers
+
+
+def names_of(members: Sequence[Member]) -> list[str]:
+    """A name for each, no two the same."""
+    names: list[str] = []
+    for member in members:
+        own, count = member.short_name, 1
+        while own in names:
+            count += 1
+            own = f"{member.short_name}-{count}"
+        names.append(own)
+    return names
+
+
+def device_for(model: Any) -> torch.device:
+    """Where a model's weights are."""
+    return next(model.parameters()).device

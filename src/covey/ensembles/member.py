@@ -1,0 +1,122 @@
+"""A member of an ensemble, as a user gives it: a model, an adapter, a checkpoint or an endpoint, with its role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from covey.errors import ConfigError, did_you_mean
+from covey.files.places import refuse_missing
+
+Role = Literal["sibling", "baseline", "rescue"]
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A model that answers beside the policy.
+
+    `Member("runs/b", role="sibling", samples=2)`, `Member(model, tokenizer=tokenizer)`,
+    `Member("http://localhost:8000/v1", served_model_name="qwen")`. It is never trained.
+    """
+
+    model: Any
+    """A folder, a run, a checkpoint, an adapter, a hub id, a loaded model, or the address of an OpenAI-compatible endpoint."""
+    role: Role | None = None
+    """`sibling`: its completions join with importance weights. `baseline`: their rewards move the group's mean, without a
+    gradient. `rescue`: its right answers join groups in which the policy failed throughout. None: sibling for a model with the
+    policy's tokenizer, rescue for any other."""
+    samples: int = 1
+    """Completions that it writes for a prompt."""
+    name: str | None = None
+    """As metrics and `Completion.source` call it; by default the last part of its path."""
+    tokenizer: Any = None
+    """Of a loaded model that was not loaded from a folder."""
+    served_model_name: str | None = None
+    """The model that an endpoint serves."""
+    key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the endpoint's key."""
+    request_seconds: float = 60.0
+    """Longest time of one request to an endpoint."""
+
+    def __post_init__(self) -> None:
+        if self.role is not None and self.role not in ROLES:
+            raise ConfigError(f"{self._where}: role={self.role!r} is none of {', '.join(ROLES)}.")
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
+            raise ConfigError(f"{self._where}: samples={self.samples!r} must be a whole number of 1 or more.")
+        if self.name is not None and (self.name == "policy" or not re.fullmatch(r"[\w.\-]+", self.name)):
+            raise ConfigError(
+                f"{self._where}: name={self.name!r} must be of letters, digits, dots, dashes, and not policy."
+            )
+        if self.is_endpoint and not self.served_model_name:
+            raise ConfigError(f"{self._where} is an endpoint: say which model it serves, with served_model_name=NAME.")
+        if self.is_endpoint and self.role == "sibling":
+            raise ConfigError(
+                f"{self._where}: an endpoint gives text, not log-probabilities of the policy's tokens, so it cannot be a sibling; "
+                "take role=rescue or role=baseline."
+            )
+        if not self.is_endpoint and self.served_model_name:
+            raise ConfigError(
+                f"{self._where}: served_model_name belongs to an endpoint, whose address begins with http://."
+            )
+        if isinstance(self.model, (str, Path)) and not self.is_endpoint:
+            refuse_missing(str(self.model), "model folder")
+
+    @property
+    def is_endpoint(self) -> bool:
+        return isinstance(self.model, str) and self.model.startswith(("http://", "https://"))
+
+    @property
+    def short_name(self) -> str:
+        """The name, or what the model is called: `b` for `runs/b/model`, `b-checkpoint-20` for `runs/b/checkpoint-20`."""
+        if self.name is not None:
+            return self.name
+        if self.is_endpoint:
+            text = str(self.served_model_name or urlsplit(self.model).hostname)
+        elif isinstance(self.model, (str, Path)):
+            text = str(self.model)
+        else:
+            text = str(getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__)
+        parts = [part for part in Path(text).parts if part not in ("/", "model", ".", "..")] or ["model"]
+        own = "-".join(parts[-2:]) if parts[-1].startswith("checkpoint-") else parts[-1]
+        own = re.sub(r"[^\w.\-]", "-", own)
+        return "member-policy" if own == "policy" else own
+
+    @property
+    def _where(self) -> str:
+        return f"ensemble member {str(self.model)[:80] if isinstance(self.model, (str, Path)) else type(self.model).__name__!r}"
+
+
+def as_member(given: Any) -> Member:
+    """A member from a `Member`, text such as `runs/b,role=sibling,samples=2`, a mapping of options, or a loaded model."""
+    if isinstance(given, Member):
+        return given
+    if isinstance(given, str):
+        model, *options = re.split(r",(?=\w+=)", given)
+        return _made({"model": model, **dict(one.split("=", 1) for one in options)}, given)
+    if isinstance(given, Mapping):
+        return _made(dict(given), str(dict(given)))
+    return Member(given)
+
+
+def _made(options: dict[str, Any], shown: str) -> Member:
+    known = [item.name for item in fields(Member)]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or f" It has {', '.join(known)}."
+            raise ConfigError(f"ensemble member {shown}: {name} is not an option of a member.{hint}")
+    if not options.get("model"):
+        raise ConfigError(
+            f"ensemble member {shown!r} names no model; give a folder, a hub id or an endpoint's address."
+        )
+    for name, kind in (("samples", int), ("request_seconds", float)):
+        if isinstance(options.get(name), str):
+            try:
+                options[name] = kind(options[name])
+            except ValueError as error:
+                raise ConfigError(f"ensemble member {shown}: {name}={options[name]} is no number.") from error
+    return Member(**options)

@@ -1,0 +1,154 @@
+"""What writes a member's completions: a sampler of its own weights, or requests to an endpoint. Text of another tokenizer is encoded again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from covey.data import num_embeddings
+from covey.data.prompts import encode_chat
+from covey.ensembles.member import Role
+from covey.errors import ConfigError, RewardError
+from covey.rewards.builtin.chat_endpoint import Endpoint, Reply
+from covey.rollout import Sampler, SamplingParams
+from covey.types import Completion, Finish, Prompt
+
+REQUESTS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the policy reads text: its tokenizer, and the ids that end a completion."""
+
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    num_embeddings: int | None = None
+
+    @staticmethod
+    def of(model: Any, tokenizer: Any, eos_ids: Sequence[int]) -> Encoding:
+        return Encoding(tokenizer, tuple(eos_ids), num_embeddings(model))
+
+    def __call__(self, text: str, finish: Finish, limit: int) -> list[int] | None:
+        """Token ids of a text, the end-of-sequence token last where it ended by itself.
+
+        None where decoding them does not give the text back, or they are more than `limit`, or none.
+        """
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        back = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if back != text or not ids:
+            return None
+        if finish == "stop":
+            ids.append(self.eos_ids[0])
+        is_known = self.num_embeddings is None or max(ids) < self.num_embeddings
+        return ids if is_known and len(ids) <= limit else None
+
+
+@dataclass(eq=False)
+class LocalWriter:
+    """A member whose weights are in this process."""
+
+    name: str
+    role: Role
+    samples: int
+    sampler: Sampler
+    tokenizer: Any
+    encoding: Encoding | None = None
+    """How its text becomes the policy's tokens. None: completions are taken over as they are."""
+    renders: bool = False
+    """Whether it reads prompts in tokens of its own. False: the policy's tokens are its own."""
+
+    @property
+    def check_stop(self) -> Callable[[], None]:
+        return self.sampler.check_stop
+
+    @check_stop.setter
+    def check_stop(self, value: Callable[[], None]) -> None:
+        self.sampler.check_stop = value
+
+    def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
+        """`samples` completions of each prompt, in the policy's tokens; None for one that is not the same in them."""
+        shown = [self._rendered(prompt) if self.renders else prompt for prompt in prompts]
+        place = {prompt.uid: i for i, prompt in enumerate(shown)}
+        out: list[list[Completion | None]] = [[] for _ in shown]
+        for group in self.sampler.sample(shown, self.samples, params):
+            out[place[group.prompt.uid]] = [self._taken_over(one, params) for one in group.completions]
+        return out
+
+    def _rendered(self, prompt: Prompt) -> Prompt:
+        """The prompt in the member's own tokens and chat template."""
+        if prompt.messages is not None:
+            return replace(prompt, token_ids=encode_chat(prompt.messages, f"prompt {prompt.uid}", self.tokenizer, {}))
+        if prompt.text is None:
+            raise ConfigError(
+                f"prompt {prompt.uid} is token ids, which ensemble member {self.name} cannot read; give text or messages."
+            )
+        return replace(prompt, token_ids=tuple(self.tokenizer(prompt.text)["input_ids"]))
+
+    def _taken_over(self, one: Completion, params: SamplingParams) -> Completion | None:
+        one = replace(one, source=self.name)
+        if self.encoding is None:
+            return one
+        ids = self.encoding(one.text, one.finish, params.max_tokens)
+        return None if ids is None else replace(one, token_ids=torch.tensor(ids), logprobs=None)
+
+
+@dataclass(eq=False)
+class EndpointWriter:
+    """A member behind an OpenAI-compatible address: text in, text out. A request that fails leaves its completion out."""
+
+    name: str
+    role: Role
+    samples: int
+    endpoint: Endpoint
+    encoding: Encoding | None = None
+    """None: its completions have text and no tokens."""
+    check_stop: Callable[[], None] = field(default=lambda: None)
+    """Called while requests are under way; what it raises ends the waiting."""
+
+    def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
+        """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""
+        pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="ensemble")
+        asked = [[pool.submit(self._ask, prompt, params, i) for i in range(self.samples)] for prompt in prompts]
+        try:
+            waiting: set[Future[Any]] = {one for row in asked for one in row}
+            while waiting:
+                waiting = set(wait(waiting, timeout=0.2).not_done)
+                self.check_stop()
+            return [[self._completion(one.result(), params) for one in row] for row in asked]
+        except RewardError as error:
+            raise ConfigError(f"Ensemble member {self.name}: {error}") from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, prompt: Prompt, params: SamplingParams, sample: int) -> Reply | None:
+        raw = prompt.raw
+        messages = [{"role": "user", "content": raw}] if isinstance(raw, str) else [dict(one) for one in raw]
+        seed = {} if params.seed is None else {"seed": params.seed + sample}
+        top_p = {} if params.top_p == 1 else {"top_p": params.top_p}
+        extra = {**self.endpoint.extra, **seed, **top_p}
+        endpoint = replace(self.endpoint, temperature=params.temperature, max_tokens=params.max_tokens, extra=extra)
+        seconds = endpoint.request_seconds * (endpoint.retries + 1)
+        try:
+            return endpoint.ask(messages, time.monotonic() + seconds)
+        except (TimeoutError, ConnectionError):
+            return None
+
+    def _completion(self, reply: Reply | None, params: SamplingParams) -> Completion | None:
+        if reply is None:
+            return None
+        finish: Finish = "length" if reply.finish == "length" else "stop"
+        ids = [] if self.encoding is None else self.encoding(reply.text, finish, params.max_tokens)
+        if ids is None:
+            return None
+        return Completion(
+            token_ids=torch.tensor(ids, dtype=torch.int64), text=reply.text, finish=finish, source=self.name
+        )
+
+
+Writer = LocalWriter | EndpointWriter
+"""One member, loaded."""

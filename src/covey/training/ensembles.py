@@ -1,0 +1,123 @@
+"""Ensembles in a run: members loaded beside the policy, their completions in its groups, what they teach it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from covey.ensembles import Ensemble, EnsembleSampler, member_metrics
+from covey.ensembles.loading import load_writers
+from covey.ensembles.sampler import MEASURES, has_failed, unknown
+from covey.ensembles.writers import Encoding
+from covey.errors import ConfigError
+from covey.rollout import SamplingParams
+from covey.training.agents import Agents
+from covey.training.parts import Parts
+from covey.types import Completion, Group, Metric
+
+
+def given_ensemble(ensemble: Any, agents: Agents, num_generations: int) -> Ensemble | None:
+    """The ensemble that a user gave to `GRPOTrainer`, or its members. Raises ConfigError for one that cannot act."""
+    made = Ensemble.of(ensemble)
+    if made is None:
+        return None
+    if agents.are_used:
+        raise ConfigError(
+            "ensemble= takes answers of one turn, so tools, environments and rollout_func cannot be given with it; leave one out."
+        )
+    made.refuse_share(num_generations)
+    return made
+
+
+def with_ensemble(
+    parts: Parts, ensemble: Ensemble | None, tokenizer: Any, eos_ids: Sequence[int], *, trust_remote_code: bool = False
+) -> Parts:
+    """The parts of a run with the ensemble's members loaded."""
+    if ensemble is None:
+        return parts
+    model = parts.learner.policy.model
+    if any(member.model is model for member in ensemble.members):
+        raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")
+    encoding = Encoding.of(model, tokenizer, eos_ids)
+    writers = load_writers(
+        ensemble.members, ensemble.names, parts.world.device, encoding, trust_remote_code=trust_remote_code
+    )
+    sampler = EnsembleSampler(parts.sampler, writers, ensemble.threshold, ensemble.weight)
+    sampler.check_stop = parts.interruption
+    return replace(parts, ensemble=sampler)
+
+
+def own(groups: Sequence[Group]) -> list[Group]:
+    """The groups with the policy's own completions alone."""
+    return [group if all(map(is_own, group.completions)) else group.take(_places(group)) for group in groups]
+
+
+def is_own(completion: Completion) -> bool:
+    return completion.source == "policy"
+
+
+def asked_again(parts: Parts, groups: Sequence[Group], sampling: SamplingParams) -> list[Group]:
+    """The rescuers' answers to the prompts of those scored groups in which the policy failed throughout."""
+    if parts.ensemble is None:
+        return []
+    return parts.ensemble.rescues(groups, parts.scorer.weights, sampling)
+
+
+def rescued(parts: Parts, groups: Sequence[Group], answers: Sequence[Group]) -> list[Group]:
+    """The groups with the right ones of the rescuers' scored answers."""
+    if parts.ensemble is None:
+        return list(groups)
+    by_prompt = {answer.prompt.uid: answer for answer in answers}
+    weights = parts.scorer.weights
+    return [
+        parts.ensemble.joined(group, by_prompt[group.prompt.uid], weights)
+        if group.prompt.uid in by_prompt and has_failed(group, weights, parts.ensemble.threshold)
+        else group
+        for group in groups
+    ]
+
+
+def taught(parts: Parts, groups: Sequence[Group]) -> tuple[list[Group], dict[str, Metric]]:
+    """Groups with advantages as the learner gets them: siblings weighed, baselines gone; and what each member contributed."""
+    ensemble = parts.ensemble
+    if ensemble is None:
+        return list(groups), {}
+    roles = ensemble.roles
+    weighed = _weighed(parts, groups)
+    counts = parts.world.merge(ensemble.tally.take())
+    metrics = member_metrics(weighed, roles, counts, len(groups))
+    kept = [
+        group.take([i for i, one in enumerate(group.completions) if roles.get(one.source) != "baseline"])
+        for group in weighed
+    ]
+    return kept, metrics
+
+
+def _weighed(parts: Parts, groups: Sequence[Group]) -> list[Group]:
+    """Siblings' completions with their importance weights, from the policy's own log-probabilities of them now."""
+    assert parts.ensemble is not None
+    roles, weight = parts.ensemble.roles, parts.ensemble.weight
+    is_sibling = lambda one: roles.get(one.source) == "sibling"
+    places = [[i for i, one in enumerate(group.completions) if is_sibling(one)] for group in groups]
+    asked = [group.take(at) for group, at in zip(groups, places, strict=True) if at]
+    if not asked:
+        return list(groups)
+    measured = iter(parts.learner.measured(asked, MEASURES))
+    out = []
+    for group, at in zip(groups, places, strict=True):
+        completions = list(group.completions)
+        for i, scored in zip(at, next(measured).completions if at else (), strict=True):
+            if group.advantages is None or scored.old_logp is None or scored.logprobs is None:
+                raise ValueError(f"a sibling's completion of prompt {group.prompt.uid} has no log-probabilities.")
+            advantage = torch.atleast_1d(group.advantages[i])[: scored.num_tokens][None]  # [1, 1] or [1, T]
+            tensors = (scored.old_logp[None], scored.logprobs[None], scored.written[None], advantage)
+            completions[i] = replace(completions[i], weight=weight(*tensors)[0], logprobs=unknown(scored))
+        out.append(replace(group, completions=tuple(completions)))
+    return out
+
+
+def _places(group: Group) -> list[int]:
+    return [i for i, one in enumerate(group.completions) if is_own(one)]
