@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from datasets import Dataset
-from kit import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.ensembles import Ensemble, Member
+from kit import tiny_model, tiny_tokenizer
 
 G, K = 3, 2
 
@@ -97,7 +97,8 @@ def test_a_sibling_joins_with_the_policys_probability_over_its_own_truncated(tmp
     with torch.no_grad():
         ratios = [(logps(tiny_model(), prompt, ids) - logps(member, prompt, ids)).exp() for ids in completions[G:]]
     flat = torch.cat(ratios)
-    assert (flat > high).any() and (flat < high).any()  # truncation acts on some tokens
+    assert (flat > high).any()  # truncation acts on some tokens
+    assert (flat < high).any()
     weights = [*[1.0] * G, *[ratio.clamp(max=high) for ratio in ratios]]
     assert_same(found, by_hand(prompt, completions, rewards - rewards.mean(), weights))
 

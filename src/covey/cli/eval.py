@@ -31,6 +31,9 @@ _FLAGS = (
     Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="answers"),
     Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="answers"),
     Flag(name="compare_to", help="Another model: tests whether it is better, prompt by prompt.", group="comparison"),
+    Flag(name="ensemble", help="More models that answer beside the first: paths, hub ids or endpoints, as in runs/b,samples=4; a vote picks the answer.", type="list[str]", group="ensemble"),
+    Flag(name="vote", help="With --ensemble: majority, weighted (by the judge's reward) or best (by the judge); best with --judge, else majority.", group="ensemble"),
+    Flag(name="judge", help="With --ensemble: reward by name or import path that weighted and best go by; may be repeated.", type="list[str]", group="ensemble"),
     Flag(name="answers", help="Write every greedy answer and its score to this JSONL file.", group="output"),
     JSON,
     CONFIG,
@@ -41,6 +44,11 @@ def run(given: Given) -> None:
     """Evaluate one model or two, print a table or JSON."""
     options = defaults() | dict(given)
     _check(options)
+    if options["ensemble"]:
+        from covey.cli.ensemble import evaluate
+
+        evaluate(options)
+        return
     first = assess_model(options["model"], options)
     found: dict[str, Any] = {"model": options["model"], "dataset": options["dataset"], **first.summary(_ks(options))}
     second = None
@@ -73,8 +81,20 @@ def _check(options: dict[str, Any]) -> None:
     for name in ("dataset", "reward"):
         if not options[name]:
             raise ConfigError(f"covey eval needs --{name}; see covey eval --help.")
+    _check_ensemble(options)
     if options["k"] and max(options["k"]) > options["num_samples"]:
         raise ConfigError(f"pass@{max(options['k'])} needs --num-samples {max(options['k'])} or more.")
+
+
+def _check_ensemble(options: dict[str, Any]) -> None:
+    for name in ("vote", "judge"):
+        if options[name] and not options["ensemble"]:
+            raise ConfigError(f"--{name} belongs to --ensemble, which names the other models.")
+    for name in ("num_samples", "k", "compare_to", "answers"):
+        if options["ensemble"] and options[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not apply with --ensemble, whose members say samples=N; leave it out."
+            )
 
 
 def _ks(options: dict[str, Any]) -> list[int]:
@@ -164,5 +184,6 @@ verb = Verb(
     examples=(
         "covey eval demo --dataset demo:test --reward demo",
         "covey eval runs/x/checkpoint-100 --dataset test.jsonl --reward math --num-samples 8 --compare-to demo",
+        "covey eval runs/a,samples=4 --ensemble runs/b,samples=4 --dataset test.jsonl --reward math --vote majority",
     ),
 )

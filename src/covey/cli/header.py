@@ -38,6 +38,8 @@ def header_lines(given: Given, wanted: Mapping[str, Any]) -> list[str]:
         *([given["environment_factory"]] if given.get("environment_factory") else []),
     ]
     tools = [_entry("tools", ", ".join(given["tools"]))] if given.get("tools") else []
+    if given.get("ensemble"):
+        tools.append(_entry("ensemble", ", ".join(given["ensemble"])))
     return [
         _entry("model", f"{given['model']}{adapter}"),
         _entry("data", f"{given['dataset']}{held_out}"),

@@ -28,6 +28,7 @@ _PATHS = (
     "tools",
     "environment_factory",
     "rollout_func",
+    "ensemble",
 )
 
 

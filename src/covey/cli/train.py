@@ -13,6 +13,7 @@ from covey.cli import early, header, output, rerun, seeds
 from covey.cli.adapter import adapter, refuse_bad_adapter
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
+from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
 from covey.cli.fields import config_flags, other_flags
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, JSON, Given, Verb
@@ -37,6 +38,9 @@ _WHAT = (
     Flag(name="tools", help="Functions that the model may call while it writes, as file.py:function; they need type hints and a docstring.", type=list[str], group="what"),
     Flag(name="environment_factory", help="Class of the environment that each completion acts in, as file.py:Class.", group="what"),
     Flag(name="rollout_func", help="Function of your own that writes the completions, as file.py:function.", group="what", is_common=False),
+    Flag(name="ensemble", help="Models that answer beside the policy: a path, a hub id or an endpoint, with options as in runs/b,role=rescue,samples=2.", type=list[str], group="what"),
+    Flag(name="ensemble_max_share", help="Most of a group that members of the ensemble write; 0.5 when left out.", type=float, group="what", is_common=False),
+    Flag(name="ensemble_threshold", help="An answer is right for a rescuer from this reward on; 0.5 when left out.", type=float, group="what", is_common=False),
     Flag(name="eval_dataset", help="Held-out prompts, like --dataset; evaluated at the end, and as --eval-strategy says.", group="what"),
     CONFIG,
     Flag(name="resume", help="auto: go on where this run stopped, or start; never: start; or the path of a checkpoint.", default="never", group="run"),
@@ -123,6 +127,7 @@ def run(given: Given) -> int:
 
     config = GRPOConfig(**wanted)
     peft_config = adapter(given)
+    refuse_bad_ensemble(given, config)
     if given.get("print_config"):
         from covey.cli.plan import as_yaml
 
@@ -194,6 +199,7 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
         tools=given.get("tools"),
         environment_factory=given.get("environment_factory"),
         rollout_func=given.get("rollout_func"),
+        ensemble=ensemble_of(given),
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
     trainer.raises_when_stopped = False

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from covey.errors import ConfigError, did_you_mean
 from covey.rewards.builtin.answers import final_answer, number
+from covey.types import Group
 
 Vote = Literal["majority", "weighted", "best"]
 VOTES: tuple[str, ...] = get_args(Vote)
@@ -59,29 +60,41 @@ def expect_vote(vote: str, has_rewards: bool) -> None:
         )
 
 
-def chosen(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str] = answer_key) -> Answer:
-    """The answer of a vote; of equals the one that came first. Answers that were not scored count 0.
+def choose(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str] = answer_key) -> tuple[int, float]:
+    """Place and support of a vote's winner; of equals the one that came first. Answers that were not scored count 0.
 
     `best`: the highest reward. `majority`: the key with the most answers (self-consistency, Wang et al. 2022). `weighted`: the
-    key with the highest sum of rewards (best-of-N weighted, Li et al. 2022); the answer shown is its best one.
+    key with the highest sum of rewards (weighted best-of-N, Li et al. 2022). Of a key's answers, the one with the highest reward.
     """
     if not candidates:
-        raise ConfigError("no member of the ensemble answered; look at its endpoints.")
+        raise ConfigError("no member of the ensemble answered a prompt; look at its endpoints.")
     rewards = [0.0 if math.isnan(one.reward) else one.reward for one in candidates]
+    places = range(len(candidates))
     if vote == "best":
-        top = max(range(len(candidates)), key=lambda i: rewards[i])
-        return _answer(candidates, top, rewards[top])
+        top = max(places, key=lambda i: rewards[i])
+        return top, rewards[top]
     keys = [key(one.text) for one in candidates]
     votes = rewards if vote == "weighted" else [1.0] * len(keys)
     sums: dict[str, float] = {}
     for name, value in zip(keys, votes, strict=True):
         sums[name] = sums.get(name, 0.0) + value
     winner = max(sums, key=lambda name: sums[name])
-    among = [i for i, name in enumerate(keys) if name == winner]
-    top = max(among, key=lambda i: rewards[i])
     whole = sum(abs(value) for value in votes)
-    return _answer(candidates, top, sums[winner] / whole if whole else 0.0)
+    top = max((i for i in places if keys[i] == winner), key=lambda i: rewards[i])
+    return top, sums[winner] / whole if whole else 0.0
 
 
-def _answer(candidates: Sequence[Candidate], i: int, support: float) -> Answer:
-    return Answer(text=candidates[i].text, source=candidates[i].source, support=support, candidates=tuple(candidates))
+def chosen(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str] = answer_key) -> Answer:
+    """The answer that `choose` names."""
+    top, support = choose(candidates, vote, key)
+    return Answer(
+        text=candidates[top].text, source=candidates[top].source, support=support, candidates=tuple(candidates)
+    )
+
+
+def candidates_of(group: Group, rewards: Sequence[float]) -> list[Candidate]:
+    """A group's completions with the rewards that a vote goes by."""
+    return [
+        Candidate(text=one.text, source=one.source, reward=reward)
+        for one, reward in zip(group.completions, rewards, strict=True)
+    ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from covey.algorithms import MemberWeight
-from covey.ensembles.answers import Answer, Candidate, Vote, answer_key, chosen, expect_vote
+from covey.ensembles.answers import Answer, Vote, answer_key, candidates_of, chosen, expect_vote
 from covey.ensembles.loading import load_writers, names_of
 from covey.ensembles.member import Member, as_member
 from covey.ensembles.sampler import seed_of, totals
@@ -117,28 +117,20 @@ class Ensemble:
         """The answers to several prompts; as `answer`."""
         expect_vote(vote, rewards is not None)
         groups = self.groups(prompts, sampling or SamplingParams(seed=0))
-        scores = self._scores(groups, rewards)
-        candidates = [
-            [
-                Candidate(text=one.text, source=one.source, reward=score)
-                for one, score in zip(group.completions, row, strict=True)
-            ]
-            for group, row in zip(groups, scores, strict=True)
-        ]
-        return [chosen(row, vote, key) for row in candidates]
+        scores = self.scores(groups, rewards)
+        return [chosen(candidates_of(g, row), vote, key) for g, row in zip(groups, scores, strict=True)]
 
     def groups(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
         """Every member's completions of every prompt, members in order."""
         rows: list[list[Completion]] = [[] for _ in prompts]
         for i, writer in enumerate(self._writers):
-            own = SamplingParams(
-                **{**vars(sampling), "seed": None if sampling.seed is None else seed_of(sampling.seed, i)}
-            )
+            own = replace(sampling, seed=None if sampling.seed is None else seed_of(sampling.seed, i))
             for row, written in zip(rows, writer.write(prompts, own), strict=True):
                 row += [one for one in written if one is not None]
         return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in zip(prompts, rows, strict=True)]
 
-    def _scores(self, groups: Sequence[Group], rewards: Any) -> list[list[float]]:
+    def scores(self, groups: Sequence[Group], rewards: Any) -> list[list[float]]:
+        """Weighted reward of each completion; NaN where none scored it, or where `rewards` is None."""
         if rewards is None:
             return [[math.nan] * group.size for group in groups]
         is_given = isinstance(rewards, Scorer)
