@@ -4,7 +4,7 @@ Both start from the model that ships with Covey. The policy is first taught to m
 answers are wrong and GRPO alone has nothing to learn from. The member is taught to read them. It has the role `rescue`:
 its right answers join the groups in which the policy failed throughout.
 
-    python examples/ensemble_rescue.py                     # 3 seeds, alone and with the member: about 15 minutes on one core
+    python examples/ensemble_rescue.py                     # 3 seeds, alone and with the member: about 8 minutes on one core
     python examples/ensemble_rescue.py --seeds 1 --steps 20
 """
 
@@ -48,7 +48,7 @@ def rows(split: str, count: int, seed: int = 0) -> Dataset:
     )
 
 
-def taught(folder: Path, *, is_right: bool, steps: int = 120) -> Path:
+def taught(folder: Path, *, is_right: bool, steps: int = 60) -> Path:
     """The shipped model after next-token training on answers to two-step problems, read right or always misread."""
     torch.manual_seed(0)
     model = load_model("demo")
@@ -78,14 +78,14 @@ def taught(folder: Path, *, is_right: bool, steps: int = 120) -> Path:
 def run(policy: Path, member: Path | None, out: Path, seed: int, steps: int) -> dict[str, Any]:
     """One run; the share of right answers on held-out problems before and after, and the reward at some steps."""
     config = GRPOConfig(
-        str(out), seed=seed, max_steps=steps, num_generations=8, per_device_train_batch_size=64, learning_rate=3e-4,
+        str(out), seed=seed, max_steps=steps, num_generations=8, per_device_train_batch_size=48, learning_rate=1e-3,
         max_completion_length=32, save_strategy="no", report_to="none", logging_steps=1, use_cpu=True, bf16=False,
         gradient_checkpointing=False, per_device_eval_batch_size=200, num_generations_eval=1, rollout_dtype="float32",
         log_level="error", disable_tqdm=True, alert_actions={"all": "off"},
     )  # fmt: skip
-    ensemble = None if member is None else Ensemble([Member(str(member), role="rescue", samples=2, name="reader")])
+    ensemble = None if member is None else Ensemble([Member(str(member), role="rescue", samples=4, name="reader")])
     trainer = GRPOTrainer(
-        str(policy), reward, config, rows("train", 2000, seed=1000 + seed), rows("test", 200), ensemble=ensemble
+        str(policy), reward, config, rows("train", 2000, seed=1000 + seed), rows("test", 150), ensemble=ensemble
     )
     before = trainer.evaluate()["eval_reward"]
     trainer.train()
@@ -102,7 +102,7 @@ def run(policy: Path, member: Path | None, out: Path, seed: int, steps: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -111,8 +111,8 @@ def main() -> None:
         print(
             f"{'run':<8}{'seed':>5}{'before':>9}{'after':>9}   reward at steps 1, 1/4, 1/2, 3/4, end   asked: first, last fifth"
         )
-        for name, other in (("alone", None), ("rescue", member)):
-            for seed in range(given.seeds):
+        for seed in range(given.seeds):
+            for name, other in (("alone", None), ("rescue", member)):
                 found = run(policy, other, place / f"{name}-{seed}", seed, given.steps)
                 last = given.steps - 1
                 at = " ".join(f"{found['rewards'][i * last // 4]:.2f}" for i in range(5))

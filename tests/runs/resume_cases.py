@@ -23,7 +23,7 @@ from datasets import Dataset, IterableDataset
 from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file
 
-from covey import GRPOConfig, GRPOTrainer
+from covey import Ensemble, GRPOConfig, GRPOTrainer, Member
 from covey import algorithms as alg
 from covey.data import mix
 from covey.runs import checkpoint
@@ -46,6 +46,8 @@ class Case:
     at: int = 3
     data: str = "rows"
     processes: int = 1
+    roles: tuple[str, ...] = ()
+    """Of an ensemble's members."""
 
 
 def _lora(**changed: Any) -> LoraConfig:
@@ -112,6 +114,13 @@ SETTINGS = [
     Case("a curriculum by what was learned", {"curriculum": "frontier"}),
     Case("rewards with running statistics", {"reward_normalization": "running"}),
     Case("evaluation and early stopping", {"eval_strategy": "steps", "eval_steps": 1, "early_stopping_patience": 4}),
+    Case("averaged weights", {"ema_decay": 0.9, "eval_strategy": "steps", "eval_steps": 2}),
+    Case("a soup of its own steps", {"soup_steps": 2}),
+    Case(
+        "an ensemble, in the middle of a rollout of 4 steps",
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 1},
+        roles=("sibling", "baseline", "rescue"),
+    ),
     Case("checkpoints that wait for the disk", {"save_async": False}),
     Case("two processes", {"per_device_train_batch_size": 4}, processes=2),
     Case(
@@ -163,7 +172,18 @@ def trainer(case: Case, folder: Path) -> GRPOTrainer:
         eval_dataset=Dataset.from_list(rows[:2]) if is_evaluated else None,
         processing_class=tiny_tokenizer(),
         peft_config=case.peft,
+        ensemble=_ensemble(case.roles) if case.roles else None,
     )
+
+
+def _ensemble(roles: tuple[str, ...]) -> Ensemble:
+    """A member for each role; an answer is right for the rescuer from 0.9 on, so that it is asked for some prompts."""
+    tokenizer = tiny_tokenizer()
+    members = [
+        Member(tiny_model("qwen2", seed=3 + i), role=role, name=role, tokenizer=tokenizer)
+        for i, role in enumerate(roles)
+    ]
+    return Ensemble(members, threshold=0.9)
 
 
 def train(case: Case, folder: Path, resume: Path | None = None) -> None:

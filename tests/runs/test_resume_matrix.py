@@ -34,6 +34,8 @@ HOLDS_STATE = (
     "a curriculum by what was learned",
     "rewards with running statistics",
     "two processes",
+    "averaged weights",
+    "an ensemble, in the middle of a rollout of 4 steps",
 )
 """One case for each thing that a checkpoint has to remember; all other cases run nightly."""
 assert {*QUICK, *HOLDS_STATE} <= CASES.keys()

@@ -216,6 +216,15 @@ def _refuse_bad_evaluation(config: Any) -> None:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} needs evaluations: set eval_strategy='steps' and eval_steps."
             )
+    if config.ema_decay is not None and config.soup_steps is not None:
+        raise ConfigError("ema_decay and soup_steps are two averages of the weights; keep one of them.")
+    if config.ema_decay == 1:
+        raise ConfigError("ema_decay=1 would never leave the first weights; it must be below 1.")
+    if (config.ema_decay or config.soup_steps) and config.save_only_model and config.load_best_model_at_end:
+        raise ConfigError(
+            "load_best_model_at_end needs the averaged weights of ema_decay or soup_steps, which save_only_model leaves out of "
+            "checkpoints; leave it out."
+        )
     needs_metric = config.early_stopping_patience or config.load_best_model_at_end or config.save_strategy == "best"
     if needs_metric and config.metric_for_best_model is None:
         config.metric_for_best_model = "reward"

@@ -1,9 +1,10 @@
-"""Fusing weights: whole models and adapters of one base, merged without loading a model."""
+"""Fusing weights: whole models and adapters of one base, merged without loading a model; averages of a run while it trains."""
 
 from __future__ import annotations
 
 from covey.merging.adapters import merge_adapters
+from covey.merging.average import WeightAverage
 from covey.merging.methods import METHODS, Recipe
 from covey.merging.models import merge_models
 
-__all__ = ["METHODS", "Recipe", "merge_adapters", "merge_models"]
+__all__ = ["METHODS", "Recipe", "WeightAverage", "merge_adapters", "merge_models"]

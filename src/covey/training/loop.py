@@ -61,6 +61,8 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
     is_lost = is_left_out(report.events)  # its numbers would make NaN of an adaptive coefficient
     controllers = state.controllers if is_lost else parts.algorithm.advance(state.controllers, report)
     state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
+    if parts.average is not None and not is_lost:
+        parts.average.update(state.step)
     parts.sampler.load(parts.learner.policy.model, version=state.step)
     parts.session.record(state, batch, report)
     state = after_step(parts, state, batch, report)

@@ -8,6 +8,7 @@ from covey.algorithms import Algorithm
 from covey.data import PromptStream
 from covey.ensembles import EnsembleSampler
 from covey.learner import Learner
+from covey.merging import WeightAverage
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Scorer
@@ -42,6 +43,8 @@ class Parts:
     seed: int
     ensemble: EnsembleSampler | None = None
     """Draws the groups of training, with members' completions in them. None: the policy draws them alone."""
+    average: WeightAverage | None = None
+    """Averaged weights, which evaluations see and the run ends with. None: the policy's own."""
 
     def close(self) -> None:
         """Give back what a run holds only while it goes on."""

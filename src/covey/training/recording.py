@@ -15,6 +15,7 @@ from covey.process.lean import ExportableState, TrainerState
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
+from covey.training.averaging import restore_average
 from covey.training.parts import Parts
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -48,6 +49,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
         "reference": learner.reference.state_dict(),
         "critic": dict(learner.critic.state_dict()),
         "memory": [sizes for part in parts.world.gather([_learned_sizes(parts)]) for sizes in part],
+        "average": {} if parts.average is None else parts.average.state_dict(),
         "ladder": learner.guard.state_dict(),
         "prompts": parts.prompts.state_dict(),
         "scorer": parts.scorer.state_dict(),
@@ -72,6 +74,7 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     learner.reference.load_state_dict(tree["reference"])
     if tree["critic"]:
         learner.critic.load_state_dict(tree["critic"])
+    restore_average(parts, tree.get("average", {}))
     if "ladder" in tree:
         learner.guard.load_state_dict(tree["ladder"])
     parts.prompts.load_state_dict(tree["prompts"])

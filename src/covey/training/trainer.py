@@ -27,6 +27,7 @@ from covey.runs.kept import tell_stopped, told_of_the_disk
 from covey.runs.resuming import expect_resumable
 from covey.training import loop
 from covey.training.agents import Agents, with_own_rewards, with_prompts
+from covey.training.averaging import average_of, averaged, end_with_average
 from covey.training.build import (
     RunInputs,
     advice_for,
@@ -167,6 +168,8 @@ class GRPOTrainer(TRLInterface):
             if parts.session.is_asked_to_stop:
                 stop.adopt(self.world.gather([stop.name]))
         load_best(self.model, self.args, self.state, self.world)
+        if stop.name is None:
+            end_with_average(parts, self.args, self.state)
         self.stopped_by, self.exit_code = stop.name, stop.exit_code
         if stop.name is not None and self.world.is_main:
             saves, tells = self.args.save_strategy != "no", self.raises_when_stopped
@@ -266,6 +269,7 @@ class GRPOTrainer(TRLInterface):
         for said in advice_for(self.args, self.model) if self.world.is_main else ():
             logger.warning("advice: %s", said)
         parts = build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
+        parts = replace(parts, average=average_of(self.args, self.model))
         trusts = self.args.trust_remote_code
         return with_ensemble(parts, self.ensemble, self.processing_class, self.eos_ids, trust_remote_code=trusts)
 
@@ -366,7 +370,8 @@ class GRPOTrainer(TRLInterface):
             parts.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:
-        return self.evaluate()
+        with averaged(self._running, self.state.global_step):
+            return self.evaluate()
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
         if self._parts is None:
