@@ -30,6 +30,8 @@ def metrics_of(step: int, draw: random.Random, skill: float) -> Values:
         "sampling/sampling_logp_difference/mean": 0.004, "sampling/effective_sample_size": 0.99, "steps/non_finite": 0.0,
         "tokens_per_second/step": around(2000, 0.1), "seconds/rollout": 1.0, "seconds/learn": 1.0, "seconds/reward": 0.1,
         "prompts/drift": abs(around(0.05, 0.1)), "prompts/mean_length": around(60, 0.05),
+        "ensemble/peer/asked": 1.0, "ensemble/peer/used": 0.6, "ensemble/peer/lost": 0.0, "ensemble/peer/reward": 0.6,
+        "ensemble/peer/share": 0.3, "ensemble/peer/win_rate": 0.6,
     }  # fmt: skip
 
 
@@ -80,6 +82,8 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "large_updates": (to("update/all", 0.4), honest),
     "length_collapse": (by("completions/mean_length", 0.1), honest),
     "length_explosion": (by("completions/mean_length", 4.0), honest),
+    "member_dominates": (to("ensemble/peer/share", 0.97), honest),
+    "member_idle": (to("ensemble/peer/used", 0.0), honest),
     "non_finite": (lambda t, values, draw: {"steps/non_finite": float(t == 5)}, honest),
     "repeated_text": (by("completions/repetition", 12.0), honest),
     "reward_collapse": (to("reward", 0.05), honest),

@@ -230,7 +230,7 @@ class Options:
         "Evaluations without a better `metric_for_best_model` before the run stops.", group="evaluation", at_least=1)
     ema_decay: float | None = option(None,
         "Keep an exponential moving average of the weights with this decay; it is evaluated, and the run ends with it.",
-        group="evaluation", between=(0, 1))
+        group="evaluation", at_least=0, at_most=1)
     soup_steps: int | None = option(None,
         "Keep the mean of the weights after every so many steps instead; it is evaluated, and the run ends with it.",
         group="evaluation", at_least=1)

@@ -59,6 +59,7 @@ class Watch:
         return (
             self.reads_all
             or name in READS
+            or name.startswith("ensemble/")
             or name in self.more
             or (name.startswith("rewards/") and name.endswith(("/errors", "/mean")))
         )

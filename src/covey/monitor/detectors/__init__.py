@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from covey.config.alerts import ALERT_RULES
+from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
 from covey.monitor.detectors.pace import DataDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
@@ -30,7 +31,7 @@ READS = frozenset(
         "prompts/mean_length", "steps/non_finite", "eval_reward",
     }
 )  # fmt: skip
-"""Metrics that they look at, beside the audit metrics and each reward's `mean` and `errors`."""
+"""Metrics that they look at, beside the audit metrics, each reward's `mean` and `errors`, and `ensemble/<member>/...`."""
 
 
 def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = None) -> tuple[Detector, ...]:
@@ -63,4 +64,6 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
         Plateau(),
         ThroughputDrop(),
         DataDrift(),
+        MemberDominates(),
+        MemberIdle(),
     )
