@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from kit import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.merging import WeightAverage
+from kit import tiny_model, tiny_tokenizer
 
 
 def line(value: float = 0.0) -> torch.nn.Linear:
@@ -78,7 +78,10 @@ def trainer(folder, **options):
 
 
 def test_a_run_ends_with_its_average_and_evaluates_it(tmp_path):
-    plain, averaged = trainer(tmp_path / "plain"), trainer(tmp_path / "ema", ema_decay=0.9, eval_strategy="steps", eval_steps=4)
+    plain, averaged = (
+        trainer(tmp_path / "plain"),
+        trainer(tmp_path / "ema", ema_decay=0.9, eval_strategy="steps", eval_steps=4),
+    )
     weights = []
     update = WeightAverage.update
     plain.train()

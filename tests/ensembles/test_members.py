@@ -1,0 +1,255 @@
+"""Members as a user gives them: text, models, folders, endpoints; their tokens, their share of a group, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from covey import Ensemble, GRPOConfig, GRPOTrainer, Member
+from covey.ensembles.loading import load_writer
+from covey.ensembles.writers import Encoding
+from covey.errors import ConfigError, CoveyError
+from covey.rollout import SamplingParams
+from kit import prompt, tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """Another tokenizer: one token a byte, and none of the merges of `tiny_tokenizer`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+
+
+def foreign(seed: int = 2) -> tuple:
+    tokenizer = letters_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return tiny_model(seed=seed, vocab_size=len(tokenizer), **ids), tokenizer
+
+
+def encoding() -> Encoding:
+    tokenizer = tiny_tokenizer()
+    return Encoding.of(tiny_model(), tokenizer, (tokenizer.eos_token_id,))
+
+
+@contextmanager
+def endpoint(reply):
+    """An OpenAI-compatible server on this machine; `reply(body)` gives text, or a status code."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body)
+            answer = reply(body)
+            is_text = isinstance(answer, str)
+            choice = {"message": {"content": answer}, "finish_reason": "stop"}
+            data = json.dumps({"choices": [choice]} if is_text else {}).encode()
+            self.send_response(200 if is_text else answer)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def config(folder, **options) -> GRPOConfig:
+    args = {
+        "per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 2, "max_completion_length": 8, "learning_rate": 1e-3,
+        "report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
+        "logging_steps": 1, "rollout_log_steps": 1,
+    }  # fmt: skip
+    return GRPOConfig(str(folder), **{**args, **options})
+
+
+ROWS = Dataset.from_list([{"prompt": f"{i} + 2 ="} for i in range(4)])
+
+
+def test_a_member_is_written_as_text_a_mapping_or_an_object():
+    ensemble = Ensemble(
+        [
+            "hub/some-model,role=baseline,samples=2,name=old",
+            {"model": "hub/other-model", "role": "rescue"},
+            "hub/other-model",
+            Member("http://localhost:1/v1", served_model_name="qwen"),
+            tiny_model(),
+        ]
+    )
+    assert [(one.role, one.samples) for one in ensemble.members] == [
+        ("baseline", 2), ("rescue", 1), (None, 1), (None, 1), (None, 1)
+    ]  # fmt: skip
+    assert ensemble.names == ["old", "other-model", "other-model-2", "qwen", "Qwen2ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "has no members"),
+        (["m,role=friend"], "role='friend' is none of sibling, baseline, rescue"),
+        (["m,samples=0"], "samples=0 must be a whole number of 1 or more"),
+        (["m,samples=two"], "samples=two is no number"),
+        (["m,sample=2"], "sample is not an option of a member. Did you mean samples?"),
+        ([",role=rescue"], "names no model"),
+        (["./nowhere"], "does not exist"),
+        (["http://localhost:1/v1"], "say which model it serves"),
+        (["http://localhost:1/v1,served_model_name=q,role=sibling"], "cannot be a sibling"),
+        (["m,name=policy"], "and not policy"),
+        (["m,name=a", "n,name=a"], "two members have the name 'a'"),
+    ],
+)
+def test_a_member_that_cannot_be_is_refused_in_a_sentence(given, said):
+    with pytest.raises(CoveyError, match=said.replace("?", r"\?")):
+        Ensemble(given)
+
+
+def test_members_write_at_most_their_share_of_a_group(tmp_path):
+    member = Member(tiny_model(seed=1), tokenizer=tiny_tokenizer(), samples=4)
+    Ensemble([member]).refuse_share(4)
+    with pytest.raises(ConfigError, match=r"write 4 of 7 completions of a group, more than max_share=0.5"):
+        Ensemble([member]).refuse_share(3)
+    with pytest.raises(ConfigError, match="more than max_share=0.2"):
+        GRPOTrainer(tiny_model(), max_reward, config(tmp_path), ROWS, ensemble=Ensemble([member], max_share=0.2))
+
+
+def max_reward(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def test_an_ensemble_does_not_go_with_tools(tmp_path):
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+            b: another.
+        """
+        return a + b
+
+    with pytest.raises(ConfigError, match="answers of one turn"):
+        GRPOTrainer(tiny_model(), max_reward, config(tmp_path), ROWS, tools=[add], ensemble=["demo"])
+
+
+def test_the_role_follows_from_the_tokenizer():
+    same = load_writer(Member(tiny_model(seed=1), tokenizer=tiny_tokenizer()), "same", CPU, encoding())
+    model, tokenizer = foreign()
+    other = load_writer(Member(model, tokenizer=tokenizer), "other", CPU, encoding())
+    assert (same.role, other.role) == ("sibling", "rescue")
+    with pytest.raises(ConfigError, match="has another tokenizer than the policy"):
+        load_writer(Member(model, tokenizer=tokenizer, role="sibling"), "other", CPU, encoding())
+
+
+def test_a_member_with_another_tokenizer_comes_back_in_the_policys_tokens_or_not_at_all():
+    model, tokenizer = foreign()
+    ours = tiny_tokenizer()
+    writer = load_writer(Member(model, tokenizer=tokenizer, samples=64), "other", CPU, encoding())
+    (row,) = writer.write([prompt("2 + 2 =", tokenizer=ours)], SamplingParams(max_tokens=6, seed=0))
+    kept = [one for one in row if one is not None]
+    assert kept
+    assert len(kept) < len(row)  # random bytes are mostly no text
+    for one in kept:
+        ids = one.token_ids.tolist()
+        assert ours.decode(ids, skip_special_tokens=True) == one.text
+        assert (ids[-1] == ours.eos_token_id) == (one.finish == "stop")
+        assert one.source == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "limit", "is_kept"),
+    [
+        ("Tom has 3 apples", "stop", 40, True),
+        ("Tom has 3 apples", "stop", 2, False),  # longer than a completion may be
+        ("", "stop", 40, False),
+        ("a <|im_end|> b", "stop", 40, False),  # a special token as text
+        ("cut", "length", 40, True),
+    ],
+)
+def test_text_is_kept_if_it_comes_back_equal(text, finish, limit, is_kept):
+    ids = encoding()(text, finish, limit)
+    assert (ids is not None) == is_kept
+    if ids is not None:
+        assert (ids[-1] == tiny_tokenizer().eos_token_id) == (finish == "stop")
+
+
+def test_an_endpoint_rescues(tmp_path):
+    def reward(completions, **columns):
+        return [float(text == " 42") for text in completions]
+
+    with endpoint(lambda body: " 42") as (url, asked):
+        trainer = GRPOTrainer(
+            tiny_model(), reward, config(tmp_path), ROWS, processing_class=tiny_tokenizer(),
+            ensemble=[f"{url},served_model_name=big,samples=2"],
+        )  # fmt: skip
+        trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["ensemble/big/used"] == 1.0
+    assert logs["ensemble/big/reward"] == 1.0
+    assert logs["reward"] == 0.0
+    assert asked[0]["model"] == "big"
+    assert asked[0]["messages"][0]["content"].endswith("+ 2 =")
+    assert len({body["seed"] for body in asked[:2]}) == 2
+    import pyarrow.parquet as pq
+
+    written = pq.read_table(tmp_path / "rollouts" / "step-000001.parquet").to_pylist()
+    assert sorted(row["source"] for row in written) == ["big", "big", *["policy"] * 4]
+
+
+@pytest.mark.parametrize("fault", ["slow down", "no key"])
+def test_an_endpoint_that_fails_costs_its_completions_and_one_that_refuses_ends_the_run(fault, tmp_path, monkeypatch):
+    from covey.rewards.builtin import chat_endpoint
+
+    monkeypatch.setattr(chat_endpoint.Endpoint, "_pause", lambda self, attempt: 0.0)
+    with endpoint(lambda body: 503 if fault == "slow down" else 401) as (url, _):
+        trainer = GRPOTrainer(
+            tiny_model(), lambda completions, **k: [0.0] * len(completions), config(tmp_path, max_steps=1), ROWS,
+            processing_class=tiny_tokenizer(), ensemble=[f"{url},served_model_name=big"],
+        )  # fmt: skip
+        if fault == "slow down":
+            trainer.train()
+            assert trainer.state.log_history[0]["ensemble/big/lost"] == 1.0
+            return
+        with pytest.raises(ConfigError, match=r"ensemble member big .* refuses .* 401.*OPENAI_API_KEY"):
+            trainer.train()
+
+
+def test_a_folder_and_an_adapter_can_be_members(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    tokenizer = tiny_tokenizer()
+    base = tiny_model(seed=1)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    loaded = type(base).from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(loaded, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    asked, how = [prompt("2 + 2 =", tokenizer=tokenizer)], SamplingParams(max_tokens=8, seed=0)
+
+    def written(member):
+        return [
+            one.logprobs.tolist()
+            for one in load_writer(Member(member, samples=4), "m", CPU, encoding()).write(asked, how)[0]
+        ]
+
+    assert written(str(tmp_path / "base")) != written(str(tmp_path / "adapter"))
+    assert len(written(str(tmp_path / "adapter"))) == 4
