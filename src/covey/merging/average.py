@@ -41,10 +41,8 @@ class WeightAverage:
         if self.every is not None and step % self.every:
             return
         self.count += 1
-        if self.decay is not None:
-            share = 1 - min(self.decay, (1 + self.count) / (10 + self.count))
-        else:
-            share = 1 / self.count
+        warming = (1 + self.count) / (10 + self.count)
+        share = 1 / self.count if self.decay is None else 1 - min(self.decay, warming)
         for name, weight in self._trained():
             if name not in self.average:  # it was frozen before
                 self.average[name] = weight.detach().float().clone()
