@@ -4,7 +4,7 @@ Both start from the model that ships with Covey. The policy is first taught to m
 answers are wrong and GRPO alone has nothing to learn from. The member is taught to read them. It has the role `rescue`:
 its right answers join the groups in which the policy failed throughout.
 
-    python examples/ensemble_rescue.py                     # 3 seeds, alone and with the member: about 8 minutes on one core
+    python examples/ensemble_rescue.py                     # 3 seeds, alone and with the member: about two minutes on one free core
     python examples/ensemble_rescue.py --seeds 1 --steps 20
 """
 
@@ -48,7 +48,7 @@ def rows(split: str, count: int, seed: int = 0) -> Dataset:
     )
 
 
-def taught(folder: Path, *, is_right: bool, steps: int = 60) -> Path:
+def taught(folder: Path, *, is_right: bool, steps: int) -> Path:
     """The shipped model after next-token training on answers to two-step problems, read right or always misread."""
     torch.manual_seed(0)
     model = load_model("demo")
@@ -103,11 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--lessons", type=int, default=60, help="steps that policy and member are taught for")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        policy = taught(place / "policy", is_right=False)
-        member = taught(place / "member", is_right=True)
+        policy = taught(place / "policy", is_right=False, steps=given.lessons)
+        member = taught(place / "member", is_right=True, steps=given.lessons)
         print(
             f"{'run':<8}{'seed':>5}{'before':>9}{'after':>9}   reward at steps 1, 1/4, 1/2, 3/4, end   asked: first, last fifth"
         )

@@ -25,6 +25,16 @@ def test_the_trl_script_trains(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "trl-script" / "metrics.jsonl").is_file()
 
 
+@pytest.mark.nightly
+def test_the_rescue_example_runs(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "ensemble_rescue.py"), "--seeds", "1", "--steps", "2", "--lessons", "2"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["run", "alone", "rescue"]
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_configuration_is_whole(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the model and the data, which are on the hub, are replaced."""

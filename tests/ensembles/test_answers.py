@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from test_members import endpoint
+from endpoints import endpoint
 
 from covey import Ensemble, Member
 from covey.cli import main

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 import torch
 from datasets import Dataset
+from endpoints import endpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -42,36 +38,6 @@ def foreign(seed: int = 2) -> tuple:
 def encoding() -> Encoding:
     tokenizer = tiny_tokenizer()
     return Encoding.of(tiny_model(), tokenizer, (tokenizer.eos_token_id,))
-
-
-@contextmanager
-def endpoint(reply):
-    """An OpenAI-compatible server on this machine; `reply(body)` gives text, or a status code."""
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(body)
-            answer = reply(body)
-            is_text = isinstance(answer, str)
-            choice = {"message": {"content": answer}, "finish_reason": "stop"}
-            data = json.dumps({"choices": [choice]} if is_text else {}).encode()
-            self.send_response(200 if is_text else answer)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def config(folder, **options) -> GRPOConfig:
@@ -212,6 +178,26 @@ def test_an_endpoint_rescues(tmp_path):
 
     written = pq.read_table(tmp_path / "rollouts" / "step-000001.parquet").to_pylist()
     assert sorted(row["source"] for row in written) == ["big", "big", *["policy"] * 4]
+
+
+def test_what_the_policy_alone_never_finds_it_learns_from_a_rescuer(tmp_path):
+    def reward(completions, **columns):
+        return [float(text.strip() == "42") for text in completions]
+
+    def rewards_of(ensemble, folder):
+        args = config(folder, max_steps=30, learning_rate=1e-2, per_device_train_batch_size=16, max_completion_length=4)
+        trainer = GRPOTrainer(tiny_model(), reward, args, ROWS, processing_class=tiny_tokenizer(), ensemble=ensemble)
+        trainer.train()
+        return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry], trainer.state.log_history
+
+    alone, _ = rewards_of(None, tmp_path / "alone")
+    with endpoint(lambda body: " 42") as (url, _):
+        rescued, history = rewards_of([f"{url},served_model_name=big"], tmp_path / "rescued")
+    assert set(alone) == {0.0}
+    assert rescued[0] == 0.0
+    assert min(rescued[-5:]) > 0.8
+    assert history[0]["ensemble/big/asked"] == 1.0
+    assert history[29]["ensemble/big/asked"] < 0.3  # it is asked no more
 
 
 @pytest.mark.parametrize("fault", ["slow down", "no key"])

@@ -121,6 +121,12 @@ SETTINGS = [
         {"steps_per_generation": 4, "gradient_accumulation_steps": 1},
         roles=("sibling", "baseline", "rescue"),
     ),
+    Case(
+        "two processes and an ensemble",
+        {"per_device_train_batch_size": 4},
+        processes=2,
+        roles=("sibling", "baseline", "rescue"),
+    ),
     Case("checkpoints that wait for the disk", {"save_async": False}),
     Case("two processes", {"per_device_train_batch_size": 4}, processes=2),
     Case(
