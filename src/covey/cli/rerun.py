@@ -180,6 +180,9 @@ def _placed(value: Any, home: Path) -> Any:
         return [_placed(item, home) for item in value]
     if not isinstance(value, str):
         return value
+    bare, comma, options = value.partition(",")
+    if "=" in options:  # a member of an ensemble
+        return f"{_placed(bare, home)}{comma}{options}"
     path, colon, rest = value.partition(":")
     if not path or Path(path).expanduser().exists() or not (home / path).exists():
         return value
