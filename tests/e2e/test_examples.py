@@ -26,13 +26,17 @@ def test_the_trl_script_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_rescue_example_runs(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "ensemble_rescue.py"), "--seeds", "1", "--steps", "2", "--lessons", "2"]
+def test_the_rescue_example_learns_what_the_policy_alone_never_finds(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "ensemble_rescue.py"), "--seeds", "1"]
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["run", "alone", "rescue"]
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    alone, rescued = ({"before": float(row[2]), "after": float(row[3])} for row in rows)
+    assert alone == {"before": 0.0, "after": 0.0}
+    assert rescued["before"] == 0.0
+    assert rescued["after"] > 0.3
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))

@@ -180,26 +180,6 @@ def test_an_endpoint_rescues(tmp_path):
     assert sorted(row["source"] for row in written) == ["big", "big", *["policy"] * 4]
 
 
-def test_what_the_policy_alone_never_finds_it_learns_from_a_rescuer(tmp_path):
-    def reward(completions, **columns):
-        return [float(text.strip() == "42") for text in completions]
-
-    def rewards_of(ensemble, folder):
-        args = config(folder, max_steps=30, learning_rate=1e-2, per_device_train_batch_size=16, max_completion_length=4)
-        trainer = GRPOTrainer(tiny_model(), reward, args, ROWS, processing_class=tiny_tokenizer(), ensemble=ensemble)
-        trainer.train()
-        return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry], trainer.state.log_history
-
-    alone, _ = rewards_of(None, tmp_path / "alone")
-    with endpoint(lambda body: " 42") as (url, _):
-        rescued, history = rewards_of([f"{url},served_model_name=big"], tmp_path / "rescued")
-    assert set(alone) == {0.0}
-    assert rescued[0] == 0.0
-    assert min(rescued[-5:]) > 0.8
-    assert history[0]["ensemble/big/asked"] == 1.0
-    assert history[29]["ensemble/big/asked"] < 0.3  # it is asked no more
-
-
 @pytest.mark.parametrize("fault", ["slow down", "no key"])
 def test_an_endpoint_that_fails_costs_its_completions_and_one_that_refuses_ends_the_run(fault, tmp_path, monkeypatch):
     from covey.rewards.builtin import chat_endpoint
