@@ -26,6 +26,7 @@ def test_the_trl_script_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_the_rescue_example_learns_what_the_policy_alone_never_finds(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "ensemble_rescue.py"), "--seeds", "1"]
     done = subprocess.run(
