@@ -122,7 +122,7 @@ def test_a_resumed_average_is_the_one_left_alone(tmp_path, options):
     [
         ({"ema_decay": 0.9, "soup_steps": 2}, "keep one of them"),
         ({"ema_decay": 1.0}, "must be below 1"),
-        ({"ema_decay": 1.5}, "between 0 and 1"),
+        ({"ema_decay": 1.5}, "at most 1"),
         ({"soup_steps": 0}, "at least 1"),
     ],
 )

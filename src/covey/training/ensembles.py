@@ -32,19 +32,16 @@ def given_ensemble(ensemble: Any, agents: Agents, num_generations: int) -> Ensem
     return made
 
 
-def with_ensemble(
-    parts: Parts, ensemble: Ensemble | None, tokenizer: Any, eos_ids: Sequence[int], *, trust_remote_code: bool = False
-) -> Parts:
-    """The parts of a run with the ensemble's members loaded."""
+def with_ensemble(parts: Parts, ensemble: Ensemble | None, given: Any) -> Parts:
+    """The parts of a run with the ensemble's members loaded; `given`: the run's `RunInputs`."""
     if ensemble is None:
         return parts
     model = parts.learner.policy.model
     if any(member.model is model for member in ensemble.members):
         raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")
-    encoding = Encoding.of(model, tokenizer, eos_ids)
-    writers = load_writers(
-        ensemble.members, ensemble.names, parts.world.device, encoding, trust_remote_code=trust_remote_code
-    )
+    encoding = Encoding.of(model, given.tokenizer, given.eos_ids)
+    trusts = given.args.trust_remote_code
+    writers = load_writers(ensemble.members, ensemble.names, parts.world.device, encoding, trust_remote_code=trusts)
     sampler = EnsembleSampler(parts.sampler, writers, ensemble.threshold, ensemble.weight)
     sampler.check_stop = parts.interruption
     return replace(parts, ensemble=sampler)

@@ -270,8 +270,7 @@ class GRPOTrainer(TRLInterface):
             logger.warning("advice: %s", said)
         parts = build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
         parts = replace(parts, average=average_of(self.args, self.model))
-        trusts = self.args.trust_remote_code
-        return with_ensemble(parts, self.ensemble, self.processing_class, self.eos_ids, trust_remote_code=trusts)
+        return with_ensemble(parts, self.ensemble, given)
 
     def _folder(self, start: Path | None) -> RunFolder:
         return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
