@@ -45,9 +45,9 @@ def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
     parts.average.restart()
 
 
-def end_with_average(parts: Parts, args: Any, state: Any) -> None:
-    """The run ends with its averaged weights: those of the best evaluation with `load_best_model_at_end`."""
-    if parts.average is None:
+def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> None:
+    """The run ends with its averaged weights: those of the best evaluation with `load_best_model_at_end`. One that was stopped does not."""
+    if parts.average is None or not is_whole:
         return
     best = parts.world.broadcast(state.best_model_checkpoint)
     if args.load_best_model_at_end and best is not None:

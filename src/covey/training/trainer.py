@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers.utils.logging import set_verbosity
 
@@ -65,8 +65,7 @@ class GRPOTrainer(TRLInterface):
     reward models, or names of built-in rewards), `args`, `train_dataset` (column `prompt`: text or chat messages; other
     columns reach the rewards), `eval_dataset` (one set or a dict of sets), `processing_class`,
     `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
-    preset's name, an import path, or a `covey.algorithms.Algorithm`; and `ensemble`, a `covey.Ensemble` or a list of models that
-    answer beside the policy.
+    preset's name, an import path, or a `covey.algorithms.Algorithm`; and `ensemble`, a `covey.Ensemble` or its members.
 
     A subclass may override `log`, `_calculate_rewards`, `evaluate` and what saves or uploads; one that overrides a hook which
     nothing here calls is refused when its class is made. `TRLInterface` holds the attributes and methods that scripts use.
@@ -168,8 +167,7 @@ class GRPOTrainer(TRLInterface):
             if parts.session.is_asked_to_stop:
                 stop.adopt(self.world.gather([stop.name]))
         load_best(self.model, self.args, self.state, self.world)
-        if stop.name is None:
-            end_with_average(parts, self.args, self.state)
+        end_with_average(parts, self.args, self.state, is_whole=stop.name is None)
         self.stopped_by, self.exit_code = stop.name, stop.exit_code
         if stop.name is not None and self.world.is_main:
             saves, tells = self.args.save_strategy != "no", self.raises_when_stopped
@@ -269,8 +267,7 @@ class GRPOTrainer(TRLInterface):
         for said in advice_for(self.args, self.model) if self.world.is_main else ():
             logger.warning("advice: %s", said)
         parts = build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
-        parts = replace(parts, average=average_of(self.args, self.model))
-        return with_ensemble(parts, self.ensemble, given)
+        return with_ensemble(replace(parts, average=average_of(self.args, self.model)), self.ensemble, given)
 
     def _folder(self, start: Path | None) -> RunFolder:
         return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
@@ -385,8 +382,7 @@ class GRPOTrainer(TRLInterface):
 
     @property
     def _running(self) -> Parts:
-        assert self._parts is not None
-        return self._parts
+        return cast(Parts, self._parts)
 
     def _resume(self, parts: Parts, start: Path) -> TrainState:
         state = restore_tree(parts, start)
