@@ -28,26 +28,34 @@ from covey.algorithms.algorithm import Algorithm, Needs
 from covey.algorithms.control import Controller
 from covey.algorithms.covariance import ClipCov, KLCov
 from covey.algorithms.critic import ClippedError, Critic
+from covey.algorithms.filtering import GroupFiltered
 from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
 from covey.algorithms.members import MemberWeight
 from covey.algorithms.naming import from_name
-from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
+from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
 from covey.algorithms.options import from_options
+from covey.algorithms.pass_at_k import PKPO
 from covey.algorithms.presets import (
     PRESETS,
     bnpo,
+    cfpo,
     cispo,
     dapo,
+    decoupled_ppo,
     dppo,
     dr_grpo,
+    gdpo,
+    gfpo,
     gmpo,
     gpg,
     grpo,
     gspo,
     gspo_token,
     luspo,
+    maxrl,
     opo,
+    pkpo,
     ppo,
     reinforce_pp,
     remax,
@@ -70,6 +78,7 @@ __all__ = [
     "GPG",
     "KL",
     "OPO",
+    "PKPO",
     "PRESETS",
     "SAPO",
     "VESPO",
@@ -87,6 +96,7 @@ __all__ = [
     "EntropyBonus",
     "Every",
     "GSPOToken",
+    "GroupFiltered",
     "GroupNormalized",
     "KLCov",
     "LeaveOneOut",
@@ -97,6 +107,7 @@ __all__ = [
     "NormalizeThenSum",
     "OffPolicyMask",
     "PassAtK",
+    "QuadraticPenalty",
     "ReMax",
     "ReinforcePlusPlus",
     "Rejection",
@@ -111,14 +122,18 @@ __all__ = [
     "abs_kl",
     "batch_token_mean",
     "bnpo",
+    "cfpo",
     "cispo",
     "dapo",
+    "decoupled_ppo",
     "dppo",
     "dr_grpo",
     "entropy_bonus",
     "from_name",
     "from_options",
     "full",
+    "gdpo",
+    "gfpo",
     "gmpo",
     "gpg",
     "grpo",
@@ -129,7 +144,9 @@ __all__ = [
     "k3",
     "keep",
     "luspo",
+    "maxrl",
     "opo",
+    "pkpo",
     "policy_gradient",
     "ppo",
     "prompt_mean",

@@ -101,10 +101,11 @@ class GroupNormalized:
 
 @dataclass(frozen=True)
 class NormalizeThenSum:
-    """Several rewards, each normalized within the group, then summed by weight, then normalized over the step. GDPO 2026.
+    """Several rewards, each normalized within the group, then summed by weight, then normalized over the step.
 
     `z = (r - mean) / (sd + epsilon)` for each function, `s = sum w z`, `A = (s - mean s) / (sd s + epsilon)` over all scored
-    completions. Keeps a reward of large scale from drowning the others. A tied group ends near, not at, 0.
+    completions. Keeps a reward of large scale from drowning the others. A tied group ends near, not at, 0. GDPO, Liu et al. 2026,
+    <https://arxiv.org/abs/2601.05242>.
     """
 
     epsilon: float = 1e-4
@@ -213,7 +214,11 @@ class GPG:
 
 @dataclass(frozen=True)
 class MaxRL:
-    """`(R - mean) / mean` within the group: hard prompts weigh more. For rewards of 0 and above; a mean of 0 gives 0."""
+    """`(R - mean) / mean` within the group: hard prompts weigh more. For rewards of 0 and above; a mean of 0 gives 0.
+
+    For rewards of 0 and 1 and G completions its expected gradient is that of `-sum over k < G of (1 - p)^k / k`, p the success
+    rate, which goes to that of `log p`. Tajwar et al. 2026, <https://arxiv.org/abs/2602.02710>.
+    """
 
     epsilon: float = 1e-6
 

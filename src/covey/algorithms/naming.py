@@ -12,8 +12,10 @@ from covey.algorithms import (
     advantages,
     aggregation,
     covariance,
+    filtering,
     importance,
     objectives,
+    pass_at_k,
     reference,
     regularizers,
     sequence_objectives,
@@ -28,7 +30,7 @@ from covey.names import find
 
 _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _HOMES = {
-    "advantage": (advantages, token_advantages),
+    "advantage": (advantages, token_advantages, pass_at_k, filtering),
     "objective": (objectives, sequence_objectives, covariance),
     "aggregate": (aggregation,),
     "regularizer": (regularizers,),

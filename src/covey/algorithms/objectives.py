@@ -76,6 +76,31 @@ class Clipped:
 
 
 @dataclass(frozen=True)
+class QuadraticPenalty:
+    """`-(r A - abs(A) / (2 epsilon) (r - 1)^2)`: best at `r = 1 + epsilon sign(A)`, with a gradient everywhere else.
+
+    SPO, Xie et al. 2024, <https://arxiv.org/abs/2401.16025>; for language models CFPO, Cagatan et al. 2026,
+    <https://arxiv.org/abs/2601.22801>. `limit` clips the log-ratio to `+-limit`, so that the square stays finite in float32.
+    """
+
+    epsilon: float = 0.2
+    level: Level = "token"
+    limit: float = 40.0
+    scales_with_advantage = True
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        ratio = ratio_of(tokens, self.level, self.limit)
+        penalty = tokens.advantages.abs() / (2 * self.epsilon) * (ratio - 1).square()
+        return penalty - ratio * tokens.advantages
+
+    def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
+        """`clip_ratio/*`: tokens beyond the best ratio, which the penalty pulls back."""
+        ratio = ratio_of(tokens, self.level, self.limit)
+        low = (ratio < 1 - self.epsilon) & (tokens.advantages < 0)
+        return clip_metrics(low, (ratio > 1 + self.epsilon) & (tokens.advantages > 0), tokens)
+
+
+@dataclass(frozen=True)
 class GSPOToken:
     """GSPO with a gradient of its own for each token: `r_t = sg(s) exp(logp - sg(logp))`, `s` the sequence's geometric mean.
 

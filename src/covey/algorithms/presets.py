@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from covey.algorithms.advantages import GPG, OPO, GroupNormalized, LeaveOneOut, Shaped, SoftOverlong
 from covey.algorithms.aggregation import Constant, RowMean, SequenceMean, SequenceSum, batch_token_mean, token_mean
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.critic import ClippedError, Critic
 from covey.algorithms.importance import Correction
-from covey.algorithms.kl import KL, k1
+from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, in_reward, level_of, made
+from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, maxrl, pkpo
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, policy_gradient
 from covey.algorithms.reference import keep
 from covey.algorithms.sequence_objectives import GMPO, VESPO
 from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
-from covey.types import Advantage, Aggregate, Objective, ReferenceRule, Weight
-
-KLOption = KL | float | None
-DEFAULT_CORRECTION = Correction()
-"""Sequences whose ratio of learner to sampler is above 3 are left out, others weighed by it: TRL 1.16's default."""
+from covey.types import Advantage, ReferenceRule, Weight
 
 
 def grpo(
@@ -41,7 +38,7 @@ def grpo(
 
     KL of 0.04 to the reference model in the loss. Shao et al. 2024, "DeepSeekMath".
     """
-    return _made("grpo", GroupNormalized(scale=scale), Clipped(low, high), SequenceMean(), kl, reference, correction)
+    return made("grpo", GroupNormalized(scale=scale), Clipped(low, high), SequenceMean(), kl, reference, correction)
 
 
 def dapo(
@@ -62,7 +59,7 @@ def dapo(
     advantage: Advantage = GroupNormalized()
     if max_length is not None:
         advantage = Shaped(advantage, (SoftOverlong(max_length, overlong_buffer),))
-    return _made("dapo", advantage, Clipped(low, high), token_mean, kl, reference, correction)
+    return made("dapo", advantage, Clipped(low, high), token_mean, kl, reference, correction)
 
 
 def dr_grpo(
@@ -77,7 +74,7 @@ def dr_grpo(
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training".
     """
-    return _made("dr_grpo", GroupNormalized(scale="none"), Clipped(low, high), Constant(), kl, reference, correction)
+    return made("dr_grpo", GroupNormalized(scale="none"), Clipped(low, high), Constant(), kl, reference, correction)
 
 
 def bnpo(
@@ -92,7 +89,7 @@ def bnpo(
 
     Not the Beta normalization of Xiao et al. 2025, which shares the letters.
     """
-    return _made("bnpo", GroupNormalized(), Clipped(low, high), batch_token_mean, kl, reference, correction)
+    return made("bnpo", GroupNormalized(), Clipped(low, high), batch_token_mean, kl, reference, correction)
 
 
 def gspo(
@@ -105,7 +102,7 @@ def gspo(
 ) -> Algorithm:
     """One ratio a sequence, the geometric mean of its tokens', clipped very near 1. Zheng et al. 2025, "GSPO", section 5.1."""
     objective = Clipped(low, high, level="sequence")
-    return _made("gspo", GroupNormalized(), objective, SequenceMean(), _level(kl), reference, correction)
+    return made("gspo", GroupNormalized(), objective, SequenceMean(), level_of(kl), reference, correction)
 
 
 def gspo_token(
@@ -117,7 +114,7 @@ def gspo_token(
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """GSPO with each token's own gradient, so that advantages may differ by token. Zheng et al. 2025, section 4.3."""
-    return _made("gspo_token", GroupNormalized(), GSPOToken(low, high), SequenceMean(), kl, reference, correction)
+    return made("gspo_token", GroupNormalized(), GSPOToken(low, high), SequenceMean(), kl, reference, correction)
 
 
 def gmpo(
@@ -129,7 +126,7 @@ def gmpo(
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """The geometric mean of token ratios, each clipped to (e^-0.4, e^0.4): robust to outliers. Zhao et al. 2025, "GMPO"."""
-    return _made("gmpo", GroupNormalized(), GMPO(low, high), RowMean(), kl, reference, correction)
+    return made("gmpo", GroupNormalized(), GMPO(low, high), RowMean(), kl, reference, correction)
 
 
 def cispo(
@@ -143,7 +140,7 @@ def cispo(
 
     `high` is the ceiling of the ratio itself; 5 as in ScaleRL (Khatri et al. 2025).
     """
-    return _made("cispo", GroupNormalized(), CISPO(high), token_mean, kl, reference, correction)
+    return made("cispo", GroupNormalized(), CISPO(high), token_mean, kl, reference, correction)
 
 
 def sapo(
@@ -155,7 +152,7 @@ def sapo(
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """A smooth gate on the ratio, a little narrower for negative advantages. Gao et al. 2025, "SAPO"."""
-    return _made("sapo", GroupNormalized(), SAPO(positive, negative), SequenceMean(), kl, reference, correction)
+    return made("sapo", GroupNormalized(), SAPO(positive, negative), SequenceMean(), kl, reference, correction)
 
 
 def luspo(
@@ -171,7 +168,7 @@ def luspo(
     arXiv 2602.05261, "LUSPO", section 5.1.
     """
     objective = Clipped(low, high, level="sequence")
-    return _made("luspo", GroupNormalized(), objective, SequenceSum(), _level(kl), reference, correction)
+    return made("luspo", GroupNormalized(), objective, SequenceSum(), level_of(kl), reference, correction)
 
 
 def vespo(
@@ -189,7 +186,7 @@ def vespo(
     The correction between sampler and learner is part of that weight instead of multiplying the loss.
     """
     objective = VESPO(k_positive, lambda_positive, k_negative, lambda_negative, correction)
-    return _made("vespo", GroupNormalized(), objective, token_mean, kl, reference, None)
+    return made("vespo", GroupNormalized(), objective, token_mean, kl, reference, None)
 
 
 def dppo(
@@ -207,7 +204,7 @@ def dppo(
     """
     bound = {"tv": 0.2, "kl": 0.05}[measure]
     objective = DPPO(bound if low is None else low, bound if high is None else high, measure)
-    return _made("dppo", GroupNormalized(), objective, token_mean, kl, reference, None)
+    return made("dppo", GroupNormalized(), objective, token_mean, kl, reference, None)
 
 
 def rloo(
@@ -223,7 +220,7 @@ def rloo(
     Ahmadian et al. 2024, "Back to Basics"; the clip on the ratio of whole sequences is TRL's and idle on-policy.
     """
     objective = Clipped(low, high, level="product")
-    return _made("rloo", LeaveOneOut(), objective, RowMean(), _in_reward(kl), reference, correction)
+    return made("rloo", LeaveOneOut(), objective, RowMean(), in_reward(kl), reference, correction)
 
 
 def reinforce_pp(
@@ -241,7 +238,7 @@ def reinforce_pp(
     `baseline=True` is REINFORCE++-baseline: the group's mean is taken first.
     """
     advantage = ReinforcePlusPlus(gamma, baseline)
-    return _made("reinforce_pp", advantage, Clipped(low, high), token_mean, _in_reward(kl), reference, correction)
+    return made("reinforce_pp", advantage, Clipped(low, high), token_mean, in_reward(kl), reference, correction)
 
 
 def remax(
@@ -251,7 +248,7 @@ def remax(
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """REINFORCE with the reward of the prompt's greedy answer as baseline, KL in the reward. Li et al. 2023, "ReMax"."""
-    return _made("remax", ReMax(), policy_gradient, SequenceSum(), _in_reward(kl), reference, correction)
+    return made("remax", ReMax(), policy_gradient, SequenceSum(), in_reward(kl), reference, correction)
 
 
 def opo(
@@ -261,7 +258,7 @@ def opo(
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """Exactly on-policy REINFORCE with the length-weighted baseline, no KL, no clip. Hao et al. 2025, "OPO"."""
-    return _made("opo", OPO(), policy_gradient, token_mean, kl, reference, correction)
+    return made("opo", OPO(), policy_gradient, token_mean, kl, reference, correction)
 
 
 def gpg(
@@ -271,7 +268,7 @@ def gpg(
     correction: Weight | None = DEFAULT_CORRECTION,
 ) -> Algorithm:
     """Plain policy gradient on centred rewards, rescaled for completions that earned nothing. Chu et al. 2025, "GPG"."""
-    return _made("gpg", GPG(), policy_gradient, token_mean, kl, reference, correction)
+    return made("gpg", GPG(), policy_gradient, token_mean, kl, reference, correction)
 
 
 def ppo(
@@ -292,8 +289,8 @@ def ppo(
     Settings of Ouyang et al. 2022, "InstructGPT": KL 0.02, no discount, lambda 0.95. `critic_model="separate"` trains a second
     model for the values, as that paper does, where `"head"` reads the policy's own hidden states.
     """
-    made = _made("ppo", GAE(gamma, lam), Clipped(low, high), token_mean, _in_reward(kl), reference, correction)
-    return replace(made, critic=Critic(ClippedError(value_clip), value_coefficient, model=critic_model))
+    found = made("ppo", GAE(gamma, lam), Clipped(low, high), token_mean, in_reward(kl), reference, correction)
+    return replace(found, critic=Critic(ClippedError(value_clip), value_coefficient, model=critic_model))
 
 
 PRESETS: Mapping[str, Callable[..., Algorithm]] = {
@@ -301,39 +298,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     for preset in (
         *(grpo, dapo, dr_grpo, bnpo, gspo, gspo_token, gmpo, cispo, sapo, luspo, vespo, dppo),
         *(rloo, reinforce_pp, remax, opo, gpg, ppo),
+        *(pkpo, maxrl, gdpo, gfpo, cfpo, decoupled_ppo),
     )
 }
 """Every preset by name."""
-
-
-def _made(
-    name: str,
-    advantage: Advantage,
-    objective: Objective,
-    aggregate: Aggregate,
-    kl: KLOption,
-    reference: ReferenceRule,
-    correction: Weight | None,
-) -> Algorithm:
-    weights = () if correction is None else (correction,)
-    return Algorithm(
-        name=name,
-        advantage=advantage,
-        objective=objective,
-        aggregate=aggregate,
-        kl=kl,  # type: ignore[arg-type]  # a number becomes a KL
-        reference=reference,
-        weights=weights,
-    )
-
-
-def _in_reward(kl: KLOption) -> KLOption:
-    """A bare coefficient is that of k1 in the reward."""
-    if kl is None or isinstance(kl, KL):
-        return kl
-    return KL(k1, float(kl), where="reward") if kl else None
-
-
-def _level(kl: KLOption) -> Any:
-    """An unbiased KL beside a sequence-level objective takes the sequence's ratio, as TRL."""
-    return replace(kl, level="sequence") if isinstance(kl, KL) and kl.unbiased else kl

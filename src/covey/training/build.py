@@ -15,7 +15,6 @@ from covey.algorithms import Algorithm
 from covey.algorithms.advice import advise
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
-from covey.config.options import ALGORITHM_OPTIONS
 from covey.data import PromptStream, check_dataset, num_embeddings
 from covey.errors import ConfigError, RewardError
 from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
@@ -33,6 +32,8 @@ from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import choose_sampler
 from covey.runs import rollouts
 from covey.training.agents import Agents
+from covey.training.choosing import build_algorithm as build_algorithm
+from covey.training.choosing import given_algorithm as given_algorithm
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
 from covey.training.parts import Parts
@@ -60,26 +61,6 @@ class RunInputs:
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     """Called around each optimizer step."""
-
-
-def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
-    """The algorithm that `given` or `args.algorithm` names, or the one that TRL's loss options compose.
-
-    A name, an import path, a preset function or an Algorithm will do. Raises ConfigError for anything else.
-    """
-    chosen = args.algorithm if given is None else given
-    if isinstance(chosen, str):
-        return alg.from_name(chosen)
-    if callable(chosen) and not isinstance(chosen, Algorithm):
-        chosen = chosen()
-    if isinstance(chosen, Algorithm):
-        return chosen
-    if chosen is not None:
-        raise ConfigError(
-            f"algorithm={chosen!r} is neither a name, nor an import path, nor a covey.algorithms.Algorithm."
-        )
-    wanted = inspect.signature(alg.from_options).parameters
-    return alg.from_options(**{name: getattr(args, name) for name in wanted if hasattr(args, name)})
 
 
 def build_scorer(
@@ -348,21 +329,6 @@ def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
         batch_size=max(args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations),
         seed=args.seed + 2**30,
     )
-
-
-def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
-    """The constructor's `algorithm` by the rules of the option of that name, or what the options say where it is None."""
-    if algorithm is None:
-        return build_algorithm(args)
-    if args.algorithm is not None:
-        raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
-    changed = sorted(set(args._changed()) & set(ALGORITHM_OPTIONS))
-    if changed:
-        raise ConfigError(
-            f"algorithm= and {', '.join(changed)} both say what the loss is; put the values into the algorithm, "
-            "such as alg.grpo(...).replace(...), and drop the options."
-        )
-    return build_algorithm(args, algorithm)
 
 
 def checked_eval(given: Any, args: GRPOConfig) -> Any:

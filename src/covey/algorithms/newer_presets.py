@@ -1,0 +1,115 @@
+"""Presets from papers of 2025 and 2026 that change one part of GRPO; `presets.py` lists them with the others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from covey.algorithms.advantages import GroupNormalized, MaxRL, NormalizeThenSum
+from covey.algorithms.aggregation import Constant, SequenceMean, token_mean
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.filtering import GroupFiltered
+from covey.algorithms.importance import Correction
+from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, made
+from covey.algorithms.objectives import Clipped, QuadraticPenalty
+from covey.algorithms.pass_at_k import PKPO
+from covey.algorithms.reference import keep
+from covey.types import ReferenceRule, Weight
+
+
+def pkpo(
+    *,
+    k: int = 4,
+    baseline: Literal["minus_one", "leave_one_out"] = "minus_one",
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """The gradient of max@k (pass@k for rewards of 0 and 1), unbiased for any `k` up to the number of completions.
+
+    Walder and Karkhanis 2025, "Pass@K Policy Optimization", <https://arxiv.org/abs/2505.15201>. A constant denominator instead of
+    lengths, which would bias it.
+    """
+    return made("pkpo", PKPO(k, baseline), Clipped(low, high), Constant(), kl, reference, correction)
+
+
+def maxrl(
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Rewards divided by the group's mean: the more completions, the closer to the gradient of log(success rate).
+
+    Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", <https://arxiv.org/abs/2602.02710>. A constant denominator
+    instead of lengths, which would bias it.
+    """
+    return made("maxrl", MaxRL(), Clipped(low, high), Constant(), kl, reference, correction)
+
+
+def gdpo(
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Several rewards, each normalized within the group before they are added, so that none drowns another.
+
+    Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", <https://arxiv.org/abs/2601.05242>.
+    """
+    return made("gdpo", NormalizeThenSum(), Clipped(low, high), SequenceMean(), kl, reference, correction)
+
+
+def gfpo(
+    *,
+    keep_best: int = 2,
+    by: Literal["length", "efficiency"] = "length",
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """Learn only from the `keep_best` shortest completions of each group, or those of most reward a token.
+
+    Shrivastava et al. 2025, "Sample More to Think Less: Group Filtered Policy Optimization", <https://arxiv.org/abs/2508.09726>.
+    """
+    advantage = GroupFiltered(GroupNormalized(), keep_best, by)
+    return made("gfpo", advantage, Clipped(low, high), token_mean, kl, reference, correction)
+
+
+def cfpo(
+    *,
+    epsilon: float = 0.2,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """A quadratic penalty on the ratio instead of a clip, so that no token loses its gradient.
+
+    Cagatan et al. 2026, "Clipping-Free Policy Optimization", <https://arxiv.org/abs/2601.22801>.
+    """
+    return made("cfpo", GroupNormalized(), QuadraticPenalty(epsilon), SequenceMean(), kl, reference, correction)
+
+
+def decoupled_ppo(
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    cap: float | None = 5.0,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+) -> Algorithm:
+    """The clip around the learner's policy before the update, and an importance weight from the (older) sampler to it.
+
+    `(prox / behaviour) min(u A, clip(u) A)`, `u = policy / prox`; tokens whose weight exceeds `cap` are left out. Hilton et al.
+    2021, "Batch size-invariance for policy optimization"; for asynchronous rollouts Fu et al. 2025, "AReaL",
+    <https://arxiv.org/abs/2505.24298>, eq. 5. Without a critic; `.replace(critic=...)` adds one.
+    """
+    correction = Correction("token", "mask", cap)
+    return made("decoupled_ppo", GroupNormalized(), Clipped(low, high), token_mean, kl, reference, correction)

@@ -1,0 +1,86 @@
+"""PKPO: advantages whose policy gradient is that of the best of k completions, for any k up to the group's size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import comb
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.advantages import is_tied, sequence_rewards
+from covey.errors import ConfigError
+from covey.types import Scores
+
+
+@dataclass(frozen=True)
+class PKPO:
+    """`A_i = k (mean over subsets with i of their best reward - baseline)`: unbiased for max@k. Walder and Karkhanis 2025.
+
+    Subsets have `k` of the group's n scored completions. The baseline is the best of the same subsets without i
+    (`"minus_one"`, eq. 33, the one of least variance; never negative), or the mean best of the subsets of `k` that do not hold i
+    (`"leave_one_out"`, which needs k < n). With `k=1` both are the mean of the others, as `LeaveOneOut`. A group with fewer than
+    `k` scored completions takes all of them as its `k`. <https://arxiv.org/abs/2505.15201>
+    """
+
+    k: int = 4
+    baseline: Literal["minus_one", "leave_one_out"] = "minus_one"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise ConfigError(f"PKPO's k={self.k!r} is no whole number above 0.")
+        if self.baseline not in ("minus_one", "leave_one_out"):
+            raise ConfigError(f"PKPO's baseline={self.baseline!r} is neither 'minus_one' nor 'leave_one_out'.")
+
+    @property
+    def least_group(self) -> int:
+        """Completions a prompt that it takes."""
+        return self.k + (self.k > 1 and self.baseline == "leave_one_out")
+
+    def __call__(self, scores: Scores) -> Tensor:
+        rewards = sequence_rewards(scores)
+        rewards = torch.where(is_tied(rewards) & ~rewards.isnan(), torch.zeros_like(rewards), rewards)
+        out = torch.zeros_like(rewards)
+        for p, row in enumerate(rewards):
+            known = (~row.isnan()).nonzero().squeeze(-1)
+            if len(known) > 1:
+                ordered, places = row[known].sort()
+                out[p, known[places]] = self._of_sorted(ordered)
+        return out
+
+    def _of_sorted(self, ordered: Tensor) -> Tensor:
+        """[n] advantages of ascending rewards [n]."""
+        count = len(ordered)
+        k = min(self.k, count)
+        is_alone = k == 1 or (self.baseline == "leave_one_out" and k < count)
+        weights = _leave_one_out(count, k) if is_alone else _minus_one(count, k)
+        apart = ordered[:, None] - ordered[None, :]  # differences, so that equal rewards cancel exactly
+        return (torch.tensor(weights, dtype=ordered.dtype, device=ordered.device) * apart).sum(-1)
+
+
+@lru_cache
+def _minus_one(count: int, k: int) -> list[list[float]]:
+    """[n, n] weights of `R_i - R_j` in ascending order: how often j is the best of the others where i is the best of all."""
+    whole = comb(count - 1, k - 1)
+    return [[k * comb(j, k - 2) / whole if j < i else 0.0 for j in range(count)] for i in range(count)]
+
+
+@lru_cache
+def _leave_one_out(count: int, k: int) -> list[list[float]]:
+    """[n, n] weights of `R_i - R_j`: minus the coefficient of `R_j` in `A_i`; those of a row add up to that of `R_i`."""
+    inside, outside = comb(count - 1, k - 1), comb(count - 1, k)
+    rows = []
+    for i in range(count):
+        row = []
+        for j in range(count):
+            if j == i:
+                row.append(0.0)
+                continue
+            best_with = comb(j - 1, k - 2) / inside if j > i and k > 1 else 0.0  # j best of a subset that holds i
+            rank = j if j < i else j - 1  # among the others
+            best_without = comb(rank, k - 1) / outside
+            row.append(k * (best_without - best_with))
+        rows.append(row)
+    return rows

@@ -1,0 +1,58 @@
+"""Which algorithm a run trains with: what the options name, or what the trainer was given."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from covey import algorithms as alg
+from covey.algorithms import Algorithm
+from covey.config import GRPOConfig
+from covey.config.options import ALGORITHM_OPTIONS
+from covey.errors import ConfigError
+
+
+def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
+    """The algorithm that `given` or `args.algorithm` names, or the one that TRL's loss options compose.
+
+    A name, an import path, a preset function or an Algorithm will do. Raises ConfigError for anything else.
+    """
+    chosen = args.algorithm if given is None else given
+    if isinstance(chosen, str):
+        chosen = alg.from_name(chosen)
+    if callable(chosen) and not isinstance(chosen, Algorithm):
+        chosen = chosen()
+    if isinstance(chosen, Algorithm):
+        refuse_small_groups(chosen, args.num_generations)
+        return chosen
+    if chosen is not None:
+        raise ConfigError(
+            f"algorithm={chosen!r} is neither a name, nor an import path, nor a covey.algorithms.Algorithm."
+        )
+    wanted = inspect.signature(alg.from_options).parameters
+    return alg.from_options(**{name: getattr(args, name) for name in wanted if hasattr(args, name)})
+
+
+def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
+    """The constructor's `algorithm` by the rules of the option of that name, or what the options say where it is None."""
+    if algorithm is None:
+        return build_algorithm(args)
+    if args.algorithm is not None:
+        raise ConfigError("algorithm is given to GRPOTrainer and in GRPOConfig; keep one of them.")
+    changed = sorted(set(args._changed()) & set(ALGORITHM_OPTIONS))
+    if changed:
+        raise ConfigError(
+            f"algorithm= and {', '.join(changed)} both say what the loss is; put the values into the algorithm, "
+            "such as alg.grpo(...).replace(...), and drop the options."
+        )
+    return build_algorithm(args, algorithm)
+
+
+def refuse_small_groups(algorithm: Algorithm, num_generations: int) -> None:
+    """ConfigError where the advantage compares more completions of a prompt (`least_group`) than a group has."""
+    least = getattr(algorithm.advantage, "least_group", 1)
+    if num_generations < least:
+        raise ConfigError(
+            f"{type(algorithm.advantage).__name__} needs at least {least} completions a prompt, and num_generations is "
+            f"{num_generations}; raise it, or give the advantage a smaller number."
+        )

@@ -1,0 +1,152 @@
+"""PKPO, MaxRL, GDPO, GFPO, CFPO and the decoupled objective: unbiased where the paper says so, by hand where it gives numbers."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
+from covey.algorithms.check import step_gradients
+from covey.algorithms.samples import made_tokens
+from covey.errors import ConfigError
+from covey.types import Scores
+
+LOGITS = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64)
+NAN = math.nan
+
+
+def scores_of(rewards, lengths=None):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    rewards = rewards.unsqueeze(-1) if rewards.ndim == 2 else rewards
+    lengths = torch.full(rewards.shape[:2], 4) if lengths is None else torch.tensor(lengths)
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(-1)
+    return Scores(per_function=rewards, weights=torch.ones(rewards.shape[-1], dtype=torch.float64), mask=mask)
+
+
+def expected_gradient(advantage, payoffs, count):
+    """Gradient of the logits: the mean over all groups of `count` draws of `1 / count sum A_i grad log p_i`, each by its probability."""
+    logits = LOGITS[: len(payoffs)].clone().requires_grad_()
+    logp = torch.log_softmax(logits, 0)
+    surrogate = torch.zeros((), dtype=torch.float64)
+    for drawn in itertools.product(range(len(payoffs)), repeat=count):
+        chosen = torch.tensor(drawn)
+        judged = advantage(scores_of([[payoffs[i] for i in drawn]]))[0]
+        weight = logp[chosen].sum().exp().detach()
+        surrogate = surrogate + weight * (judged * logp[chosen]).mean()
+    return torch.autograd.grad(surrogate, logits)[0]
+
+
+def gradient_of(value, size):
+    logits = LOGITS[:size].clone().requires_grad_()
+    return torch.autograd.grad(value(torch.softmax(logits, 0)), logits)[0]
+
+
+def best_of(payoffs, k):
+    def value(p):
+        return sum(
+            p[torch.tensor(drawn)].prod() * max(payoffs[i] for i in drawn)
+            for drawn in itertools.product(range(len(payoffs)), repeat=k)
+        )
+
+    return value
+
+
+@pytest.mark.parametrize("baseline", ["minus_one", "leave_one_out"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pkpo_is_unbiased_for_the_best_of_k(k, baseline):
+    payoffs = (0.0, 0.5, 2.0)
+    found = expected_gradient(alg.PKPO(k, baseline), payoffs, count=4)
+    torch.testing.assert_close(found, gradient_of(best_of(payoffs, k), 3))
+
+
+def test_grpo_is_not_which_shows_that_the_test_can_fail():
+    payoffs = (0.0, 0.5, 2.0)
+    found = expected_gradient(alg.GroupNormalized("none"), payoffs, count=4)
+    assert (found - gradient_of(best_of(payoffs, 2), 3)).abs().max() > 0.02
+
+
+def test_pkpo_goes_from_the_leave_one_out_baseline_to_paying_the_best_alone():
+    scores = scores_of([[1.0, 0.0, 3.0, 2.5], [1.0, 1.0, 0.0, NAN]])
+    torch.testing.assert_close(alg.PKPO(1)(scores), alg.LeaveOneOut()(scores))
+    full = scores_of([[1.0, 0.0, 3.0, 2.5]])
+    torch.testing.assert_close(alg.PKPO(4)(full), 4 * alg.PassAtK(scale=False)(full))
+
+
+def test_pkpo_by_hand():
+    """Pairs of (0, 1, 3): with the 3 its bests beat the others by 3 and 2, with the 1 by 1 and 0."""
+    assert alg.PKPO(2)(scores_of([[0.0, 1.0, 3.0]])).tolist() == [[0.0, 1.0, 5.0]]
+
+
+def test_a_k_larger_than_the_group_is_refused_before_the_run(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), num_generations=4, algorithm="pkpo, k=5")
+    with pytest.raises(ConfigError, match="needs at least 5 completions a prompt, and num_generations is 4"):
+        GRPOTrainer("nowhere", lambda completions, **columns: [0.0], args)
+    with pytest.raises(ConfigError, match="k=0"):
+        alg.PKPO(0)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_maxrl_is_the_likelihood_cut_off_one_before_the_groups_size(count):
+    """Maclaurin: log p = - sum (1 - p)^j / j, over j below `count`. The second outcome is the right one."""
+    found = expected_gradient(alg.MaxRL(epsilon=0.0), (0.0, 1.0), count)
+    wanted = gradient_of(lambda p: -sum((1 - p[1]) ** j / j for j in range(1, count)), 2)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not():
+    """The paper's example: of two completions one earns 1 or 2 more; the sum, normalized, is the same for both."""
+    one, both = [[[0.0, 0.0], [0.0, 1.0]]], [[[0.0, 0.0], [1.0, 1.0]]]
+    summed = alg.GroupNormalized()
+    torch.testing.assert_close(summed(scores_of(one)), summed(scores_of(both)), atol=1e-3, rtol=1e-3)
+    apart = alg.gdpo().advantage(scores_of([*one, *both]))
+    assert (apart[1, 1] / apart[0, 1]).item() == pytest.approx(2.0, rel=1e-6)
+
+
+def test_gfpo_keeps_the_shortest_and_compares_them_alone():
+    scores = scores_of([[1.0, 0.0, 1.0, 0.0]], lengths=[[2, 3, 9, 8]])
+    kept = alg.GroupNormalized()(scores_of([[1.0, 0.0]]))[0]
+    found = alg.GroupFiltered(keep=2)(scores)[0]
+    torch.testing.assert_close(found, torch.stack([kept[0], kept[1], kept[0] * 0, kept[0] * 0]))
+
+
+def test_gfpo_by_efficiency_keeps_most_reward_a_token_and_never_an_unscored_completion():
+    part = alg.GroupFiltered(keep=2, by="efficiency")
+    scores = scores_of([[1.0, 4.0, NAN, 2.0]], lengths=[[1, 8, 1, 8]])  # 1, 0.5, -, 0.25 a token
+    assert part.kept(scores).tolist() == [[True, True, False, False]]
+    with pytest.raises(ConfigError, match="at least 2"):
+        alg.GroupFiltered(keep=1)
+
+
+def test_cfpo_is_best_at_the_edge_of_the_clip_and_pulls_back_beyond_it():
+    tokens = made_tokens(drift=0.0, prompts=1)
+    slopes = {}
+    for ratio in (1.0, 1.2, 1.5):
+        leaf = torch.full_like(tokens.logp, math.log(ratio)).requires_grad_()
+        at = type(tokens)(
+            **{
+                **tokens.tensors(),
+                "logp": leaf,
+                "old_logp": torch.zeros_like(leaf),
+                "advantages": torch.ones(4, 1).double(),
+            }
+        )
+        slopes[ratio] = torch.autograd.grad(alg.QuadraticPenalty(0.2)(at).sum(), leaf)[0][0, 0].item()
+    assert slopes[1.0] == pytest.approx(-1.0)
+    assert slopes[1.2] == pytest.approx(0.0, abs=1e-12)
+    assert slopes[1.5] == pytest.approx(1.5 * (0.5 / 0.2 - 1))
+
+
+def test_the_decoupled_objective_clips_around_the_learner_and_weighs_by_the_sampler():
+    """AReaL, eq. 5, written out; tokens whose behaviour weight exceeds the cap are gone."""
+    tokens = made_tokens(seed=1)
+    found = step_gradients(alg.decoupled_ppo(cap=1.2), tokens)["logp"]
+    logp = tokens.logp.detach().clone().requires_grad_()
+    behaviour = (tokens.old_logp - tokens.sampler_logp).exp()
+    ratio = (logp - tokens.old_logp).exp()
+    surrogate = torch.minimum(ratio * tokens.advantages, ratio.clamp(0.8, 1.2) * tokens.advantages)
+    kept = torch.where(behaviour <= 1.2, behaviour, 0.0)
+    assert bool((behaviour > 1.2)[tokens.mask].any())
+    loss = -(torch.where(tokens.mask, kept * surrogate, 0.0)).sum() / tokens.mask.sum()
+    torch.testing.assert_close(found, torch.autograd.grad(loss, logp)[0])
