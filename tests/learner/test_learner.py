@@ -8,8 +8,8 @@ import torch
 from covey import algorithms as alg
 from covey.errors import SpoiledError
 from covey.learner import FrozenCopy, Policy
-from covey.learner.learner import teaches
 from covey.learner.packing import rows_of
+from covey.learner.silent import teaches
 from covey.types import Completion, Group, Prompt
 from kit import learner_of, tiny_model
 

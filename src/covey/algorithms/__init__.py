@@ -28,34 +28,31 @@ from covey.algorithms.algorithm import Algorithm, Needs
 from covey.algorithms.control import Controller
 from covey.algorithms.covariance import ClipCov, KLCov
 from covey.algorithms.critic import ClippedError, Critic
+from covey.algorithms.distillation import Distill, distill, zero
+from covey.algorithms.examples import SFT, sft
 from covey.algorithms.filtering import GroupFiltered
 from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
 from covey.algorithms.members import MemberWeight
 from covey.algorithms.naming import from_name
+from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, maxrl, pkpo
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
 from covey.algorithms.options import from_options
 from covey.algorithms.pass_at_k import PKPO
 from covey.algorithms.presets import (
     PRESETS,
     bnpo,
-    cfpo,
     cispo,
     dapo,
-    decoupled_ppo,
     dppo,
     dr_grpo,
-    gdpo,
-    gfpo,
     gmpo,
     gpg,
     grpo,
     gspo,
     gspo_token,
     luspo,
-    maxrl,
     opo,
-    pkpo,
     ppo,
     reinforce_pp,
     remax,
@@ -81,6 +78,7 @@ __all__ = [
     "PKPO",
     "PRESETS",
     "SAPO",
+    "SFT",
     "VESPO",
     "AdaptiveEntropy",
     "AdaptiveKL",
@@ -93,6 +91,7 @@ __all__ = [
     "Controller",
     "Correction",
     "Critic",
+    "Distill",
     "EntropyBonus",
     "Every",
     "GSPOToken",
@@ -126,6 +125,7 @@ __all__ = [
     "cispo",
     "dapo",
     "decoupled_ppo",
+    "distill",
     "dppo",
     "dr_grpo",
     "entropy_bonus",
@@ -154,6 +154,8 @@ __all__ = [
     "remax",
     "rloo",
     "sapo",
+    "sft",
     "token_mean",
     "vespo",
+    "zero",
 ]

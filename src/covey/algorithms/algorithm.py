@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized
 from covey.algorithms.aggregation import token_mean
-from covey.algorithms.composing import metrics_of, needs_whole_step, prepared
+from covey.algorithms.composing import is_apart, metrics_of, needs_whole_step, prepared
 from covey.algorithms.control import Controller, applied, is_controller
 from covey.algorithms.critic import Critic
 from covey.algorithms.kl import KL
@@ -140,6 +140,8 @@ class Algorithm:
         tokens = _clean(tokens)
         loss = self._policy_loss(tokens, totals)
         for regularizer in self.regularizers:
+            if is_apart(regularizer):
+                continue
             per_token = _checked(regularizer, "regularizer", regularizer(tokens), tokens)
             aggregate = getattr(regularizer, "aggregate", None) or self.aggregate
             loss = loss + aggregate(per_token.expand_as(tokens.mask), tokens, totals)

@@ -37,6 +37,11 @@ def needs_whole_step(part: Any) -> bool:
     return callable(getattr(part, "prepare", None)) and bool(getattr(part, "is_stepwise", True))
 
 
+def is_apart(part: Any) -> bool:
+    """True for a regularizer over rows of its own, whose term the learner adds."""
+    return bool(getattr(part, "is_apart", False))
+
+
 def metrics_of(part: Any, tokens: TokenBatch) -> dict[str, Metric]:
     """What a part's own `metrics` says, as metrics that merge: `[N, T]` over tokens that count, `[N, 1]` over all rows."""
     measure = getattr(part, "metrics", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from covey.algorithms import (
     advantages,
     aggregation,
     covariance,
+    distillation,
+    examples,
     filtering,
     importance,
     objectives,
@@ -29,11 +32,12 @@ from covey.errors import ConfigError, did_you_mean
 from covey.names import find
 
 _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
+_CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
     "advantage": (advantages, token_advantages, pass_at_k, filtering),
-    "objective": (objectives, sequence_objectives, covariance),
+    "objective": (objectives, sequence_objectives, covariance, distillation),
     "aggregate": (aggregation,),
-    "regularizer": (regularizers,),
+    "regularizer": (regularizers, distillation, examples),
     "weight": (regularizers, importance),
     "reference": (reference,),
 }
@@ -45,9 +49,9 @@ def from_name(name: str) -> Algorithm:
     `"dapo"` is a preset, `"my_project.ideas:mine"` or `"ideas.py:mine"` one's own (an Algorithm, or a function that makes one).
     `"dapo, high=0.3"` gives a preset's option; `"grpo, advantage=ideas.py:from_median"` changes a part: advantage, objective,
     aggregate, kl (an estimator), regularizer, weight, reference or critic (an error of each token), by a built-in's name or an
-    import path. Raises ConfigError with the nearest name.
+    import path, with its parameters as in `"advantage=PKPO(k=2)"` or `"regularizer=distill(teacher='big')"`. Raises ConfigError with the nearest name.
     """
-    base, *changes = [item.strip() for item in name.split(",")]
+    base, *changes = _pieces(name)
     found = find(base, PRESETS, "algorithm")
     options, parts = _sorted(changes, found)
     if callable(found) and not isinstance(found, Algorithm):
@@ -102,9 +106,12 @@ def _literal(value: str) -> Any:
 
 
 def _changed(algorithm: Algorithm, slot: str, value: str) -> Algorithm:
-    part = find(value, ESTIMATORS if slot == "kl" else _built_in(slot), slot)
-    if isinstance(part, type):
-        part = part()
+    match = _CALL.fullmatch(value)
+    part = find(match["name"] if match else value, ESTIMATORS if slot == "kl" else _built_in(slot), slot)
+    if match:
+        part = _made(part, match["arguments"], value)
+    elif isinstance(part, type):
+        part = _made(part, "", value)
     if slot == "kl":
         return algorithm.replace(kl=part if isinstance(part, KL) else _with_estimator(algorithm.kl, part))
     if slot == "critic":
@@ -112,6 +119,38 @@ def _changed(algorithm: Algorithm, slot: str, value: str) -> Algorithm:
     if slot in _SLOTS:
         return algorithm.replace(**{_SLOTS[slot]: (*getattr(algorithm, _SLOTS[slot]), part)})
     return algorithm.replace(**{slot: part})
+
+
+def _pieces(text: str) -> list[str]:
+    """The text between commas that are in no parentheses and no quotes."""
+    found, depth, quote = [""], 0, ""
+    for letter in text:
+        quote = "" if letter == quote else letter if not quote and letter in "'\"" else quote
+        depth += 0 if quote else (letter in "([") - (letter in ")]")
+        if letter == "," and not depth and not quote:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [piece.strip() for piece in found]
+
+
+def _made(part: Any, text: str, whole: str) -> Any:
+    """The part that a class or a function makes of parameters such as `k=2`."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}  # type: ignore[attr-defined]
+        if call.args or "None" in given:  # type: ignore[attr-defined]
+            raise ValueError("a value has no name")
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{whole!r}: write parameters as name=value with plain values and text in quotes, as in PKPO(k=2)."
+        ) from error
+    try:
+        inspect.signature(part).bind(**given)
+        return part(**given)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(part).parameters)
+        raise ConfigError(f"{whole!r}: {error}; its parameters are {takes}.") from error
 
 
 def _with_estimator(kl: KL | None, estimator: Any) -> KL:

@@ -23,6 +23,7 @@ from covey.process.world import World
 from covey.rollout.engine import BFLOAT16_FROM
 from covey.training.build import RunInputs, build_algorithm, build_learner
 from covey.training.sampling import as_dict
+from covey.training.teaching import without_teaching
 from covey.types import Completion, Prompt
 
 CPU = torch.device("cpu")
@@ -109,7 +110,7 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
     with live.fakes, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # a copy of a model does it
         model = prepare_for_training(_on_fakes(model), args)
-        algorithm, nothing = build_algorithm(args), None
+        algorithm, nothing = without_teaching(build_algorithm(args)), None
         parts = RunInputs(plain, model, _NoTokenizer(), (), algorithm, nothing, nothing, World(device=CPU))  # type: ignore[arg-type]
         learner = build_learner(parts, 1, (None, None), is_off_policy=False)
     if not on_cpu:
@@ -144,7 +145,7 @@ _LONG = 4096
 
 def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> tuple[int, int, int]:
     """Bytes that stay after a short step, bytes at the peak of one with the largest micro-batch, and the tokens of that."""
-    algorithm = build_algorithm(args)
+    algorithm = without_teaching(build_algorithm(args))
     algorithm = algorithm.resolve(algorithm.initial_controllers())
     vocabulary = learner.policy.model.get_input_embeddings().num_embeddings
     size, length = args.num_generations, args.max_completion_length

@@ -4,6 +4,8 @@ from covey.learner.critic import Critic, ValueHead, ValueModel, no_critic
 from covey.learner.learner import FIRST_UPDATE, Learner
 from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference
+from covey.learner.supervised import Supervised
+from covey.learner.teacher import Teacher
 
 __all__ = [
     "FIRST_UPDATE",
@@ -14,6 +16,8 @@ __all__ = [
     "NoReference",
     "Policy",
     "Reference",
+    "Supervised",
+    "Teacher",
     "ValueHead",
     "ValueModel",
     "no_critic",

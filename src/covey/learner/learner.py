@@ -15,10 +15,13 @@ from covey.learner.critic import Critic, no_critic
 from covey.learner.gradients import clip, grad_norm
 from covey.learner.micro_batches import MicroBatcher
 from covey.learner.optimizer import check_room
-from covey.learner.packing import Row, rows_of
+from covey.learner.packing import Row, regrouped, rows_of, unscored_row
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
+from covey.learner.silent import teaches
 from covey.learner.soundness import expect_rates, expect_sound_training
+from covey.learner.supervised import Supervised
+from covey.learner.teacher import Teacher
 from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of, weights
 from covey.learner.token_metrics import TokenEntropies, effective_size, sampler_mismatch
 from covey.learner.update_guard import UpdateGuard
@@ -82,6 +85,10 @@ class Learner:
     scaler: Any = None
     """torch.amp.GradScaler, for float16 only."""
     critic: Critic = field(default_factory=no_critic)
+    teacher: Teacher | None = None
+    """The one that a distillation draws the policy to."""
+    supervised: Supervised | None = None
+    """Examples that are learnt beside the rollout."""
     guard: UpdateGuard = field(default_factory=UpdateGuard)
     """Judges the numbers of an update before it is made."""
     before_update: Callable[[], None] = lambda: None
@@ -119,7 +126,7 @@ class Learner:
         """The groups with `old_logp`, `ref_logp` and `values` of now, those of them that `needs` names."""
         flat = [completion for group in groups for completion in group.completions]
         rows = [
-            _unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
+            unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
         ]
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
@@ -127,7 +134,7 @@ class Learner:
         notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
         done = self.world.interleave(notes)
         assert len(done) == len(flat)
-        return _regroup(groups, done)
+        return regrouped(groups, done)
 
     def _notes(self, rows: Sequence[Row], needs: Needs) -> list[Completion]:
         """The completions of `rows` with what `needs` names."""
@@ -157,7 +164,7 @@ class Learner:
         A step whose loss or gradient is not finite changes nothing and says so in the report's events.
         """
         self.token_entropies.begin(step)
-        rows = rows_of(groups, mask_truncated=self.mask_truncated)
+        rows = self._rows(groups)
         mine = self.world.share(rows)
         totals = totals_of(rows, self.max_completion_length)
         self.micro_batcher.left_out.begin(len(rows))
@@ -170,7 +177,7 @@ class Learner:
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
         with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
             parts += self.micro_batcher.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
-        parts += self._gradients(loud, algorithm, totals)
+        parts += self._gradients(loud, algorithm, totals, step)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.before_first_update(metrics, step - 1)
@@ -179,6 +186,10 @@ class Learner:
         report = self._update(metrics, step)
         events = (*self.micro_batcher.take_events(), *report.events)
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
+
+    def _rows(self, groups: Sequence[Group]) -> list[Row]:
+        hints = None if self.teacher is None else self.teacher.hints
+        return rows_of(groups, mask_truncated=self.mask_truncated, hints=hints)
 
     def _is_known(self, row: Row, algorithm: Algorithm) -> bool:
         """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
@@ -189,7 +200,7 @@ class Learner:
     @torch.no_grad()
     def loss(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Metric]:
         """The metrics of a step, loss included, without an update: for evaluation."""
-        rows = rows_of(groups, mask_truncated=self.mask_truncated)
+        rows = self._rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)
@@ -218,7 +229,9 @@ class Learner:
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
         return [self._evaluate(batch, algorithm, totals) for batch in self.micro_batcher.each(rows)]
 
-    def _gradients(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
+    def _gradients(
+        self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, step: int
+    ) -> list[dict[str, Metric]]:
         """Gradients of the step, summed over processes, and the metrics of this process's micro-batches.
 
         Where memory runs out after the sum has begun, every process computes the step again and sums afterwards.
@@ -231,7 +244,8 @@ class Learner:
                 self.forget()
 
             def work(overlaps: bool = overlaps, gradients: GradientBuckets = gradients) -> list[dict[str, Metric]]:
-                return self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
+                beside = self._accumulate_examples(step)
+                return beside + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
 
             parts = self.micro_batcher.attempt(work, undo)
             if gradients.finish():
@@ -249,9 +263,28 @@ class Learner:
             unread.append(self._accumulate(batch, algorithm, totals))
         return [self._read(one, algorithm, totals) for one in unread]  # now, so that the device never waited in between
 
+    def _accumulate_examples(self, step: int) -> list[dict[str, Metric]]:
+        """The gradient of the supervised term of this step, where there is one."""
+        if self.supervised is None:
+            return []
+        rows = self.supervised.rows(step)
+        num_tokens = sum(row.completion.num_tokens for row in rows)
+        parts = []
+        for batch in self.micro_batcher.each(self.world.share(rows)):
+            self.check_stop()
+            loss, metrics = self.supervised.loss(batch, num_tokens)
+            self._backward(loss)
+            parts.append(metrics)
+        return parts
+
+    def _backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.policy.release()
+
     def rehearse(self, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
         """The largest micro-batch of a step forward and backward, without an update: what ran out of memory on the way."""
-        rows = rows_of(groups)
+        rows = self._rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
         algorithm = self._prepared(algorithm, (rows,), totals)
@@ -269,9 +302,7 @@ class Learner:
 
     def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> _Unread:
         loss, unread = self._loss(batch, algorithm, totals)
-        if loss.requires_grad:
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        self.policy.release()
+        self._backward(loss)
         return unread
 
     def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
@@ -312,7 +343,7 @@ class Learner:
             self.reference.against(algorithm.kl.estimator) if algorithm.kl and algorithm.needs.distribution else None
         )
         self.check_stop()
-        measured = self.policy.measure(batch, entropy=True, against=against)
+        measured = self.policy.measure(batch, entropy=True, against=against, teacher=self.teacher)
         device, shape = measured.logp.device, measured.logp.shape
         padded = lambda values, fill=0.0: spread(values, shape, device, fill)
         completions = [row.completion for row in batch]
@@ -332,6 +363,7 @@ class Learner:
             ref_logp=None if any(x is None for x in ref) else padded(ref),
             entropy=measured.entropy,
             full_kl=measured.distance,
+            teacher_distance=measured.teacher_distance,
             values=self.critic.values(measured, batch) if algorithm.critic is not None else None,
             old_values=padded([completion.values for completion in completions]) if has_values else None,
             returns=padded([row.returns for row in batch]) if batch[0].returns is not None else None,
@@ -374,27 +406,3 @@ class Learner:
     def trainable(self) -> list[torch.nn.Parameter]:
         """The policy's trainable parameters and the critic's."""
         return self.policy.parameters() + self.critic.parameters()
-
-
-def teaches(row: Row, algorithm: Algorithm) -> bool:
-    """True if a completion can have a gradient. Terms that scale with the advantage have none where it is zero."""
-    acts_alone = algorithm.regularizers or algorithm.critic is not None
-    acts_alone = acts_alone or (algorithm.kl is not None and algorithm.kl.where == "loss")
-    if acts_alone or not getattr(algorithm.objective, "scales_with_advantage", False):
-        return True
-    return bool((row.advantage != 0).any())
-
-
-def _unscored_row(group: Group, index: int, completion: Completion) -> Row:
-    return Row(
-        prompt=group.prompt,
-        completion=completion,
-        group=index,
-        advantage=torch.zeros(()),
-        counts=completion.written,
-    )
-
-
-def _regroup(groups: Sequence[Group], completions: Sequence[Completion]) -> list[Group]:
-    remaining = iter(completions)
-    return [replace(group, completions=tuple(next(remaining) for _ in group.completions)) for group in groups]

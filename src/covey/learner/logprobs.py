@@ -166,16 +166,22 @@ def distances(
 ) -> Tensor:
     """[M], how far the tempered distribution after each of `hidden` [M, D] is from the other model's, with gradient.
 
-    As in `score_tokens`, the logits of both exist for one chunk at a time.
+    As in `score_tokens`, the logits of both exist for one chunk at a time. Of two vocabularies the smaller counts.
     """
 
+    if chunk is None and isinstance(head.project, nn.Linear):
+        chunk = chunk_for(head.project.weight.shape[0], None, hidden.device)
     chunk = chunk or 1024
 
     def one(rows: Tensor, other_rows: Tensor) -> Tensor:
-        own = torch.log_softmax(head.logits(rows) / temperature, -1)
+        mine = head.logits(rows)
         with torch.no_grad():
-            theirs = torch.log_softmax(other.head.logits(other_rows) / temperature, -1)
-        return other.distance(own, theirs)
+            theirs = other.head.logits(other_rows).to(mine.dtype)
+            width = min(
+                mine.shape[-1], theirs.shape[-1]
+            )  # rows of an embedding beyond the tokenizer's ids differ by size
+            theirs = torch.log_softmax(theirs[:, :width] / temperature, -1)
+        return other.distance(torch.log_softmax(mine[:, :width] / temperature, -1), theirs)
 
     pieces = _by_chunks(one, [head, other.head], hidden.split(chunk), other.hidden.split(chunk))
     return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)

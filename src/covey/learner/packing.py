@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Row:
     returns: Tensor | None = None
     index: int = 0
     """Index of the completion in the step."""
+    hint: str | None = None
+    """What a teacher is told more than the policy."""
 
     @property
     def num_tokens(self) -> int:
@@ -38,16 +40,22 @@ class Row:
         return max(0, self.completion.num_tokens - 1)
 
 
-def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Row]:
+def rows_of(
+    groups: Sequence[Group],
+    *,
+    mask_truncated: bool = False,
+    hints: Callable[[Group], Sequence[str | None]] | None = None,
+) -> list[Row]:
     """Rows of all completions, groups in order. Groups need advantages.
 
     `mask_truncated` takes completions that hit the length limit out of the loss (their rewards still count in the
-    group's baseline, and the rows in the sequence count).
+    group's baseline, and the rows in the sequence count). `hints` gives what a teacher is told of each completion.
     """
     rows: list[Row] = []
     for index, group in enumerate(groups):
         if group.advantages is None:
             raise ValueError("rows_of needs groups with advantages; call the algorithm's advantage first.")
+        told = None if hints is None else hints(group)
         for g, completion in enumerate(group.completions):
             counts = completion.written
             if mask_truncated and completion.is_truncated:
@@ -63,9 +71,27 @@ def rows_of(groups: Sequence[Group], *, mask_truncated: bool = False) -> list[Ro
                     counts=counts,
                     returns=returns,
                     index=len(rows),
+                    hint=None if told is None else told[g],
                 )
             )
     return rows
+
+
+def unscored_row(group: Group, index: int, completion: Completion) -> Row:
+    """A row without advantage, of which only numbers are wanted."""
+    return Row(
+        prompt=group.prompt,
+        completion=completion,
+        group=index,
+        advantage=torch.zeros(()),
+        counts=completion.written,
+    )
+
+
+def regrouped(groups: Sequence[Group], completions: Sequence[Completion]) -> list[Group]:
+    """The groups with these completions, in order."""
+    remaining = iter(completions)
+    return [replace(group, completions=tuple(next(remaining) for _ in group.completions)) for group in groups]
 
 
 def microbatches(

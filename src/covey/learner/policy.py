@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class Measured:
     rows: PaddedRows | SharedRows
     distance: Tensor | None = None
     """[N, T], to another model over the whole vocabulary, where one was given."""
+    teacher_distance: Tensor | None = None
+    """[N, T], to a teacher, where one was given."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
 
@@ -52,10 +54,16 @@ class Against:
     distance: Callable[[Tensor, Tensor], Tensor]
     swapped: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def at(self, rows: PaddedRows | SharedRows) -> Other:
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other:
         with self.swapped():
-            hidden, head = self.policy.hidden_of(rows)
+            hidden, head = self.policy.hidden_of(packed)
         return Other(hidden, head, self.distance)
+
+
+class Compared(Protocol):
+    """A model whose distributions are wanted where the policy reads `rows`, which `packed` holds."""
+
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other: ...
 
 
 @dataclass(eq=False)
@@ -76,6 +84,8 @@ class Policy:
     """Kernel for the attention of shared prompts: auto (FlexAttention on CUDA where it works), flex, sdpa."""
     float32_head: bool = False
     """Compute the output layer in float32 whatever the rest is computed in."""
+    packs_always: bool = False
+    """Pack rows without padding also where no two share a prompt."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -110,19 +120,28 @@ class Policy:
         """The trainable ones, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def measure(self, rows: Sequence[Row], *, entropy: bool = False, against: Against | None = None) -> Measured:
+    def measure(
+        self,
+        rows: Sequence[Row],
+        *,
+        entropy: bool = False,
+        against: Against | None = None,
+        teacher: Compared | None = None,
+    ) -> Measured:
         """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
 
-        `against` another model, the distance to its distributions is measured too.
+        `against` another model, the distance to its distributions is measured too; to those of a `teacher` likewise.
         """
-        has_siblings = len({row.group for row in rows}) < len(rows)
+        has_siblings = self.packs_always or len({row.group for row in rows}) < len(rows)
         seen = next((row.prompt for row in rows if row.prompt.images is not None), None)
         others = () if against is None else (against.policy,)
         if has_siblings and all(one._shares() and (seen is None or one._embeds(seen)) for one in (self, *others)):
             packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
-        return self._measure(packed, entropy, against)
+        # before the policy's own pass, whose attention may be computed again in the backward
+        others = [None if one is None else one.at(packed, rows) for one in (against, teacher)]
+        return self._measure(packed, entropy, *others)
 
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
@@ -131,9 +150,9 @@ class Policy:
             hidden, _ = self._hidden(rows)
         return hidden.flatten(0, 1)[rows.source], self._head_of() if self._splits() else self._whole_head()
 
-    def _measure(self, rows: PaddedRows | SharedRows, entropy: bool, against: Against | None = None) -> Measured:
-        distance = None
-        other = None if against is None else against.at(rows)
+    def _measure(
+        self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None = None, teacher: Other | None = None
+    ) -> Measured:
         with self.autocast():
             with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
@@ -147,12 +166,18 @@ class Policy:
                 entropy=entropy,
                 chunk=self.logits_chunk,
             )
-            if other is not None:
-                distance = distances(picked, head, other, temperature=self.temperature, chunk=self.logits_chunk)
+            apart = [
+                None
+                if one is None
+                else distances(picked, head, one, temperature=self.temperature, chunk=self.logits_chunk)
+                for one in (other, teacher)
+            ]
+            distance, teacher_distance = [None if one is None else rows.spread(one) for one in apart]
         if not torch.is_grad_enabled():  # else the backward may still recompute activations
             self.release()
         return Measured(
-            distance=None if distance is None else rows.spread(distance),
+            distance=distance,
+            teacher_distance=teacher_distance,
             logp=rows.spread(logp),
             entropy=rows.spread(entropies),
             hidden=picked,

@@ -39,6 +39,7 @@ from covey.training.invariants import OnPolicyCheck
 from covey.training.parts import Parts
 from covey.training.sampling import as_dict, sampler_options, sampling_params
 from covey.training.session import Session, StopSignal
+from covey.training.teaching import build_supervised, build_teacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,6 +230,9 @@ def build_learner(
     optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
     sampling = sampling_params(args)
+    template = given.agents.template_options(args)
+    taught = partial(build_teacher, trust_remote_code=args.trust_remote_code)
+    seed = args.seed if args.data_seed is None else args.data_seed
     return Learner(
         policy=policy,
         reference=build_reference(algorithm, policy),
@@ -246,6 +250,8 @@ def build_learner(
         disable_dropout=args.disable_dropout,
         enable_recomputation=partial(checkpoint_once, policy) if args.checkpoint_when_needed else lambda: False,
         critic=critic,
+        teacher=taught(algorithm, policy, given.tokenizer, template),
+        supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
         uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
         overlaps_reduction=not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),

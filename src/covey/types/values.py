@@ -240,7 +240,7 @@ def stack_tokens(groups: Sequence[Group], pick: Callable[[Completion], Tensor | 
 class TokenBatch:
     """What objectives, KL terms and regularizers see: N completions padded to T tokens. They never meet packing.
 
-    Only `logp`, `entropy`, `full_kl` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
+    Only `logp`, `entropy`, `full_kl`, `teacher_distance` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
     """
 
     logp: Tensor
@@ -259,6 +259,8 @@ class TokenBatch:
     """[N, T], the reference model."""
     full_kl: Tensor | None = None
     """[N, T], distance to the reference over the whole vocabulary, with gradient, where a KL term asks for it."""
+    teacher_distance: Tensor | None = None
+    """[N, T], divergence from a teacher over the whole vocabulary, with gradient, where a distillation asks for it."""
     entropy: Tensor | None = None
     """[N, T], entropy of the policy's distribution at each token, in nats."""
     values: Tensor | None = None

@@ -1,0 +1,140 @@
+"""Distillation: a term that draws the policy to a teacher's distribution, token by token, on the policy's own completions.
+
+The learner measures the divergence over the whole vocabulary, a chunk of logits at a time; an algorithm sees one number a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.control import Controller, current
+from covey.errors import ConfigError, did_you_mean
+from covey.types import Aggregate, Metric, TokenBatch
+
+Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
+POLICY = "policy"
+"""The teacher that is the policy itself, with feedback in its prompt."""
+
+
+def reverse_kl(logp: Tensor, teacher: Tensor) -> Tensor:
+    """`sum_v p (log p - log q)` [m] of the policy's p and the teacher's q, log-probabilities [m, V]: seeks q's modes."""
+    return _expected(logp, logp - teacher)
+
+
+def forward_kl(logp: Tensor, teacher: Tensor) -> Tensor:
+    """`sum_v q (log q - log p)` [m]: covers all of q."""
+    return _expected(teacher, teacher - logp)
+
+
+def jensen_shannon(logp: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """`beta KL(q, m) + (1 - beta) KL(p, m)`, `m = beta q + (1 - beta) p`, [m]. GKD, Agarwal et al. 2024, eq. 1."""
+    middle = mixture(logp, teacher, beta)
+    return beta * _expected(teacher, teacher - middle) + (1 - beta) * _expected(logp, logp - middle)
+
+
+def mixture(logp: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Log-probabilities of `beta q + (1 - beta) p`, [m, V]."""
+    shares = logp.new_tensor([beta, 1 - beta]).log()
+    return torch.logaddexp(teacher + shares[0], logp + shares[1])
+
+
+def _expected(logp: Tensor, value: Tensor) -> Tensor:
+    """[m] mean of `value` [m, V] under the distribution; what cannot happen counts 0."""
+    return (logp.exp() * value.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+
+
+def coarse(logp: Tensor, chosen: Tensor) -> Tensor:
+    """[m, k + 1]: log-probabilities of the chosen tokens [m, k], and of all others together."""
+    kept = logp.gather(-1, chosen)
+    rest = (1.0 - kept.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(logp.dtype).eps)
+    return torch.cat([kept, rest.log()], -1)
+
+
+@dataclass(frozen=True)
+class Distill:
+    """`weight x divergence(policy, teacher)` of each token of the policy's own completions, exact over the vocabulary.
+
+    On-policy distillation: Agarwal et al. 2024, "GKD", <https://arxiv.org/abs/2306.13649>. `teacher` is a folder, a hub id, a
+    loaded model, or `"policy"` with `feedback`: the policy of now reads the prompt with the feedback and teaches the one that does
+    not (SDPO, Huebotter et al. 2026, <https://arxiv.org/abs/2601.20802>). The teacher carries no gradient; its tokenizer must be
+    the policy's. Both distributions are taken at the sampling temperature.
+    """
+
+    teacher: Any
+    weight: float | Controller = 1.0
+    divergence: Divergence = "reverse_kl"
+    beta: float = 0.5
+    """The teacher's share of the mixture in `jsd`."""
+    top_k: int | None = None
+    """Tell apart only the k likeliest tokens, those of the distribution that the divergence is a mean under, and count the rest as
+    one outcome; None: the whole vocabulary."""
+    feedback: str | None = None
+    """What the teacher's prompt holds more: a column of the data set, a column that a reward adds with `log_extra`, or `best`, the
+    group's best completion for those that earned less. Where there is none, the teacher reads the plain prompt."""
+    template: str = "\n\n{feedback}"
+    """How the feedback follows the prompt, or the last message of the user."""
+    dtype: str = "auto"
+    """Type that the teacher's weights are loaded in; auto: as stored."""
+    aggregate: Aggregate | None = None
+
+    def __post_init__(self) -> None:
+        known = ("reverse_kl", "forward_kl", "jsd")
+        if self.divergence not in known:
+            hint = did_you_mean(str(self.divergence), known) or f" It is one of {', '.join(known)}."
+            raise ConfigError(f"distill's divergence={self.divergence!r} is not known.{hint}")
+        if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
+            raise ConfigError(
+                f"distill's beta={self.beta} must be between 0 and 1; the ends are reverse_kl and forward_kl."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"distill's top_k={self.top_k} must be at least 1; None takes the whole vocabulary.")
+        if not isinstance(self.weight, Controller) and not float(self.weight) > 0.0:
+            raise ConfigError(f"distill's weight={self.weight} must be above 0.")
+        if self.teacher == POLICY and self.feedback is None:
+            raise ConfigError(
+                "distill's teacher is the policy itself, which has nothing to teach without feedback; name a column, or 'best'."
+            )
+        if "{feedback}" not in self.template:
+            raise ConfigError("distill's template has no {feedback}; write where the feedback goes.")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return current(self.weight) * self._measured(tokens)
+
+    def distance(self, logp: Tensor, teacher: Tensor) -> Tensor:
+        """[m], the divergence of log-probabilities [m, V], with gradient to the policy's."""
+        if self.top_k is not None and self.top_k < logp.shape[-1]:
+            under = {"reverse_kl": logp, "forward_kl": teacher}.get(self.divergence)
+            under = mixture(logp, teacher, self.beta) if under is None else under
+            chosen = under.detach().topk(self.top_k, -1).indices
+            logp, teacher = coarse(logp, chosen), coarse(teacher, chosen)
+        if self.divergence == "jsd":
+            return jensen_shannon(logp, teacher, self.beta)
+        return (reverse_kl if self.divergence == "reverse_kl" else forward_kl)(logp, teacher)
+
+    def metrics(self, tokens: TokenBatch) -> Mapping[str, Tensor | Metric]:
+        """`distill/<divergence>`, the mean of a token."""
+        return {f"distill/{self.divergence}": self._measured(tokens)}
+
+    def _measured(self, tokens: TokenBatch) -> Tensor:
+        if tokens.teacher_distance is None:
+            raise ValueError("distill needs teacher_distance, measured by the learner; this batch has none.")
+        return tokens.teacher_distance
+
+
+def distill(teacher: Any, weight: float | Controller = 1.0, **options: Any) -> Distill:
+    """Distillation as a regularizer: `alg.grpo().replace(regularizers=(alg.distill("big-model"),))`; options of `Distill`."""
+    return Distill(teacher, weight, **options)
+
+
+def zero(tokens: TokenBatch) -> Tensor:
+    """An objective without a policy gradient, for learning from a teacher or from examples alone. [N, T]"""
+    return torch.zeros_like(tokens.logp)
+
+
+zero.scales_with_advantage = True  # type: ignore[attr-defined]
+zero.exempt = ("policy_gradient",)  # type: ignore[attr-defined]

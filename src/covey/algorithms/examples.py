@@ -1,0 +1,42 @@
+"""Supervised examples beside the reward: the negative log-likelihood of right answers as a term of the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError
+from covey.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class SFT:
+    """`weight x` the mean `-log p` of a completion token over `batch_size` examples a step, beside the policy's own completions.
+
+    `dataset` is what `--dataset` takes, or a loaded set, with `prompt` and `completion`, or with `messages` that end with the
+    assistant. The learner draws and computes its rows: the same ones for the same step and seed. Log-probabilities are those of
+    temperature 1. As the pre-training loss beside PPO in Ouyang et al. 2022, "InstructGPT", eq. 2.
+    """
+
+    dataset: Any
+    weight: float = 0.1
+    batch_size: int = 8
+    is_apart = True
+    """Its rows are not those of the rollout: the learner adds the term."""
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:
+            raise ConfigError(f"sft's weight={self.weight} must be above 0.")
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ConfigError(f"sft's batch_size={self.batch_size!r} is no whole number above 0.")
+
+    def __call__(self, tokens: TokenBatch) -> Tensor:
+        return torch.zeros_like(tokens.logp)
+
+
+def sft(dataset: Any, weight: float = 0.1, batch_size: int = 8) -> SFT:
+    """A supervised term as a regularizer: `alg.grpo().replace(regularizers=(alg.sft("warm.jsonl", 0.1),))`."""
+    return SFT(dataset, weight, batch_size)

@@ -1,0 +1,105 @@
+"""Supervised examples: prompts with the completion that is wanted, as text or as chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+import torch
+
+from covey.data.checks import check_dataset, row_of
+from covey.data.loading import parted
+from covey.data.prompts import clean, encode_chat
+from covey.data.sources import AnyDataset, opened, shown
+from covey.errors import DataError
+from covey.types import Completion, Message, Prompt
+
+_FORMS = "columns 'prompt' and 'completion', or 'messages' that end with the assistant's"
+
+
+def load_examples(
+    source: Any, *, prompt_column: str = "prompt", completion_column: str = "completion", limit: int | None = None
+) -> AnyDataset:
+    """The examples of a file, a folder, a hub id or a loaded set, with the columns `prompt` and `completion`.
+
+    Raises DataError, in one sentence, for what cannot be read or has neither form.
+    """
+    name = shown(source) if isinstance(source, str) else "the examples"
+    found = opened(*parted(source, None), False, None) if not hasattr(source, "column_names") else source
+    have = list(found.column_names or [])
+    renames = {"prompt": prompt_column, "completion": completion_column}
+    for new, old in renames.items():
+        if old != new and old not in have:
+            raise DataError(f"{name} has no column {old!r}; it has {', '.join(have)}.")
+    wanted = {old: new for new, old in renames.items() if old != new}
+    found = found.rename_columns(wanted) if wanted else found
+    return check_dataset(_as_examples(found, name) if limit is None else _as_examples(_first(found, limit), name), name)
+
+
+def _first(dataset: Any, limit: int) -> Any:
+    return dataset.select(range(min(limit, len(dataset))))
+
+
+def _as_examples(dataset: Any, name: str) -> Any:
+    """The set itself, or its `messages` parted into a prompt and the assistant's last message."""
+    have = list(dataset.column_names or [])
+    if {"prompt", "completion"} <= set(have):
+        return dataset
+    if "messages" not in have:
+        raise DataError(f"{name} has no examples to learn from: it needs {_FORMS}; it has {', '.join(have)}.")
+    rows = []
+    for index, messages in enumerate(dataset["messages"]):
+        if not messages or len(messages) < 2 or messages[-1].get("role") != "assistant":
+            raise DataError(f"{row_of(index, name)} does not end with a message of the assistant after another one.")
+        rows.append({"prompt": [clean(one) for one in messages[:-1]], "completion": [clean(messages[-1])]})
+    return datasets.Dataset.from_list(rows)
+
+
+def encode_example(
+    prompt: Prompt, wanted: Any, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any]
+) -> Completion:
+    """The wanted completion in the tokens that would follow the prompt's, with the one that ends it.
+
+    Text is encoded apart from the prompt, as the model will meet it. Raises DataError for what is no text nor one message of the
+    assistant, or where the chat template writes the conversation in another way than the prompt alone.
+    """
+    where = f"example {prompt.uid}"
+    if isinstance(wanted, str) and prompt.messages is None:
+        ids = list(tokenizer(text=wanted, add_special_tokens=False)["input_ids"])
+        text = wanted
+    else:
+        message = _message_of(wanted, where)
+        if prompt.messages is None:
+            raise DataError(f"{where} has a text as its prompt and a message as its completion; give both in one form.")
+        text = str(message.get("content") or "")
+        ids = _after_prompt(prompt, message, where, tokenizer, template)
+    ends = [place for place, one in enumerate(ids) if one in eos_ids]
+    if prompt.messages is not None and ends:
+        ids = ids[: ends[-1] + 1]  # templates write a line break behind the token at which the model stops
+    elif not ends or ends[-1] != len(ids) - 1:
+        ids.append(int(eos_ids[0]))
+    return Completion(token_ids=torch.tensor(ids, dtype=torch.int64), text=text, finish="stop", source="data")
+
+
+def _message_of(wanted: Any, where: str) -> Message:
+    if isinstance(wanted, str):
+        return {"role": "assistant", "content": wanted}
+    if isinstance(wanted, Sequence) and len(wanted) == 1 and wanted[0].get("role") == "assistant":
+        return clean(wanted[0])
+    raise DataError(f"{where} has a completion that is neither text nor one message of the assistant.")
+
+
+def _after_prompt(
+    prompt: Prompt, message: Message, where: str, tokenizer: Any, template: Mapping[str, Any]
+) -> list[int]:
+    own = prompt.columns.get("chat_template_kwargs") or {}
+    how = {**template, **own, "continue_final_message": False}
+    whole = encode_chat([*(prompt.messages or ()), message], where, tokenizer, how)
+    start = len(prompt.token_ids)
+    if whole[:start] != prompt.token_ids:
+        raise DataError(
+            f"{where}: the chat template writes the prompt differently once it is answered, so what the model would be shown is not "
+            "what it learns; use a template whose generation prompt begins its answers."
+        )
+    return list(whole[start:])

@@ -1,0 +1,64 @@
+"""The supervised term of a step: which examples it takes, and their gradient. It has no state: a step draws by its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from covey.learner.packing import Row
+from covey.learner.policy import Policy
+from covey.learner.token_batches import spread
+from covey.types import Completion, Mean, Metric, Prompt, Sum
+
+
+@dataclass(eq=False)
+class Supervised:
+    """Examples that are learnt beside the rollout. An epoch is a permutation by `seed` and its number."""
+
+    policy: Policy
+    """At temperature 1."""
+    example: Callable[[int], tuple[Prompt, Completion]]
+    count: int
+    weight: float
+    batch_size: int
+    seed: int = 0
+    _orders: dict[int, list[int]] = field(default_factory=dict)
+
+    def rows(self, step: int) -> list[Row]:
+        """The examples of this step, counted from 1, as rows without advantage."""
+        places = range((step - 1) * self.batch_size, step * self.batch_size)
+        found = [self.example(self._order(place // self.count)[place % self.count]) for place in places]
+        return [
+            Row(
+                prompt=prompt,
+                completion=completion,
+                group=i,
+                advantage=torch.zeros(()),
+                counts=completion.written,
+                index=i,
+            )
+            for i, (prompt, completion) in enumerate(found)
+        ]
+
+    def loss(self, batch: Sequence[Row], num_tokens: int) -> tuple[Tensor, dict[str, Metric]]:
+        """This micro-batch's share of the weighted mean over the `num_tokens` of the step, and what to show of it."""
+        measured = self.policy.measure(batch)
+        logp = measured.logp
+        counts = spread([row.counts for row in batch], logp.shape, logp.device, False)
+        nll = torch.where(counts, -logp, torch.zeros_like(logp))
+        loss = self.weight * nll.sum() / max(1, num_tokens)
+        return loss, {"loss": Sum(loss.item()), "sft/loss": Mean.of(nll.detach(), counts)}
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            shuffled = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch))
+            self._orders = {epoch: shuffled.tolist(), **dict(list(self._orders.items())[:1])}
+        return self._orders[epoch]
+
+
+def supervised_policy(policy: Policy) -> Policy:
+    """The same model with log-probabilities of temperature 1, its rows packed without padding."""
+    return replace(policy, temperature=1.0, auxiliary_coefficient=0.0, packs_always=True)

@@ -1,0 +1,61 @@
+"""The teacher of a distillation: another model, or the policy itself with more in its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from covey.learner.logprobs import Other
+from covey.learner.packing import PaddedRows, Row, pad_rows
+from covey.learner.policy import Policy
+from covey.learner.shared_prompt import SharedRows
+from covey.types import Group, Prompt
+
+Hints = Callable[[Group], Sequence[str | None]]
+"""What the teacher is told more about each completion of a group; None: nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A still model to compare whole distributions with, at the completions of the policy."""
+
+    policy: Policy
+    """The model; of a policy that teaches itself, the same weights as are trained."""
+    distance: Callable[[Tensor, Tensor], Tensor]
+    """(logp [m, V], teacher's logp [m, V]) -> [m]"""
+    hints: Hints | None = None
+    hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
+    """Ids of the prompt with the hint in it."""
+
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other:
+        """Its hidden states where the policy reads `rows`, which `packed` holds, in the order of `packed`."""
+        own = [self._told(row) for row in rows] if any(row.hint is not None for row in rows) else rows
+        is_same = own is rows and (isinstance(packed, PaddedRows) or self.policy.shares_prompts())
+        mine = packed if is_same else pad_rows(own, self.policy.pad_id, self.policy.device)
+        with self._still():
+            hidden, head = self.policy.hidden_of(mine)
+        self.policy.release()
+        if mine is not packed:
+            found = torch.empty(packed.shape[0] * packed.shape[1], dtype=torch.long, device=hidden.device)
+            found[mine.place] = torch.arange(len(mine.place), device=hidden.device)
+            hidden = hidden[found[packed.place]]
+        return Other(hidden, head, self.distance)
+
+    def _told(self, row: Row) -> Row:
+        if row.hint is None:
+            return row
+        return replace(row, prompt=replace(row.prompt, token_ids=self.hinted(row.prompt, row.hint)))
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        """Without dropout, whatever the policy does."""
+        was_training = self.policy.model.training
+        self.policy.model.eval()
+        try:
+            yield
+        finally:
+            self.policy.model.train(was_training)

@@ -1,0 +1,157 @@
+"""A distillation's teacher and a supervised term's examples, loaded and checked before the first rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from covey.algorithms import SFT, Algorithm, Distill
+from covey.algorithms.distillation import POLICY
+from covey.data.checks import row_at
+from covey.data.examples import encode_example, load_examples
+from covey.data.prompts import encode_chat, to_prompt
+from covey.errors import ConfigError, ModelError
+from covey.learner import Policy, Supervised, Teacher
+from covey.learner.supervised import supervised_policy
+from covey.models import load_model, load_tokenizer
+from covey.types import Completion, Group, Prompt
+
+
+def without_teaching(algorithm: Algorithm) -> Algorithm:
+    """The algorithm without terms that need a second model or data, for estimates."""
+    return replace(
+        algorithm, regularizers=tuple(part for part in algorithm.regularizers if not isinstance(part, (Distill, SFT)))
+    )
+
+
+def build_teacher(
+    algorithm: Algorithm,
+    policy: Policy,
+    tokenizer: Any,
+    template: Mapping[str, Any],
+    *,
+    trust_remote_code: bool = False,
+) -> Teacher | None:
+    """The teacher of the algorithm's distillation; None where it has none.
+
+    Raises ConfigError for two of them, or for a teacher of another vocabulary; ModelError for one that cannot be loaded.
+    """
+    parts = [part for part in algorithm.regularizers if isinstance(part, Distill)]
+    if not parts:
+        return None
+    if len(parts) > 1:
+        raise ConfigError("The algorithm has several distill terms; one teacher can be learnt from at a time.")
+    part = parts[0]
+    hinted = partial(with_hint, template=part.template, tokenizer=tokenizer, options=template)
+    hints = None if part.feedback is None else partial(hints_of, feedback=part.feedback)
+    if isinstance(part.teacher, str) and part.teacher == POLICY:
+        own = replace(policy, auxiliary_coefficient=0.0)
+        return Teacher(own, part.distance, hints, hinted)
+    kwargs = {"dtype": part.dtype} if isinstance(part.teacher, str) else {}
+    model = load_model(part.teacher, kwargs, trust_remote_code=trust_remote_code)
+    if model is policy.model:
+        raise ConfigError(
+            "distill's teacher is the very model that is trained; give another one, or 'policy' with feedback."
+        )
+    expect_same_vocabulary(model, tokenizer, policy, trust_remote_code=trust_remote_code)
+    if not hasattr(model, "hf_device_map"):
+        model = model.to(policy.device)
+    model = model.eval().requires_grad_(False)
+    still = replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False)
+    return Teacher(still, part.distance, hints, hinted)
+
+
+def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trust_remote_code: bool = False) -> None:
+    """ConfigError unless each token of the policy has the same id at the teacher."""
+    name = str(getattr(teacher.config, "_name_or_path", "") or type(teacher).__name__)
+    fix = "give a teacher with the policy's tokenizer, or one of the same family"
+    try:
+        theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
+    except ModelError:  # a model made in memory brings no tokenizer
+        sizes = [one.get_input_embeddings().num_embeddings for one in (teacher, policy.model)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(f"The teacher {name} knows {sizes[0]} tokens and the policy {sizes[1]}; {fix}.") from None
+        return
+    ours = tokenizer.get_vocab()
+    for token, place in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != place:
+            there = f"has the id {theirs[token]}" if token in theirs else "is unknown"
+            raise ConfigError(
+                f"The teacher {name} has another vocabulary: {token!r} is token {place} of the policy and {there} there, so their "
+                f"distributions cannot be compared; {fix}."
+            )
+
+
+def hints_of(group: Group, feedback: str) -> list[str | None]:
+    """What the teacher is told of each completion: the group's best one, a column that a reward added, or the data set's."""
+    if feedback == "best":
+        return _best_of(group)
+    if feedback in group.extras:
+        found: Sequence[Any] = group.extras[feedback]
+    elif feedback in group.prompt.columns:
+        found = [group.prompt.columns[feedback]] * group.size
+    else:
+        known = [*group.extras, *group.prompt.columns, "best"]
+        raise ConfigError(f"distill's feedback={feedback!r} is no column here; there are {', '.join(known)}.")
+    return [None if value is None or str(value) == "" else str(value) for value in found]
+
+
+def _best_of(group: Group) -> list[str | None]:
+    """The text of the completion of most reward, for those that earned less."""
+    if group.totals is None or bool(group.totals.isnan().all()):
+        return [None] * group.size
+    totals = [float("-inf") if one != one else one for one in group.totals.tolist()]
+    best = max(range(group.size), key=lambda g: totals[g])
+    return [group.completions[best].text if totals[g] < totals[best] else None for g in range(group.size)]
+
+
+def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids of the prompt with the hint after it, or after its last message of the user."""
+    told = template.replace("{feedback}", hint)
+    if prompt.messages is None:
+        return tuple(tokenizer(text=f"{prompt.text or ''}{told}")["input_ids"])
+    messages = [dict(message) for message in prompt.messages]
+    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if asked:
+        messages[asked[-1]]["content"] = f"{messages[asked[-1]].get('content') or ''}{told}"
+    else:
+        messages.append({"role": "user", "content": told.strip()})
+    own = prompt.columns.get("chat_template_kwargs") or {}
+    return encode_chat(messages, f"prompt {prompt.uid} with its feedback", tokenizer, {**options, **own})
+
+
+def build_supervised(
+    algorithm: Algorithm, policy: Policy, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any], seed: int
+) -> Supervised | None:
+    """The examples of the algorithm's supervised term; None where it has none. ConfigError for two of them."""
+    parts = [part for part in algorithm.regularizers if isinstance(part, SFT)]
+    if not parts:
+        return None
+    if len(parts) > 1:
+        raise ConfigError(
+            "The algorithm has several sft terms; mix their data sets into one ('0.5*a.jsonl + 0.5*b.jsonl')."
+        )
+    dataset = load_examples(parts[0].dataset)
+    example = _encoder(dataset, tokenizer, eos_ids, template)
+    example(0)  # what the template or the columns refuse is told before the first rollout
+    return Supervised(
+        policy=supervised_policy(policy),
+        example=example,
+        count=len(dataset),
+        weight=parts[0].weight,
+        batch_size=parts[0].batch_size,
+        seed=seed,
+    )
+
+
+def _encoder(
+    dataset: Any, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any]
+) -> Callable[[int], tuple[Prompt, Completion]]:
+    def example(index: int) -> tuple[Prompt, Completion]:
+        row = row_at(dataset, index)
+        prompt = to_prompt(row, f"sft:{index}", f"row {index} of the examples", tokenizer, template)
+        return prompt, encode_example(prompt, row["completion"], tokenizer, eos_ids, template)
+
+    return example

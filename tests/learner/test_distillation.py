@@ -1,0 +1,219 @@
+"""Distillation: the number and the gradient of the definition over the whole vocabulary, whoever teaches."""
+
+import itertools
+
+import pytest
+import torch
+from datasets import Dataset
+
+from covey import GRPOConfig, GRPOTrainer
+from covey import algorithms as alg
+from covey.errors import ConfigError
+from covey.learner import Policy, Teacher
+from covey.learner.logprobs import Head, Other, distances
+from covey.learner.packing import Row
+from covey.training.teaching import build_teacher, hints_of, with_hint
+from covey.types import Completion, Prompt
+from kit import group, prompt, tiny_model, tiny_tokenizer
+
+
+def row(group, prompt, completion, hint=None):
+    ids = torch.tensor(completion)
+    return Row(
+        prompt=Prompt(uid=f"0:{group}", token_ids=tuple(prompt)),
+        completion=Completion(token_ids=ids, text="", finish="stop"),
+        group=group,
+        advantage=torch.zeros(()),
+        counts=torch.ones(len(ids), dtype=torch.bool),
+        hint=hint,
+    )
+
+
+ROWS = [row(0, [5, 6, 7], [9, 10, 11]), row(0, [5, 6, 7], [15]), row(1, [8, 9], [20, 21])]
+PARTS = {
+    "reverse": alg.Distill("x"),
+    "forward": alg.Distill("x", divergence="forward_kl"),
+    "jsd": alg.Distill("x", divergence="jsd", beta=0.3),
+}
+
+
+def definition(name, p, q):
+    """Straight from probabilities [m, V]."""
+    kl = lambda a, b: (a * (a / b).log()).sum(-1)
+    if name == "jsd":
+        middle = 0.3 * q + 0.7 * p
+        return 0.3 * kl(q, middle) + 0.7 * kl(p, middle)
+    return kl(p, q) if name == "reverse" else kl(q, p)
+
+
+def whole(model, one, temperature, prompt=None):
+    ids = torch.tensor([[*(prompt or one.prompt.token_ids), *one.completion.token_ids.tolist()]])
+    start = len(prompt or one.prompt.token_ids) - 1
+    return torch.softmax(model(ids).logits[0, start:-1] / temperature, -1)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_value_and_gradient_are_those_of_the_definition(name, architecture):
+    student, teacher = tiny_model(architecture).eval(), tiny_model("llama", seed=3, hidden=48).eval()
+    policy = Policy(student, pad_id=0, temperature=0.7, logits_chunk=2)
+    taught = Teacher(Policy(teacher, pad_id=0), PARTS[name].distance)
+    measured = policy.measure(ROWS, teacher=taught)
+    measured.teacher_distance.sum().backward()
+    got = {name: p.grad.clone() for name, p in student.named_parameters()}
+    student.zero_grad()
+    wanted = [definition(name, whole(student, one, 0.7), whole(teacher, one, 0.7).detach()) for one in ROWS]
+    torch.cat(wanted).sum().backward()
+    for i, want in enumerate(wanted):
+        torch.testing.assert_close(measured.teacher_distance[i, : len(want)], want, rtol=1e-4, atol=1e-6)
+    for key, parameter in student.named_parameters():
+        torch.testing.assert_close(got[key], parameter.grad, rtol=1e-3, atol=1e-5)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_top_k_counts_the_rest_as_one_outcome_and_is_the_whole_at_the_end(name):
+    torch.manual_seed(0)
+    logp, q = (torch.log_softmax(3 * torch.randn(5, 12, dtype=torch.float64), -1) for _ in range(2))
+    full = PARTS[name].distance(logp, q)
+    by_k = [PARTS[name].__class__(**{**vars(PARTS[name]), "top_k": k}).distance(logp, q) for k in range(1, 12)]
+    torch.testing.assert_close(by_k[-1], full)  # 11 of 12 told apart, and one left
+    for small, large in itertools.pairwise(by_k):
+        assert bool((small <= full + 1e-9).all())
+        assert bool((small >= -1e-9).all())
+        assert bool((small <= large + 1e-9).all())
+
+
+def test_a_policy_that_is_told_more_teaches_the_one_that_is_not():
+    """The teacher's distribution is that of the same weights behind the longer prompt, without gradient."""
+    model = tiny_model("qwen2").eval()
+    rows = [row(0, [5, 6, 7], [9, 10, 11], "a"), row(0, [5, 6, 7], [15, 16]), row(1, [8, 9], [20, 21], "b")]
+    longer = {"a": (5, 6, 7, 30, 31), "b": (8, 9, 40)}
+    taught = Teacher(Policy(model, pad_id=0), alg.Distill("x").distance, None, lambda prompt, hint: longer[hint])
+    measured = Policy(model, pad_id=0).measure(rows, teacher=taught)
+    measured.teacher_distance.sum().backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    wanted = [
+        definition("reverse", whole(model, one, 1.0), whole(model, one, 1.0, longer.get(one.hint)).detach())
+        for one in rows
+    ]
+    torch.cat(wanted).sum().backward()
+    for i, want in enumerate(wanted):
+        torch.testing.assert_close(measured.teacher_distance[i, : len(want)], want, rtol=1e-4, atol=1e-6)
+    assert measured.teacher_distance[0].abs().max() > 1e-5
+    assert measured.teacher_distance[1].abs().max() < 1e-6
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(got[key], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_no_logits_larger_than_a_chunk_exist_for_either_model():
+    seen = []
+
+    class Watched(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim >= 2 and out.shape[-1] in (997, 1000):
+                seen.append(out.numel() // out.shape[-1])
+            return out
+
+    own, other = torch.nn.Linear(4, 997), torch.nn.Linear(4, 1000)  # the teacher's embedding is padded further
+    hidden = torch.randn(64, 4, requires_grad=True)
+    with Watched():
+        measure = alg.Distill("x", divergence="jsd", top_k=5).distance
+        distances(hidden, Head(own), Other(torch.randn(64, 4), Head(other), measure), chunk=8).sum().backward()
+    assert seen
+    assert max(seen) <= 8
+
+
+def test_feedback_comes_from_a_reward_a_column_or_the_best_sibling():
+    answers = group(["4", "5", "6"], rewards=[[1.0], [0.0], [1.0]], columns={"solution": "2 + 2 = 4"})
+    from dataclasses import replace
+
+    answers = replace(answers, totals=torch.tensor([1.0, 0.0, 1.0]), extras={"said": ["right", "wrong: 5", None]})
+    assert hints_of(answers, "solution") == ["2 + 2 = 4"] * 3
+    assert hints_of(answers, "said") == ["right", "wrong: 5", None]
+    assert hints_of(answers, "best") == [None, "4", None]
+    with pytest.raises(ConfigError, match="'advice' is no column here"):
+        hints_of(answers, "advice")
+
+
+def test_a_hint_follows_the_prompt_or_the_users_last_message():
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.decode(with_hint(prompt("2 + 2 ="), "it is 4", " ({feedback})", tokenizer, {}))
+    assert text == "2 + 2 = (it is 4)"
+    chat = prompt([{"role": "user", "content": "2 + 2?"}], tokenizer=tokenizer)
+    told = tokenizer.decode(with_hint(chat, "it is 4", "\n\n{feedback}", tokenizer, {}))
+    assert told.endswith("2 + 2?\n\nit is 4<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
+    tokenizer, other = tiny_tokenizer(), tiny_tokenizer()
+    other.add_tokens(["<extra>"])
+    tokenizer.add_tokens(["<more>"])
+    teacher = tiny_model("llama", vocab_size=len(other))
+    teacher.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    policy = Policy(tiny_model("qwen2"), pad_id=0)
+    algorithm = alg.dapo().replace(regularizers=alg.distill(str(tmp_path)))
+    with pytest.raises(
+        ConfigError, match=r"another vocabulary: '<more>' is token \d+ of the policy and is unknown there"
+    ):
+        build_teacher(algorithm, policy, tokenizer, {})
+    loaded = tiny_model("llama", vocab_size=999)
+    with pytest.raises(ConfigError, match="knows 999 tokens"):
+        build_teacher(alg.dapo().replace(regularizers=alg.distill(loaded)), policy, tokenizer, {})
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"teacher": "policy"}, "nothing to teach without feedback"),
+        ({"teacher": "x", "divergence": "reverse_lk"}, "Did you mean.*reverse_kl"),
+        ({"teacher": "x", "top_k": 0}, "at least 1"),
+        ({"teacher": "x", "divergence": "jsd", "beta": 1.0}, "between 0 and 1"),
+        ({"teacher": "x", "template": "more"}, "no {feedback}"),
+        ({"teacher": "x", "weight": 0.0}, "above 0"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        alg.Distill(**options)
+
+
+def test_a_string_makes_it_with_its_parameters():
+    named = alg.from_name("dapo, objective=zero, regularizer=distill(teacher='big, really', divergence='jsd', top_k=8)")
+    assert named.regularizers == (alg.Distill("big, really", divergence="jsd", top_k=8),)
+    assert named.objective is alg.zero
+    assert alg.from_name("grpo, advantage=PKPO(k=2)").advantage == alg.PKPO(2)
+    with pytest.raises(ConfigError, match="its parameters are k, baseline"):
+        alg.from_name("grpo, advantage=PKPO(size=2)")
+    with pytest.raises(ConfigError, match="write parameters as name=value"):
+        alg.from_name("grpo, advantage=PKPO(2)")
+
+
+def trained(tmp_path, algorithm, **options):
+    args = GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=6, max_completion_length=6, learning_rate=1e-2,
+        logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, temperature=1.0, **options,
+    )  # fmt: skip
+    one = GRPOTrainer(
+        model=tiny_model("qwen2"), reward_funcs=lambda completions, **columns: [float(len(c)) for c in completions], args=args,
+        train_dataset=Dataset.from_list([{"prompt": "Tom has 3 apples.", "solution": "He has 3."}] * 4),
+        processing_class=tiny_tokenizer(), algorithm=algorithm,
+    )  # fmt: skip
+    one.train()
+    return [entry for entry in one.state.log_history if "loss" in entry]
+
+
+def test_on_policy_distillation_alone_brings_the_policy_to_its_teacher(tmp_path):
+    algorithm = alg.dapo().replace(objective=alg.zero, regularizers=alg.distill(tiny_model("qwen2", seed=7)))
+    curve = [entry["distill/reverse_kl"] for entry in trained(tmp_path, algorithm)]
+    assert curve[-1] < 0.7 * curve[0]
+
+
+def test_a_policy_learns_from_itself_with_the_solution_in_its_prompt(tmp_path):
+    algorithm = alg.dapo().replace(regularizers=alg.distill("policy", feedback="solution"))
+    curve = [entry["distill/reverse_kl"] for entry in trained(tmp_path, algorithm)]
+    assert curve[0] > 0
+    assert all(value == value for value in curve)
