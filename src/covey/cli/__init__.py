@@ -27,6 +27,7 @@ VERBS = {
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "serve": "an OpenAI-compatible endpoint of a model or a run",
+    "export": "what a run leaves for other tools: preference pairs for DPO or a reward model",
     "merge": "an adapter added into its base, or several models or adapters merged into one",
     "faults": "kill, starve and poison a tiny real run in every known way; what each costs",
     "env": "versions and devices, for a bug report; env check examines an environment",

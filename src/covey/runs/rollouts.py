@@ -1,6 +1,6 @@
 """`rollouts/step-000010.parquet`: what the policy wrote at a step, one row a completion, for pandas, DuckDB and the dashboard.
 
-Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `completion`, `finish`, `version`, `source`,
+Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `messages` (JSON, of chats), `completion`, `finish`, `version`, `source`,
 `num_tokens`, `reward` (the weighted sum that advantages were made of, after normalization and clipping; with
 `multi_objective_aggregation="normalize_then_sum"` they are made of each reward's own advantages, and this is the weighted sum
 of the rewards), `reward/<function>` as it gave it (null: not scored), `advantage`, the data set's columns as JSON,
@@ -81,6 +81,7 @@ def table_of(
         "group": pa.array([p for p, _, _, _ in members], pa.int32()),
         "completion_index": pa.array([g for _, g, _, _ in members], pa.int32()),
         "prompt": _texts(render(group.prompt) for _, _, group, _ in members),
+        **_messages(groups),
         "completion": _texts(done.text for _, _, _, done in members),
         "finish": _texts(done.finish for _, _, _, done in members),
         "version": pa.array([done.version for _, _, _, done in members], pa.int64()),
@@ -204,6 +205,14 @@ def _advantages(groups: Sequence[Group]) -> dict[str, pa.Array]:
     ]
     columns = {"advantage": pa.array([_or_null(row.double().mean().item()) for row, _ in each], pa.float64())}
     return columns | ({"advantages": _lists([row for row, _ in each])} if any(ndim for _, ndim in each) else {})
+
+
+def _messages(groups: Sequence[Group]) -> dict[str, pa.Array]:
+    """The prompt's chat messages as JSON, where a prompt is a conversation; else no column."""
+    given = [group.prompt.messages for group in groups for _ in group.completions]
+    if all(messages is None for messages in given):
+        return {}
+    return {"messages": _texts(None if one is None else json.dumps(to_json(list(one))) for one in given)}
 
 
 def _extras(groups: Sequence[Group]) -> dict[str, pa.Array]:

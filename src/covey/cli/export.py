@@ -1,0 +1,104 @@
+"""`covey export`: what a run leaves, in a form that other tools read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import JSON, Given, Verb
+from covey.errors import ConfigError, DataError, did_you_mean
+
+_FLAGS = (
+    Flag(name="output", short="o", help="Where the pairs go: a new .jsonl or .parquet file.", group="output"),
+    Flag(name="min_margin", help="Least difference of the two rewards; equal ones never make a pair.", type=float, default=0.0, group="pairs"),
+    Flag(name="reward", help="Compare by this reward of the run; left out: by the total.", group="pairs"),
+    Flag(name="steps", help="Only these steps, as FIRST:LAST; one end may be left out.", group="pairs"),
+    Flag(name="max_per_prompt", help="Most pairs of one prompt, those of the widest margin.", type=int, group="pairs"),
+    Flag(name="finished_only", help="Leave out completions that were cut at the length limit.", type=bool, default=False, group="pairs"),
+    JSON,
+)  # fmt: skip
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+def run_pairs(given: Given) -> int:
+    """Write the pairs of a run. Exit code 0 with at least one."""
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    if not options.get("run"):
+        raise ConfigError("covey export pairs needs a run: covey export pairs runs/first -o pairs.jsonl.")
+    run, path = Path(options["run"]), Path(options["output"] or "")
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"--output {options['output'] or ''} must be a file that ends in .jsonl or .parquet.")
+    if path.exists():
+        raise ConfigError(f"{path} is there already; give another --output.")
+    if options["max_per_prompt"] is not None and options["max_per_prompt"] < 1:
+        raise ConfigError(f"--max-per-prompt {options['max_per_prompt']} keeps nothing; use at least 1.")
+    first, last = _steps(options["steps"])
+    from covey.runs.pairs import PairOptions, preference_pairs
+
+    wanted = {name: options[name] for name in ("min_margin", "reward", "max_per_prompt", "finished_only")}
+    found = preference_pairs(run, PairOptions(first_step=first, last_step=last, **wanted))
+    if not found.rows:
+        raise DataError(
+            f"None of the {found.num_groups} groups in {run} has completions far enough apart; lower --min-margin, or choose other --steps."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in found.rows]), path)
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows), encoding="utf-8")
+    told = {
+        "pairs": len(found.rows),
+        "groups": found.num_groups,
+        "level": found.num_level,
+        "repeated": found.num_repeated,
+    }
+    if options["json"]:
+        output.result_json({"output": str(path), **told})
+    else:
+        output.result(
+            f"{path}: {told['pairs']} pairs of {told['groups']} groups; {told['level']} not far enough apart, {told['repeated']} repeated"
+        )
+    return 0
+
+
+def _steps(text: str | None) -> tuple[int, int | None]:
+    if text is None:
+        return 0, None
+    first, is_range, last = text.partition(":")
+    try:
+        return (int(first or 0), int(last) if last else None) if is_range else (int(first), int(first))
+    except ValueError as error:
+        raise ConfigError(f"--steps {text} is no FIRST:LAST, such as 100:200, 100: or :200.") from error
+
+
+_pairs = Verb(
+    name="export pairs",
+    usage="RUN -o FILE [options]",
+    sentence="Writes preference pairs, the best against the worst of each group, with TRL's columns prompt, chosen and rejected.",
+    flags=lambda: _FLAGS,
+    run=run_pairs,
+    positional=("run",),
+    examples=(
+        "covey export pairs runs/first -o pairs.jsonl",
+        "covey export pairs runs/first -o pairs.parquet --min-margin 0.5 --steps 100: --max-per-prompt 2",
+    ),
+)
+_VERBS = {"pairs": _pairs}
+
+
+def verb(arguments: Sequence[str]) -> int:
+    """`covey export pairs ...`. Returns the exit code."""
+    name = arguments[0] if arguments else "--help"
+    if name in _VERBS:
+        return _VERBS[name](arguments[1:])
+    if name in ("--help", "-h", "--help-all"):
+        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in _VERBS.values()]
+        output.result("\n".join(["usage: covey export pairs RUN ...", "", *lines, "", "covey export pairs --help shows the options."]))  # fmt: skip
+        return 0 if arguments else 2
+    raise ConfigError(f"covey export has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")

@@ -1,0 +1,117 @@
+"""Preference pairs from a run's rollouts: of each group the best completion against the worst."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, RunFolderError, did_you_mean
+from covey.runs import rollouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions:
+    """Which groups give a pair."""
+
+    min_margin: float = 0.0
+    """The best must lead by more than 0, and by at least this."""
+    reward: str | None = None
+    """Name of the reward to compare by; None: the total."""
+    first_step: int = 0
+    last_step: int | None = None
+    max_per_prompt: int | None = None
+    """Most pairs of one prompt, those of the widest margin."""
+    finished_only: bool = False
+    """Leave out completions that were cut at the length limit."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows with TRL's columns for DPO, and how many groups gave none."""
+
+    rows: Sequence[Mapping[str, Any]]
+    num_groups: int
+    num_level: int
+    """Groups whose completions are not far enough apart."""
+    num_repeated: int
+    """Pairs that were there already, or beyond `max_per_prompt`."""
+
+
+def preference_pairs(run: Path, options: PairOptions) -> Pairs:
+    """The pairs of a run folder, in the order of its steps; the same pair is given once.
+
+    A row has `prompt`, `chosen` and `rejected` (texts, or messages for a conversation), `score_chosen`, `score_rejected` and `step`.
+    Raises RunFolderError where there are no rollouts, ConfigError for an unknown reward.
+    """
+    folder = run / "rollouts"
+    found = [s for s in rollouts.steps(folder) if s >= options.first_step and s <= (options.last_step or s)]
+    if not found:
+        raise RunFolderError(
+            f"{run} has no rollouts of these steps; a run writes them as --rollout-log-steps says, and --steps must meet one."
+        )
+    made, num_groups, num_level = list[dict[str, Any]](), 0, 0
+    for step in found:
+        for members in _groups(rollouts.read(folder / f"step-{step:06d}.parquet")):
+            num_groups += 1
+            pair = _pair(members, options)
+            num_level += pair is None
+            made += [] if pair is None else [pair]
+    kept = _once(made, options.max_per_prompt)
+    return Pairs(kept, num_groups, num_level, len(made) - len(kept))
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    members: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        members.setdefault(row["group"], []).append(row)
+    yield from members.values()
+
+
+def _pair(members: Sequence[Mapping[str, Any]], options: PairOptions) -> dict[str, Any] | None:
+    column = "reward" if options.reward is None else f"reward/{options.reward}"
+    if column not in members[0]:
+        known = [name.removeprefix("reward/") for name in members[0] if name.startswith("reward/")]
+        raise ConfigError(
+            f"The run has no reward {options.reward!r}; it has {', '.join(known)}.{did_you_mean(str(options.reward), known)}"
+        )
+    scored = [row for row in members if row[column] is not None]
+    if options.finished_only:
+        scored = [row for row in scored if row["finish"] != "length"]
+    if len(scored) < 2:
+        return None
+    best = max(scored, key=lambda row: row[column])  # the first of equals, so that the choice is repeatable
+    worst = min(scored, key=lambda row: row[column])
+    margin = best[column] - worst[column]
+    if not margin > 0 or margin < options.min_margin or best["completion"] == worst["completion"]:
+        return None
+    messages = json.loads(best["messages"]) if best.get("messages") else None
+    said = (lambda text: text) if messages is None else lambda text: [{"role": "assistant", "content": text}]
+    return {
+        "prompt": best["prompt"] if messages is None else messages,
+        "chosen": said(best["completion"]),
+        "rejected": said(worst["completion"]),
+        "score_chosen": best[column],
+        "score_rejected": worst[column],
+        "step": best["step"],
+    }
+
+
+def _once(pairs: Sequence[dict[str, Any]], max_per_prompt: int | None) -> list[dict[str, Any]]:
+    """Without repetitions, and of each prompt those of the widest margin, in their order."""
+    key = lambda pair, *names: json.dumps([pair[name] for name in names], sort_keys=True)
+    first = {key(pair, "prompt", "chosen", "rejected"): pair for pair in reversed(pairs)}
+    kept = [pair for pair in pairs if first[key(pair, "prompt", "chosen", "rejected")] is pair]
+    if max_per_prompt is None:
+        return kept
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for pair in kept:
+        by_prompt.setdefault(key(pair, "prompt"), []).append(pair)
+    widest = {
+        id(pair)
+        for several in by_prompt.values()
+        for pair in sorted(several, key=lambda one: one["score_rejected"] - one["score_chosen"])[:max_per_prompt]
+    }
+    return [pair for pair in kept if id(pair) in widest]

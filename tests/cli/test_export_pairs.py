@@ -1,0 +1,80 @@
+"""`covey export pairs`: the best against the worst of each group, in TRL's columns."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from covey.cli import main
+from covey.runs import rollouts
+from kit import group
+
+
+def run_of(folder, steps):
+    for step, groups in steps.items():
+        rollouts.write(folder / "rollouts", step, groups, ["right", "short"])
+    return folder
+
+
+def scored(texts, totals, **given):
+    made = group(texts, rewards=[[total, -total] for total in totals], **given)
+    return replace(made, totals=torch.tensor(totals))
+
+
+def exported(folder, *flags):
+    path = folder / "pairs.jsonl"
+    path.unlink(missing_ok=True)
+    assert main(["export", "pairs", str(folder), "-o", str(path), *flags]) == 0
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_best_against_worst_with_trls_columns(tmp_path):
+    run_of(tmp_path, {1: [scored(["4", "5", "six"], [1.0, 0.5, 0.0]), scored(["a", "b"], [1.0, 1.0])]})
+    assert exported(tmp_path) == [
+        {"prompt": "2 + 2 =", "chosen": "4", "rejected": "six", "score_chosen": 1.0, "score_rejected": 0.0, "step": 1}
+    ]
+
+
+def test_a_chat_stays_one(tmp_path):
+    question = [{"role": "user", "content": "2 + 2?"}]
+    run_of(tmp_path, {1: [scored(["4", "5"], [1.0, 0.0], question=question)]})
+    (pair,) = exported(tmp_path)
+    assert pair["prompt"] == question
+    assert pair["chosen"] == [{"role": "assistant", "content": "4"}]
+
+
+def test_margin_reward_steps_and_repetition(tmp_path):
+    near, far = scored(["4", "5"], [0.6, 0.5]), scored(["4", "6"], [1.0, 0.0])
+    run_of(tmp_path, {1: [near], 2: [far], 3: [far]})
+    assert [pair["rejected"] for pair in exported(tmp_path)] == ["5", "6"]
+    assert [pair["rejected"] for pair in exported(tmp_path, "--min-margin", "0.5")] == ["6"]
+    assert [pair["step"] for pair in exported(tmp_path, "--steps", "3:")] == [3]
+    assert [pair["rejected"] for pair in exported(tmp_path, "--max-per-prompt", "1")] == ["6"]
+    assert [pair["chosen"] for pair in exported(tmp_path, "--reward", "short")] == ["5", "6"]
+
+
+def test_a_cut_completion_is_left_out_when_asked(tmp_path):
+    whole = scored(["4", "5", "6"], [0.5, 0.0, 1.0])
+    cut = replace(whole, completions=(*whole.completions[:2], replace(whole.completions[2], finish="length")))
+    run_of(tmp_path, {1: [cut]})
+    assert exported(tmp_path)[0]["chosen"] == "6"
+    assert exported(tmp_path, "--finished-only")[0]["chosen"] == "4"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["-o", "pairs.txt"], "must be a file that ends in .jsonl or .parquet"),
+        (["-o", "new.jsonl", "--reward", "rihgt"], "Did you mean"),
+        (["-o", "new.jsonl", "--steps", "7:"], "has no rollouts of these steps"),
+        (["-o", "new.jsonl", "--steps", "a"], "is no FIRST:LAST"),
+        (["-o", "new.jsonl", "--min-margin", "9"], "far enough apart"),
+    ],
+)
+def test_what_gives_no_pairs_is_said_in_a_sentence(tmp_path, monkeypatch, capsys, flags, said):
+    run_of(tmp_path, {1: [scored(["4", "5"], [1.0, 0.0])]})
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "pairs", str(tmp_path), *flags]) != 0
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new.jsonl").exists()
