@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from covey.errors import CoveyError
     from covey.rollout import NativeSampler, SamplingParams
     from covey.training.trainer import GRPOTrainer
+    from covey.training.warm_up import SFTTrainer, sft_config
 
 __version__ = "0.1.0"
 
@@ -30,8 +31,10 @@ _WHERE = {
     "GRPOTrainer": "covey.training.trainer",
     "Member": "covey.ensembles",
     "NativeSampler": "covey.rollout",
+    "SFTTrainer": "covey.training.warm_up",
     "SamplingParams": "covey.rollout",
     "batch_arithmetic": "covey.config.grpo_config",
+    "sft_config": "covey.training.warm_up",
 }
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
 
@@ -43,6 +46,7 @@ __all__ = [
     "GRPOTrainer",
     "Member",
     "NativeSampler",
+    "SFTTrainer",
     "SamplingParams",
     "algorithms",
     "batch_arithmetic",
@@ -51,6 +55,7 @@ __all__ = [
     "rewards",
     "rollout",
     "runs",
+    "sft_config",
     "testing",
     "types",
 ]

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.algorithms.aggregation import token_mean
+from covey.algorithms.algorithm import Algorithm
+from covey.algorithms.objectives import policy_gradient
 from covey.errors import ConfigError
-from covey.types import TokenBatch
+from covey.types import Scores, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,12 @@ class SFT:
 def sft(dataset: Any, weight: float = 0.1, batch_size: int = 8) -> SFT:
     """A supervised term as a regularizer: `alg.grpo().replace(regularizers=(alg.sft("warm.jsonl", 0.1),))`."""
     return SFT(dataset, weight, batch_size)
+
+
+def _every_one(scores: Scores) -> Tensor:
+    return torch.ones_like(scores.total)
+
+
+def supervised() -> Algorithm:
+    """Supervised fine-tuning: `-log p`, the mean over the completion tokens of a step. Every completion is a right one."""
+    return Algorithm(name="sft", advantage=_every_one, objective=policy_gradient, aggregate=token_mean)

@@ -17,6 +17,7 @@ from covey.runs.console import open_closed
 VERBS = {
     "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
     "train": "post-train a model on your data with your rewards",
+    "sft": "fine-tune a model on right answers, before or without a reward",
     "tune": "try options in many runs, end the hopeless early, keep the best",
     "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",

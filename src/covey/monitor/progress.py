@@ -152,7 +152,8 @@ class Pace:
 def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0) -> list[Part]:
     """What the line says of a step, in order."""
     parts: list[Part] = [("step", f"{report.step}/{total_steps}" if total_steps else str(report.step), 0)]
-    for label, name, rank in (("reward", "reward", 1), ("KL", "kl", 4), ("entropy", "entropy", 6)):
+    first = ("reward", "reward", 1) if "reward" in report.metrics else ("loss", "loss", 1)
+    for label, name, rank in (first, ("KL", "kl", 4), ("entropy", "entropy", 6)):
         if name in report.metrics:
             parts.append((label, number(report[name]), rank))
     accuracy = next((name for name in sorted(report.metrics) if _is_accuracy(name)), None)
@@ -174,6 +175,11 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     told = [name for name in metrics if name.endswith("reward")]
     told += [name for name in metrics if "rewards/" in name and name.endswith("/mean")]
     told += [name for name in metrics if name.endswith(("accuracy", "completions/mean_length"))]
+    told += (
+        [name for name in metrics if name.endswith("_loss")]
+        if not any(name.endswith("reward") for name in metrics)
+        else []
+    )
     said = "  ".join(f"{name} {number(metrics[name])}" for name in dict.fromkeys(told))
     return f"evaluation at step {step}: {said}"
 

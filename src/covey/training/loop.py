@@ -101,6 +101,8 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         **parts.session.monitor.measure(mine, parts.scorer.weights, scales),
         **contributions,
     }
+    if not parts.has_rewards:
+        metrics = {name: value for name, value in metrics.items() if name.startswith(("completions/", "policy/"))}
     batches = split(groups, parts.batches_per_rollout, seed=parts.seed + state.num_rollouts)
     return state.queued(batches * parts.num_iterations, metrics, seconds)
 

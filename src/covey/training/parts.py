@@ -45,6 +45,8 @@ class Parts:
     """Draws the groups of training, with members' completions in them. None: the policy draws them alone."""
     average: WeightAverage | None = None
     """Averaged weights, which evaluations see and the run ends with. None: the policy's own."""
+    has_rewards: bool = True
+    """False where every completion is right by definition, so that metrics of rewards would say nothing."""
 
     def close(self) -> None:
         """Give back what a run holds only while it goes on."""

@@ -264,10 +264,13 @@ class GRPOTrainer(TRLInterface):
             before_update=partial(self._event, "on_pre_optimizer_step", meter.before),
             after_update=partial(self._event, "on_optimizer_step", meter.after),
         )
-        for said in advice_for(self.args, self.model) if self.world.is_main else ():
+        for said in self._advice() if self.world.is_main else ():
             logger.warning("advice: %s", said)
         parts = build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
         return with_ensemble(replace(parts, average=average_of(self.args, self.model)), self.ensemble, given)
+
+    def _advice(self) -> list[str]:
+        return advice_for(self.args, self.model)
 
     def _folder(self, start: Path | None) -> RunFolder:
         return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
