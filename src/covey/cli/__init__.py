@@ -22,7 +22,7 @@ VERBS = {
     "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
     "data": "what is wrong with a data set, row by row; a copy without it",
-    "reward": "whether a reward pays right answers and nothing else, before training",
+    "reward": "whether a reward pays right answers and nothing else; a reward model trained on pairs",
     "features": "describe a data set's rows in columns: length, language, how often a model solves them",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",

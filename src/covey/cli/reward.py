@@ -1,4 +1,4 @@
-"""`covey reward test`: whether a reward pays what it should, before a run learns what it pays in truth."""
+"""`covey reward test`: whether a reward pays what it should, before a run learns what it pays in truth; `covey reward train`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from covey.cli import output
+from covey.cli import output, reward_train
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, JSON, Given, Verb
-from covey.errors import ConfigError, DataError, RewardError
+from covey.errors import ConfigError, DataError, RewardError, did_you_mean
 
 if TYPE_CHECKING:
     from covey.doctor.reward_audit.examination import Examination, Tried
@@ -56,8 +56,6 @@ def run(given: Given) -> int:
 
 
 def _check(options: dict[str, Any]) -> None:
-    if options.get("what") != "test":
-        raise ConfigError("covey reward has one thing to do: covey reward test --reward math --dataset train.jsonl.")
     if not options["reward"]:
         raise ConfigError("covey reward test needs --reward: a built-in name, or file.py:function.")
     if options["rows"] < 1:
@@ -183,15 +181,31 @@ def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, An
     }
 
 
-verb = Verb(
-    name="reward",
-    usage="test --reward REWARD [--dataset DATA] [options]",
+_test = Verb(
+    name="reward test",
+    usage="--reward REWARD [--dataset DATA] [options]",
     sentence="Tries a reward on right, wrong, empty, endless and cheating completions and says what is wrong with it.",
     flags=lambda: _FLAGS,
     run=run,
-    positional=("what",),
     examples=(
         "covey reward test --reward math --dataset train.jsonl --prompt-column question",
         "covey reward test --reward my_rewards.py:short_and_right --reward format --dataset demo",
     ),
 )
+_VERBS = {"test": _test, "train": reward_train.verb}
+
+
+def verb(arguments: Sequence[str]) -> int:
+    """`covey reward test ...` or `covey reward train ...`. Returns the exit code."""
+    if not arguments:
+        raise ConfigError(
+            "covey reward has two things to do: covey reward test --reward math --dataset train.jsonl, and covey reward train."
+        )
+    name = arguments[0]
+    if name in _VERBS:
+        return _VERBS[name](arguments[1:])
+    if name in ("--help", "-h", "--help-all"):
+        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in _VERBS.values()]
+        output.result("\n".join(["usage: covey reward test|train ...", "", *lines, "", "covey reward test --help shows the options."]))  # fmt: skip
+        return 0
+    raise ConfigError(f"covey reward has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")

@@ -78,7 +78,7 @@ class ModelReward:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Tensor:
         """[N] float32."""
-        ids = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         self._check_lengths(ids)
         scores = torch.zeros(len(ids))
         for held, logits in self.portions.run(
@@ -89,17 +89,28 @@ class ModelReward:
 
     @torch.no_grad()
     def _forward(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        padded, mask = self.padded(ids)
+        logits: Tensor = self.model(input_ids=padded, attention_mask=mask).logits  # [B, 1]
+        return logits[:, 0].float().cpu()
+
+    def padded(self, ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """[B, L] ids padded on the right, and their mask, on the model's device."""
         longest = max(len(row) for row in ids)
-        padded = torch.full((len(ids), longest), self.tokenizer.pad_token_id)  # [B, L]
+        padded = torch.full((len(ids), longest), self.tokenizer.pad_token_id)
         mask = torch.zeros(len(ids), longest, dtype=torch.long)
         for i, row in enumerate(ids):
             padded[i, : len(row)] = torch.tensor(row)
             mask[i, : len(row)] = 1
         device = next(self.model.parameters()).device
-        logits: Tensor = self.model(input_ids=padded.to(device), attention_mask=mask.to(device)).logits  # [B, 1]
-        return logits[:, 0].float().cpu()
+        return padded.to(device), mask.to(device)
 
-    def _encode(self, prompt: Any, completion: Any) -> list[int]:
+    @property
+    def limit(self) -> float:
+        """Most tokens that it reads."""
+        return getattr(self.model.config, "max_position_embeddings", None) or math.inf
+
+    def encode(self, prompt: Any, completion: Any) -> list[int]:
+        """The ids of prompt and completion together."""
         if isinstance(prompt, str):
             text = prompt + completion
         elif getattr(self.tokenizer, "chat_template", None) is None:
@@ -112,11 +123,10 @@ class ModelReward:
         return list(self.tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
     def _check_lengths(self, ids: Sequence[Sequence[int]]) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
         longest = max((len(row) for row in ids), default=0)
-        if longest > limit:
+        if longest > self.limit:
             raise ValueError(
-                f"prompt and completion have {longest} tokens, the reward model {self.name!r} reads {limit}"
+                f"prompt and completion have {longest} tokens, the reward model {self.name!r} reads {self.limit}"
             )
 
 

@@ -1,0 +1,220 @@
+"""A reward model from preference pairs: the Bradley-Terry likelihood that the chosen completion scores above the rejected one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from covey.data.checks import row_of
+from covey.data.loading import parted
+from covey.data.sources import opened, shown
+from covey.errors import ConfigError, DataError
+from covey.models import load_tokenizer, quiet_bars, resolve_source, told_as_model_error
+from covey.rewards.builtin.reward_model import ModelReward
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One preference: a prompt (text or messages) and two completions of the same form."""
+
+    prompt: Any
+    chosen: Any
+    rejected: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions:
+    """How a reward model is trained. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
+
+    epochs: float = 1.0
+    batch_size: int = 16
+    """Pairs of an update."""
+    learning_rate: float = 1e-5
+    warmup: float = 0.05
+    """Share of the updates."""
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    centre: float = 0.0
+    """Coefficient of `(r_chosen + r_rejected)^2`, which keeps rewards around 0 (Eisenstein et al. 2023; TRL's
+    center_rewards_coefficient)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
+        if self.centre < 0 or not 0 <= self.warmup < 1:
+            raise ConfigError("centre must not be below 0, and warmup must be a share from 0 to below 1.")
+
+    def num_steps(self, count: int) -> int:
+        """Updates on `count` pairs."""
+        return max(1, math.ceil(self.epochs * count / self.batch_size))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Pairs that a reward model has scored."""
+
+    margins: Sequence[float]
+    """Reward of the chosen less that of the rejected completion."""
+
+    @property
+    def num_right(self) -> float:
+        """Pairs in the right order; equal rewards count half."""
+        return sum(1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in self.margins)
+
+    @property
+    def loss(self) -> float:
+        """Mean `-log sigmoid(margin)`, nats; log 2 is a coin."""
+        return -F.logsigmoid(torch.tensor(self.margins)).mean().item()
+
+
+def load_pairs(source: str) -> list[Pair]:
+    """The pairs of a file, a folder or a hub id with TRL's columns `prompt`, `chosen`, `rejected`.
+
+    Without `prompt`, `chosen` and `rejected` are whole conversations, which part at their last message. Raises DataError for a
+    missing column, a row without two different completions, or mixed forms.
+    """
+    dataset, name = opened(*parted(source, None), False, None), shown(source)
+    have = list(dataset.column_names or [])
+    if not {"chosen", "rejected"} <= set(have):
+        raise DataError(f"{name} has no pairs: it needs the columns chosen and rejected; it has {', '.join(have)}.")
+    return [_pair(row, row_of(index, name)) for index, row in enumerate(dataset)]
+
+
+def _pair(row: Any, where: str) -> Pair:
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if chosen is None or rejected is None or chosen == rejected:
+        raise DataError(f"{where} has no two different completions; remove the row.")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError(f"{where} has a text and a conversation to compare; give both in one form.")
+    if prompt is None and not isinstance(chosen, str):
+        if chosen[:-1] != rejected[:-1]:
+            raise DataError(f"{where} has conversations that part before their last message.")
+        prompt, chosen, rejected = list(chosen[:-1]), list(chosen[-1:]), list(rejected[-1:])
+    prompt = "" if prompt is None else prompt
+    if isinstance(prompt, str) != isinstance(chosen, str):
+        raise DataError(f"{where} has a prompt and completions of different forms; give texts, or messages, for both.")
+    return Pair(prompt, chosen, rejected)
+
+
+def parted_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """About `1 - share` and `share` of the pairs; those of one prompt stay together, so that none is known from training."""
+    by_prompt: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_prompt.setdefault(repr(pair.prompt), []).append(pair)
+    groups = list(by_prompt.values())
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+    held, kept = list[Pair](), list[Pair]()
+    for place in order:
+        (held if len(held) < share * len(pairs) else kept).extend(groups[place])
+    return kept, held
+
+
+def load_classifier(source: str, device: torch.device) -> ModelReward:
+    """A sequence classifier with one label on a language model's body, or one that is there already, with its tokenizer.
+
+    The head of a language model starts anew. Raises ModelError for what cannot be loaded.
+    """
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging as hf_logging
+
+    place = resolve_source(source)
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()  # that a head is new is what is wanted here
+    try:
+        with quiet_bars(), told_as_model_error(source):
+            model: Any = AutoModelForSequenceClassification.from_pretrained(place, num_labels=1, dtype=torch.float32)
+    finally:
+        hf_logging.set_verbosity(before)
+    reward = ModelReward.of(model, load_tokenizer(model, place), device=device)
+    model.requires_grad_(True)
+    return reward
+
+
+def train(
+    reward: ModelReward, pairs: Sequence[Pair], options: PreferenceOptions, told: Callable[[int, int, float], None]
+) -> None:
+    """Minimize `-log sigmoid(r_chosen - r_rejected)` over the pairs. Bradley and Terry 1952; Ouyang et al. 2022, eq. 1.
+
+    Changes `reward.model`. `told` gets each update's number, their count, and its loss. Raises DataError for a pair that the model
+    cannot read whole.
+    """
+    encoded = _encoded(reward, pairs)
+    total = options.num_steps(len(encoded))
+    model, generator = reward.model, torch.Generator().manual_seed(options.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
+    warm = max(1, round(options.warmup * total))
+    rate = lambda step: min((step + 1) / warm, max(0.0, (total - step) / max(1, total - warm + 1)))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    torch.manual_seed(options.seed)
+    model.train()
+    for step, batch in enumerate(_batches(encoded, options.batch_size, total, generator), 1):
+        scores = _scores(reward, [ids for pair in batch for ids in pair])
+        chosen, rejected = scores[0::2], scores[1::2]
+        loss = -F.logsigmoid(chosen - rejected).mean()
+        whole = loss + options.centre * (chosen + rejected).square().mean()
+        optimizer.zero_grad(set_to_none=True)
+        whole.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
+        optimizer.step()
+        scheduler.step()
+        told(step, total, loss.item())
+    model.eval()
+
+
+def judge(reward: ModelReward, pairs: Sequence[Pair]) -> Judged:
+    """Margins of the pairs, by the very call that a training run makes."""
+    prompts = [pair.prompt for pair in pairs]
+    was = reward.model.training
+    reward.model.eval()
+    chosen = reward(prompts, [pair.chosen for pair in pairs])
+    rejected = reward(prompts, [pair.rejected for pair in pairs])
+    reward.model.train(was)
+    return Judged((chosen - rejected).tolist())
+
+
+def save(reward: ModelReward, folder: Path) -> None:
+    """Write model and tokenizer, as `--reward FOLDER` reads them."""
+    with quiet_bars():
+        reward.model.save_pretrained(folder)
+    reward.tokenizer.save_pretrained(folder)
+
+
+def _encoded(reward: ModelReward, pairs: Sequence[Pair]) -> list[tuple[list[int], list[int]]]:
+    found = []
+    for index, pair in enumerate(pairs):
+        both = (reward.encode(pair.prompt, pair.chosen), reward.encode(pair.prompt, pair.rejected))
+        longest = max(map(len, both))
+        if longest > reward.limit:
+            raise DataError(
+                f"pair {index} has {longest} tokens, and the model reads {reward.limit:g}; shorten or remove it."
+            )
+        if both[0] == both[1]:
+            raise DataError(f"pair {index} has two completions with the same tokens; remove it.")
+        found.append(both)
+    return found
+
+
+def _batches(items: Sequence[Any], size: int, total: int, generator: torch.Generator) -> Iterator[list[Any]]:
+    """`total` batches; each epoch is another permutation."""
+    waiting: list[int] = []
+    for _ in range(total):
+        while len(waiting) < min(size, len(items)):
+            waiting += torch.randperm(len(items), generator=generator).tolist()
+        batch, waiting = waiting[:size], waiting[size:]
+        yield [items[place] for place in batch]
+
+
+def _scores(reward: ModelReward, ids: Sequence[Sequence[int]]) -> Tensor:
+    """[B], with gradient."""
+    padded, mask = reward.padded(ids)
+    logits: Tensor = reward.model(input_ids=padded, attention_mask=mask).logits
+    return logits[:, 0].float()

@@ -1,0 +1,124 @@
+"""Reward models from pairs: the Bradley-Terry gradient, the forms of a pair, and the accuracy that is told."""
+
+import json
+
+import pytest
+import torch
+
+from covey.cli import main
+from covey.errors import DataError
+from covey.rewards.builtin.registry import resolve
+from covey.rewards.builtin.reward_model import ModelReward
+from covey.rewards.preference import Pair, PreferenceOptions, judge, load_pairs, parted_by_prompt, train
+from kit import tiny_reward_model, tiny_tokenizer
+
+PAIRS = [Pair(f"{n} + {n} =", f" {2 * n} apples", f" {2 * n}") for n in range(24)]
+
+
+def reward_of(**config):
+    reward = ModelReward.of(tiny_reward_model(**config), tiny_tokenizer())
+    reward.model.requires_grad_(True)
+    return reward
+
+
+def test_an_update_is_that_of_the_bradley_terry_likelihood():
+    """AdamW's first step is the rate times the sign of the gradient, which is that of the definition."""
+    reward = reward_of()
+    before = {name: p.detach().clone() for name, p in reward.model.named_parameters()}
+    score = lambda one, text: reward.model(input_ids=torch.tensor([reward.encode(one.prompt, text)])).logits[0, 0]
+    margins = torch.stack([score(one, one.chosen) - score(one, one.rejected) for one in PAIRS[:4]])
+    (-torch.log(1 / (1 + (-margins).exp()))).mean().backward()
+    wanted = {name: p.grad.clone() for name, p in reward.model.named_parameters()}
+    reward.model.zero_grad()
+    losses = []
+    options = PreferenceOptions(batch_size=4, learning_rate=1e-4, max_grad_norm=0.0)
+    train(reward, PAIRS[:4], options, lambda step, total, loss: losses.append(loss))
+    assert losses == [pytest.approx(torch.log1p((-margins).exp()).mean().item(), rel=1e-4)]
+    for name, parameter in reward.model.named_parameters():
+        clear = wanted[name].abs() > 1e-4
+        assert torch.equal((parameter - before[name]).sign()[clear], -wanted[name].sign()[clear])
+
+
+def test_it_learns_the_order_and_centring_keeps_rewards_around_zero():
+    spread = {}
+    for centre in (0.0, 0.1):
+        reward = reward_of(hidden=32)
+        options = PreferenceOptions(epochs=10, batch_size=8, learning_rate=5e-3, centre=centre)
+        train(reward, PAIRS[:16], options, lambda *told: None)
+        assert judge(reward, PAIRS[16:]).num_right == 8
+        both = [reward([p.prompt], [text])[0].item() for p in PAIRS[16:] for text in (p.chosen, p.rejected)]
+        spread[centre] = abs(sum(both) / len(both))
+    assert spread[0.1] < 0.5
+
+
+def test_pairs_are_texts_messages_or_whole_conversations(tmp_path):
+    say = lambda role, text: {"role": role, "content": text}
+    for name, row in {
+        "texts": {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "messages": {
+            "prompt": [say("user", "a")],
+            "chosen": [say("assistant", "b")],
+            "rejected": [say("assistant", "c")],
+        },
+        "whole": {
+            "chosen": [say("user", "a"), say("assistant", "b")],
+            "rejected": [say("user", "a"), say("assistant", "c")],
+        },
+    }.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        (pair,) = load_pairs(str(file))
+        said = [pair.prompt, pair.chosen, pair.rejected]
+        assert [one if isinstance(one, str) else one[0]["content"] for one in said] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"prompt": "a", "completion": "b"}, "needs the columns chosen and rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "no two different completions"),
+        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}, "different forms"),
+    ],
+)
+def test_what_is_no_pair_is_refused(tmp_path, row, said):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=said):
+        load_pairs(str(file))
+
+
+def test_held_out_pairs_have_prompts_of_their_own():
+    pairs = [*PAIRS, *[Pair(p.prompt, p.chosen, "other") for p in PAIRS]]
+    kept, held = parted_by_prompt(pairs, 0.25, seed=0)
+    assert len(kept) + len(held) == 48
+    assert len(held) == 12
+    assert not {p.prompt for p in kept} & {p.prompt for p in held}
+    assert parted_by_prompt(pairs, 0.25, seed=1)[1] != held
+
+
+def test_the_command_writes_a_reward_and_tells_its_accuracy_with_an_interval(tmp_path, capsys):
+    file, out = tmp_path / "pairs.jsonl", tmp_path / "judge"
+    file.write_text("".join(json.dumps(vars(one)) + "\n" for one in PAIRS))
+    words = [
+        "reward",
+        "train",
+        "--model",
+        "demo",
+        "--dataset",
+        str(file),
+        "-o",
+        str(out),
+        "--use-cpu",
+        "--held-out",
+        "0.25",
+    ]
+    assert main([*words, "--epochs", "6", "--learning-rate", "1e-3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["held_out"] == 6
+    assert told["interval"][0] <= told["accuracy"] <= told["interval"][1]
+    assert told["accuracy"] == 1.0
+    assert json.loads((out / "reward_training.json").read_text())["pairs"] == 18
+    scores = resolve(str(out)).call(["5 + 5 ="] * 2, [" 10 apples", " 10"])
+    assert scores[0] > scores[1]
+    assert main([*words, "--json"]) == 2
+    assert "is there already" in capsys.readouterr().err
