@@ -119,7 +119,8 @@ def _report(options: dict[str, Any], folder: Path, accuracy: Estimate, result: d
     )
     if accuracy.low <= 0.5:
         output.result("No better than a coin can be ruled out: give more pairs, more epochs or another learning rate.")
-    output.say(f"try it: covey reward test --reward {folder}\nuse it: covey train ... --reward {folder}")
+    named = folder if len(folder.parts) > 1 else f"./{folder}"  # a bare word may be a built-in reward's name
+    output.say(f"try it: covey reward test --reward {named}\nuse it: covey train ... --reward {named}")
 
 
 verb = Verb(
