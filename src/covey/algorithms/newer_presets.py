@@ -67,7 +67,7 @@ def gdpo(
 
 def gfpo(
     *,
-    keep_best: int = 2,
+    keep_best: int = 4,
     by: Literal["length", "efficiency"] = "length",
     low: float = 0.2,
     high: float | None = None,
