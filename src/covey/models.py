@@ -287,3 +287,8 @@ def context_limit(model: Any) -> int | None:
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return int(limit) if limit is not None and math.isfinite(limit) and limit > 0 else None
+
+
+def short_name(model: Any) -> str:
+    """Last part of the name or folder that a model was loaded from; "model" if it has none."""
+    return Path(str(model if isinstance(model, (str, Path)) else model.config._name_or_path)).name or "model"

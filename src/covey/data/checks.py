@@ -131,3 +131,8 @@ def _are_texts(prompts: datasets.Dataset) -> bool:
         if texts.null_count or blank:
             return False
     return True
+
+
+def length_of(dataset: Any) -> int | None:
+    """Rows of a data set; None of a stream."""
+    return len(dataset) if hasattr(dataset, "__len__") else None

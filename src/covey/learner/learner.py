@@ -23,7 +23,7 @@ from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.learner.supervised import Supervised
 from covey.learner.teacher import Teacher
 from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of, weights
-from covey.learner.token_metrics import TokenEntropies, effective_size, sampler_mismatch
+from covey.learner.token_metrics import TokenEntropies, Unread, effective_size, sampler_mismatch
 from covey.learner.update_guard import UpdateGuard
 from covey.process.gradient_buckets import GradientBuckets
 from covey.process.world import World
@@ -43,17 +43,6 @@ from covey.types import (
 
 FIRST_UPDATE = "first_update/log_ratio"
 """Mean distance, a token, of the log-probabilities of a rollout's first update from those measured at the rollout."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Unread:
-    """Tensors that the metrics of a micro-batch are computed from, still on the device."""
-
-    batch: Sequence[Row]
-    tokens: TokenBatch
-    """Detached."""
-    losses: Mapping[str, Tensor]
-    """[] each, detached."""
 
 
 @dataclass(eq=False)
@@ -300,7 +289,7 @@ class Learner:
         """Drop the gradients of a step that was begun."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> _Unread:
+    def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> Unread:
         loss, unread = self._loss(batch, algorithm, totals)
         self._backward(loss)
         return unread
@@ -308,7 +297,7 @@ class Learner:
     def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
         return self._read(self._loss(batch, algorithm, totals)[1], algorithm, totals)
 
-    def _loss(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, _Unread]:
+    def _loss(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, Unread]:
         """The loss of a micro-batch, and what its metrics are computed from; the host waits for no number of the device."""
         tokens, measured = self._tokens(batch, algorithm)
         parts = {"loss": algorithm.loss(tokens, totals)}
@@ -320,9 +309,9 @@ class Learner:
             parts["aux_loss"] = measured.auxiliary_loss
             loss = loss + self.policy.auxiliary_coefficient * (len(batch) / totals.sequences) * parts["aux_loss"]
         parts["loss"] = loss
-        return loss, _Unread(batch, tokens.detached(), {name: part.detach() for name, part in parts.items()})
+        return loss, Unread(batch, tokens.detached(), {name: part.detach() for name, part in parts.items()})
 
-    def _read(self, unread: _Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
+    def _read(self, unread: Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
         """The metrics of a micro-batch: here the host waits for the device."""
         tokens, losses = unread.tokens, {name: part.item() for name, part in unread.losses.items()}
         if tokens.entropy is not None:

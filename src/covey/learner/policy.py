@@ -134,8 +134,8 @@ class Policy:
         """
         has_siblings = self.packs_always or len({row.group for row in rows}) < len(rows)
         seen = next((row.prompt for row in rows if row.prompt.images is not None), None)
-        others = () if against is None else (against.policy,)
-        if has_siblings and all(one._shares() and (seen is None or one._embeds(seen)) for one in (self, *others)):
+        computing = (self,) if against is None else (self, against.policy)
+        if has_siblings and all(one._shares() and (seen is None or one._embeds(seen)) for one in computing):
             packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -59,3 +60,14 @@ class TokenEntropies:
         ends = [sum(group.size for group in groups[: p + 1]) for p in range(len(groups))]
         places = [range(end - group.size, end) for end, group in zip(ends, groups, strict=True)]
         return {"entropy": [[found.get(index) for index in place] for place in places]}
+
+
+@dataclass(frozen=True, eq=False)
+class Unread:
+    """Tensors that the metrics of a micro-batch are computed from, still on the device."""
+
+    batch: Sequence[Row]
+    tokens: TokenBatch
+    """Detached."""
+    losses: Mapping[str, Tensor]
+    """[] each, detached."""

@@ -14,8 +14,10 @@ from transformers.utils.logging import set_verbosity
 
 from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
+from covey.data.checks import length_of
 from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
 from covey.learner import Learner
+from covey.models import short_name
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
 from covey.monitor.trackers import Trackers
 from covey.monitor.updates import UpdateMeter
@@ -97,7 +99,7 @@ class GRPOTrainer(TRLInterface):
         algorithm: str | Algorithm | None = None,
         ensemble: Any = None,
     ) -> None:
-        self.args = args if args is not None else GRPOConfig(f"{_short_name(model)}-GRPO")
+        self.args = args if args is not None else GRPOConfig(f"{short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
             raise ArgumentTypeError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
         (lean.enable_full_determinism if self.args.full_determinism else lean.set_seed)(self.args.seed)
@@ -160,7 +162,7 @@ class GRPOTrainer(TRLInterface):
             state = TrainState(controllers=self.algorithm.initial_controllers())
             state = state if start is None else self._resume(parts, start)
             self.started_at = state.step
-            rows = {"steps to train": self.state.max_steps, "rows of train_dataset": _length(self.train_dataset)}
+            rows = {"steps to train": self.state.max_steps, "rows of train_dataset": length_of(self.train_dataset)}
             self.world.expect_same(rows)
             state = self._run(parts, state)
             summary = parts.session.end(state)
@@ -266,7 +268,7 @@ class GRPOTrainer(TRLInterface):
         )
         for said in self._advice() if self.world.is_main else ():
             logger.warning("advice: %s", said)
-        parts = build_parts(given, session, self.optimizers, _length(self.train_dataset), stop)
+        parts = build_parts(given, session, self.optimizers, length_of(self.train_dataset), stop)
         return with_ensemble(replace(parts, average=average_of(self.args, self.model)), self.ensemble, given)
 
     def _advice(self) -> list[str]:
@@ -394,11 +396,3 @@ class GRPOTrainer(TRLInterface):
         more = ": nothing to do, all steps are done" if state.step >= self.state.max_steps else ""
         parts.session.display.show(f"resumed at step {state.step}, from {start}{more}")
         return state
-
-
-def _short_name(model: Any) -> str:
-    return Path(str(model if isinstance(model, (str, Path)) else model.config._name_or_path)).name or "model"
-
-
-def _length(dataset: Any) -> int | None:
-    return len(dataset) if hasattr(dataset, "__len__") else None

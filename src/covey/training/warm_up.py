@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import GRPOConfig
-from covey.config.options import ALERT_RULES
+from covey.config.alerts import ALERT_RULES
 from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
 from covey.data.prompts import to_prompt
