@@ -53,7 +53,8 @@ def own(groups: Sequence[Group]) -> list[Group]:
 
 
 def is_own(completion: Completion) -> bool:
-    return completion.source == "policy"
+    """True unless a member wrote it: supervised fine-tuning's completions are of the data."""
+    return completion.source in ("policy", "data")
 
 
 def asked_again(parts: Parts, groups: Sequence[Group], sampling: SamplingParams) -> list[Group]:
