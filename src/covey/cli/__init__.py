@@ -24,6 +24,7 @@ VERBS = {
     "data": "what is wrong with a data set, row by row; a copy without it",
     "reward": "whether a reward pays right answers and nothing else; a reward model trained on pairs",
     "features": "describe a data set's rows in columns: length, language, how often a model solves them",
+    "serve-vllm": "start a vLLM server whose weights a run can update and prove",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
@@ -83,7 +84,7 @@ def _run(words: list[str]) -> int:
     expect_docstrings()
     if "--debug" not in words:
         output.start_logging()
-    return int(importlib.import_module(f"covey.cli.{name}").verb(words[1:]))
+    return int(importlib.import_module(f"covey.cli.{name.replace('-', '_')}").verb(words[1:]))
 
 
 def _disk_refuses(error: Exception) -> str | None:

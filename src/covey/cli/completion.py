@@ -86,7 +86,7 @@ def script(shell: str) -> str:
 
 def _flags(name: str) -> dict[str, Flag]:
     """Flags of a verb, or of all verbs below it, such as those of `data check` and `data clean`."""
-    module = importlib.import_module(f"covey.cli.{name}")
+    module = importlib.import_module(f"covey.cli.{name.replace('-', '_')}")
     verbs = [found for found in vars(module).values() if isinstance(found, Verb)]
     return {flag.name.replace("_", "-"): flag for found in verbs for flag in found.flags()}
 

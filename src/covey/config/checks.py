@@ -282,11 +282,28 @@ def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(f"use_vllm=True and rollout_backend={config.rollout_backend!r} contradict each other.")
     if config.use_vllm:
         config.rollout_backend = "vllm"
-    if config.vllm_mode == "server":
-        raise ConfigError("vllm_mode='server' cannot be honoured: there is no server; use colocate, in this process.")
-    for name in ("vllm_gpu_memory_utilization", "vllm_max_model_length"):
-        if name in given and config.rollout_backend != "vllm":
+    is_vllm, is_server = config.rollout_backend == "vllm", config.vllm_mode == "server"
+    if config.vllm_structured_outputs_regex is not None and not is_vllm:
+        raise ConfigError(
+            f"vllm_structured_outputs_regex={config.vllm_structured_outputs_regex!r} cannot be honoured without vLLM: set use_vllm=True, "
+            "or score the format with a reward."
+        )
+    for name in _WITH_SERVER + _COLOCATED:
+        if name in given and not is_vllm:
             logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, given[name])
+        elif name in given and is_server != (name in _WITH_SERVER):
+            why = "the server was started with its own" if is_server else "it acts with vllm_mode='server'"
+            logger.warning("%s=%r changes nothing here: %s.", name, given[name], why)
+
+
+_WITH_SERVER = (
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+    *("vllm_transport", "vllm_directory", "vllm_attestation", "vllm_deadlines"),
+)
+_COLOCATED = (
+    *("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_model_impl"),
+    "vllm_enable_sleep_mode",
+)
 
 
 def settle_batches(config: Any) -> None:

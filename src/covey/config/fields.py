@@ -93,12 +93,37 @@ class Options:
     attention: str = option("auto",
         "Attention kernels of the native sampler: torch, triton (CUDA), compiled (a CPU with a C++ compiler), or the fastest (auto).",
         group="sampling", words=("auto", "torch", "triton", "compiled"))
-    use_vllm: bool = option(False, "Generate with vLLM.", group="sampling")
-    vllm_mode: str = option("colocate", "Where vLLM runs: colocate or server.", group="sampling",
+
+    # vLLM
+    use_vllm: bool = option(False, "Generate with vLLM.", group="vLLM")
+    vllm_mode: str = option("colocate", "Where vLLM runs: colocate or server.", group="vLLM",
         words=("colocate", "server"))
-    vllm_gpu_memory_utilization: float = option(0.3, "Share of the GPU's memory for vLLM.", group="sampling",
+    vllm_gpu_memory_utilization: float = option(0.3, "Share of the GPU's memory for vLLM.", group="vLLM",
         at_least=0, at_most=1)
-    vllm_max_model_length: int | None = option(None, "Context length of vLLM.", group="sampling", at_least=1)
+    vllm_max_model_length: int | None = option(None, "Context length of vLLM.", group="vLLM", at_least=1)
+    vllm_tensor_parallel_size: int = option(1, "GPUs of one vLLM engine.", group="vLLM", at_least=1)
+    vllm_model_impl: str = option("vllm", "Model implementation inside vLLM.", group="vLLM",
+        words=("vllm", "transformers", "auto"))
+    vllm_enable_sleep_mode: bool = option(False,
+        "Let vLLM in this process give its memory back between rollouts.", group="vLLM")
+    vllm_structured_outputs_regex: str | None = option(None,
+        "Regular expression that vLLM's completions must match.", group="vLLM")
+    vllm_server_base_url: str | None = option(None, "Address of a vLLM server.", group="vLLM")
+    vllm_server_host: str = option("0.0.0.0", "Host of a vLLM server; 0.0.0.0 is this machine.", group="vLLM")
+    vllm_server_port: int = option(8000, "Port of a vLLM server.", group="vLLM", at_least=1)
+    vllm_server_timeout: float = option(240.0, "Seconds to wait for a vLLM server.", group="vLLM", above=0)
+    vllm_group_port: int = option(51216, "Port on which NCCL meets a vLLM server.", group="vLLM", at_least=1)
+    vllm_transport: str = option("auto",
+        "How weights reach a vLLM server: directory (a folder a version, which both see), nccl (CUDA), or auto (adapters alone, else directory).",
+        group="vLLM", words=("auto", "directory", "nccl"))
+    vllm_directory: str | None = option(None,
+        "Folder of the versions that a vLLM server reads; unset: `vllm-weights` in output_dir.", group="vLLM")
+    vllm_attestation: str = option("stop",
+        "When a vLLM server answers with other weights than it was sent: stop, warn, or off (nothing is compared).",
+        group="vLLM", words=("stop", "warn", "off"))
+    vllm_deadlines: dict[str, Any] | str | None = option(None,
+        'Longest seconds of each phase with a vLLM server, such as {"pause": 60, "update": 120, "bytes_per_second": 1e8}.',
+        group="vLLM")
 
     # Loss
     algorithm: Any = option(None,
@@ -278,20 +303,6 @@ class Options:
     # TRL's, with nothing to act on here
     pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of so many tokens.",
         inert="padding changes no result here, and memory is bounded by tokens")
-    vllm_model_impl: str = option("vllm", "Model implementation inside vLLM.",
-        inert="vLLM runs in the process of the run, without a server")
-    vllm_enable_sleep_mode: bool = option(False, "Let vLLM sleep during the optimizer step.",
-        inert="vLLM runs in the process of the run, without a server")
-    vllm_server_base_url: str | None = option(None, "Address of a vLLM server.",
-        inert="vLLM runs in the process of the run, without a server")
-    vllm_server_host: str = option("0.0.0.0", "Host of a vLLM server.",
-        inert="vLLM runs in the process of the run, without a server")
-    vllm_server_port: int = option(8000, "Port of a vLLM server.",
-        inert="vLLM runs in the process of the run, without a server")
-    vllm_server_timeout: float = option(240.0, "Seconds to wait for a vLLM server.",
-        inert="vLLM runs in the process of the run, without a server")
-    vllm_group_port: int = option(51216, "Port on which weights reach a vLLM server.",
-        inert="vLLM runs in the process of the run, without a server")
     cache_implementation: str | None = option(None, "Cache class of transformers' `generate`.",
         inert="the native sampler has its own cache, one copy of the prompt a group")
     use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.",
@@ -302,9 +313,5 @@ class Options:
     # TRL's, refused
     ds3_gather_for_generation: bool = option(True, "Gather DeepSpeed ZeRO-3 weights for generation.",
         refused="it concerns DeepSpeed ZeRO-3, which is not supported yet")
-    vllm_structured_outputs_regex: str | None = option(None, "Regular expression that vLLM's completions must match.",
-        refused="completions cannot be constrained without vLLM; score the format with a reward")
-    vllm_tensor_parallel_size: int = option(1, "GPUs of one vLLM engine.",
-        refused="a run's vLLM is on its own device; leave it out")
     log_completions_hub_repo: str | None = option(None, "Upload completions to this repository on the Hub.",
         refused="completions stay in the run folder; upload `rollouts/` yourself if you want them public")

@@ -31,6 +31,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         "generation_kwargs",
         "alert_actions",
         "chat_template_kwargs",
+        "vllm_deadlines",
         "transformers_continuous_batching_config",
     ]
 

@@ -20,7 +20,7 @@ DECLARED: Mapping[str, Option] = {
 """The declaration of every option, those of TrainingArguments first."""
 
 GROUP_NAMES = (
-    "model", "data", "steps and batches", "sampling", "loss", "reference model", "rewards", "sampler and learner", "optimizer",
+    "model", "data", "steps and batches", "sampling", "vLLM", "loss", "reference model", "rewards", "sampler and learner", "optimizer",
     "numbers gone bad", "alerts", "evaluation", "output", "hub", "memory, precision and devices",
 )  # fmt: skip
 GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment, Reply, Turn
 from covey.rollout.hf import TransformersSampler
 from covey.rollout.prompts import PromptLike
-from covey.rollout.sampler import Sampler, SamplingParams
+from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
 
 __all__ = [
     "Backend",
@@ -20,4 +20,5 @@ __all__ = [
     "Turn",
     "Unsupported",
     "choose_sampler",
+    "sampler_metrics",
 ]

@@ -13,10 +13,10 @@ from covey.rollout.generate import GenerateSampler
 from covey.rollout.hf import TransformersSampler
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams
-from covey.rollout.vllm import VLLMSampler
+from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.types import Group, Prompt
 
-Backend = Literal["auto", "native", "transformers", "generate", "vllm"]
+Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-server"]
 
 
 class SplitSampler(NativeSampler):
@@ -66,8 +66,11 @@ def choose_sampler(
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"sampler backend {backend!r} does not exist; take one of {', '.join(get_args(Backend))}.")
-    if backend == "vllm":
-        return VLLMSampler(model, tokenizer, eos_ids=eos_ids, **options)
+    if backend in ("vllm", "vllm-server"):
+        if options.pop("environment", None) is not None:
+            raise ConfigError("Tools and environments take Covey's own sampler; leave use_vllm out.")
+        make = VLLMSampler if backend == "vllm" else ServerSampler
+        return make(model, tokenizer, eos_ids=eos_ids, **options)
     if backend == "generate":
         return GenerateSampler(model, tokenizer, eos_ids=eos_ids, **options)
     if backend == "transformers":

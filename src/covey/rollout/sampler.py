@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from covey.errors import ConfigError
 from covey.rollout.prompts import PromptLike
-from covey.types import Group
+from covey.types import Group, Metric
 
 DEFAULT_ROWS = 256
 """Completions that are written at once unless one says otherwise."""
@@ -98,3 +98,12 @@ class Sampler(Protocol):
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish: not always in the order of the prompts."""
         ...
+
+
+def sampler_metrics(sampler: Any) -> dict[str, Metric]:
+    """What a sampler measured since the last call, where it measures anything; each sampler inside another is asked too."""
+    take = getattr(sampler, "take_metrics", None)
+    if take is None:
+        inner = getattr(sampler, "sampler", None)
+        return {} if inner is None else sampler_metrics(inner)
+    return dict(take())

@@ -251,7 +251,8 @@ def build_learner(
         critic=critic,
         teacher=taught(algorithm, policy, given.tokenizer, template),
         supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
-        uses_sampler_logp=not sampling.truncates and sampling.repetition_penalty == 1.0,
+        uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
+        and sampling.repetition_penalty == 1.0,
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
         overlaps_reduction=not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,

@@ -14,7 +14,7 @@ from covey.learner.update_guard import is_left_out
 from covey.process.interruption import StopNow
 from covey.process.memory import collecting_new_garbage_only
 from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
-from covey.rollout import Sampler, SamplingParams
+from covey.rollout import Sampler, SamplingParams, sampler_metrics
 from covey.runs import rng
 from covey.training.agents import tool_metrics
 from covey.training.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
@@ -95,7 +95,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         **reward_metrics(own(drawn), parts.scorer.names, parts.scorer.weights, scales),
         "groups/drawn": Mean(len(drawn), 1),
         **advantage_shares(scaled, parts.scorer.names, parts.scorer.weights),
-        **parts.world.merge(parts.scorer.take_metrics()),
+        **parts.world.merge({**parts.scorer.take_metrics(), **sampler_metrics(parts.sampler)}),
         **completion_metrics(mine),
         **tool_metrics([one for group in mine for one in group.completions]),
         **parts.session.monitor.measure(mine, parts.scorer.weights, scales),

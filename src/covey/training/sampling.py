@@ -11,6 +11,7 @@ from covey.config import GRPOConfig
 from covey.errors import ConfigError, did_you_mean
 from covey.process.world import World
 from covey.rollout import SamplingParams
+from covey.training.vllm_options import vllm_backend, vllm_options
 
 logger = logging.getLogger(__name__)
 
@@ -88,16 +89,8 @@ def sampler_options(args: GRPOConfig, world: World) -> dict[str, Any]:
     if others:
         return {**options, "backend": "generate", "generate": others}
     if args.rollout_backend == "vllm":
-        if world.size > 1:
-            raise ConfigError(
-                "rollout_backend='vllm' runs in one process; leave it out with several, native is as exact there."
-            )
-        return {
-            "backend": "vllm",
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_model_length": args.vllm_max_model_length,
-            **({} if args.rollout_dtype == "auto" else {"dtype": args.rollout_dtype}),
-        }
+        options = {"backend": vllm_backend(args), **vllm_options(args, world)}
+        return options if args.rollout_dtype == "auto" else {**options, "dtype": args.rollout_dtype}
     if args.rollout_backend == "transformers":
         return {**options, "backend": "transformers"}
     trains_in_half = args.bf16 and world.device.type == "cpu"

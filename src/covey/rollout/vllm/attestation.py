@@ -1,0 +1,288 @@
+"""Attestation: whether a server computes with the weights that the trainer sent, told from what it answers and not from a label.
+
+A probe of fixed tokens is scored by the server and by the trainer. Three questions, from the cheapest:
+
+* *moved*: after an update that changes the probe, is the server's answer different at all? On a server that repeats itself bit for
+  bit an equal answer means that nothing arrived.
+* *right*: the server's change of log-probabilities regressed on the trainer's. The slope is 1 for the pushed weights and 0 for the
+  old ones; updates are pooled until the interval says which.
+* *near*: how far the server's log-probabilities are from the trainer's, beside how far they were at first.
+
+And between updates: an answer that differs from the last one means that somebody else wrote weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from covey.errors import AttestationError
+from covey.models import evaluating
+from covey.process.world import autocast
+from covey.types import Max, Mean, Metric
+
+PROBE_TOKENS = 64
+TOP = 20
+"""Likeliest tokens of each position that are compared, beside the probe's own."""
+SIGMAS = 7.0
+"""Standard errors on each side of the slope's interval: no false alarm in thousands of updates, also with few clusters."""
+SLACK = 0.25
+"""The interval must lie so far from 1 to mean other weights."""
+FARTHEST = 0.3
+"""Mean difference in nats that bfloat16, quantized caches and kernels may make; measured in float32: 1e-6, in bfloat16: 0.01."""
+TIMES_FARTHER = 5.0
+"""Growth of that difference since the first updates that means other weights."""
+SMALLEST_STEP = 2e-3
+"""Nats below which no growth counts: float32 servers start from almost nothing."""
+
+Verdict = Literal["right", "wrong", "not decidable yet"]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The server's log-probabilities of a probe: which (position, token) pairs, and their values [K] in float64."""
+
+    keys: tuple[tuple[int, int], ...]
+    values: Tensor
+
+    @staticmethod
+    def of(prompt_logprobs: Any) -> Answer:
+        """From `prompt_logprobs`: a list with None first, then one mapping a position. Raises AttestationError for anything else."""
+        try:
+            found = [
+                (position, int(token), float(entry["logprob"]))
+                for position, tokens in enumerate(prompt_logprobs)
+                for token, entry in (tokens or {}).items()
+            ]
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise AttestationError(f"The server's answer to the probe cannot be read: {error}.") from error
+        found.sort()
+        if not found or not all(math.isfinite(value) for *_, value in found):
+            raise AttestationError("The server's answer to the probe holds no finite log-probabilities.")
+        keys = tuple((position, token) for position, token, _ in found)
+        return Answer(keys, torch.tensor([value for *_, value in found], dtype=torch.float64))
+
+    def equals(self, other: Answer) -> bool:
+        """Bit for bit."""
+        return self.keys == other.keys and torch.equal(self.values, other.values)
+
+    def distance(self, logp: Tensor) -> float:
+        """Mean absolute difference in nats from the trainer's log-probabilities [L - 1, V]."""
+        return float((self.values - _at(logp, self.keys)).abs().mean())
+
+
+def _codes(keys: Sequence[tuple[int, int]]) -> Tensor:
+    """[K] int64, ascending as the keys are: one number a (position, token) pair."""
+    places = torch.tensor(keys)
+    return places[:, 0] * 2**32 + places[:, 1]
+
+
+def _at(logp: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
+    places = torch.tensor(keys)  # position p is predicted by row p - 1
+    return logp[places[:, 0] - 1, places[:, 1]].double()
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Regression through the origin of the server's change y on the trainer's x, pooled over updates, with clustered errors.
+
+    For each position p: x_p = sum of x^2, y_p = sum of x y. The slope is sum y_p / sum x_p; its variance, clustered by position
+    (Liang and Zeger 1986), sum (y_p - b x_p)^2 / (sum x_p)^2. Five sums hold it all.
+    """
+
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    yy: float = 0.0
+    clusters: int = 0
+
+    def with_update(self, before: Answer, after: Answer, logp_before: Tensor, logp_after: Tensor) -> Slope:
+        """The same with one more update; pairs that only one answer has are left out."""
+        ours, theirs = _codes(after.keys), _codes(before.keys)
+        is_common = torch.isin(ours, theirs)
+        if not bool(is_common.any()):
+            return self
+        places = torch.tensor(after.keys)[is_common]
+        change = after.values[is_common] - before.values[torch.searchsorted(theirs, ours[is_common])]
+        rows = (places[:, 0] - 1, places[:, 1])
+        expected = logp_after[rows].double() - logp_before[rows].double()
+        positions = places[:, 0]
+        zeros = torch.zeros(int(positions.max()) + 1, dtype=torch.float64)
+        xs, ys = zeros.index_add(0, positions, expected**2), zeros.index_add(0, positions, expected * change)
+        return Slope(
+            self.x + float(xs.sum()),
+            self.y + float(ys.sum()),
+            self.xx + float((xs**2).sum()),
+            self.xy + float((xs * ys).sum()),
+            self.yy + float((ys**2).sum()),
+            self.clusters + int((xs > 0).sum()),
+        )
+
+    @property
+    def value(self) -> float:
+        return self.y / self.x if self.x > 0 else math.nan
+
+    @property
+    def error(self) -> float:
+        """Standard error, clustered by position; infinite with fewer than 20 clusters."""
+        if self.x <= 0 or self.clusters < 20:
+            return math.inf
+        b = self.value
+        spread = max(0.0, self.yy - 2 * b * self.xy + b * b * self.xx)
+        return math.sqrt(spread * self.clusters / (self.clusters - 1)) / self.x
+
+    def verdict(self, *, lowest: float = 1 - SLACK) -> Verdict:
+        """`wrong` where the interval lies below `lowest` or above 1.25, `right` where it excludes 0 and holds nothing wrong."""
+        low, high = self.value - SIGMAS * self.error, self.value + SIGMAS * self.error
+        if not math.isfinite(low):
+            return "not decidable yet"
+        if high < lowest or low > 1 + SLACK:
+            return "wrong"
+        return "right" if low > 0 and high - low < 2 else "not decidable yet"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Outcome of the attestation of one update."""
+
+    moved: bool | None
+    """None: the update is too small to tell, or the server does not repeat itself."""
+    right: Verdict
+    slope: float
+    slope_error: float
+    distance: float
+    """Nats between the server's log-probabilities and the trainer's."""
+    exact: bool | None = None
+    """Whether the digests are equal; None: the server gives none."""
+
+    def metrics(self) -> dict[str, Metric]:
+        flags = {"moved": self.moved, "exact": self.exact, "right": {"right": True, "wrong": False}.get(self.right)}
+        found: dict[str, Metric] = {
+            f"vllm/{name}": Mean(float(is_so), 1) for name, is_so in flags.items() if is_so is not None
+        }
+        found["vllm/probe_difference"] = Max(self.distance)
+        if math.isfinite(self.slope):
+            found["vllm/probe_slope"] = Mean(self.slope, 1)
+        return found
+
+
+@dataclass(eq=False)
+class Attestation:
+    """Compares the server with the trainer at each update, and with itself between updates. Holds the last answers of both."""
+
+    is_exact_trainer: bool = True
+    """Whether the trainer's probe is in float32: rounding in it would pull the slope towards 0."""
+    is_repeatable: bool | None = None
+    """Whether the server answers the same probe twice with the same bits; None: not known yet."""
+    last: Answer | None = None
+    logp: Tensor | None = None
+    """[L - 1, V] float32, the trainer's log-probabilities at the last update."""
+    rounded: Tensor | None = None
+    """The same in the server's type."""
+    slope: Slope = field(default_factory=Slope)
+    distances: list[float] = field(default_factory=list)
+    """Of the first updates, which later ones are compared with."""
+
+    def learn_repeatability(self, first: Answer, second: Answer) -> None:
+        """Two answers of one state. A server that ever differs from itself is not asked for equal bits again."""
+        self.is_repeatable = self.is_repeatable is not False and first.equals(second)
+
+    def check_untouched(self, now: Answer, again: Answer) -> None:
+        """Between updates, with a second answer of the same moment. Raises AttestationError where others wrote weights."""
+        if self.last is None or now.equals(self.last) or again.equals(self.last):
+            return
+        if not now.equals(again):  # other requests are computed beside it: the batch decides on the last bits
+            self.is_repeatable = False
+        if self.is_repeatable is False:
+            near = self.logp is not None and now.distance(self.logp) <= self.farthest()
+            if near:
+                return
+        raise AttestationError(
+            "The server's answer to the probe has changed since the last update, though this run sent nothing: another process "
+            "writes weights to it, or it was started again. Give every run a server of its own."
+        )
+
+    def check_update(self, after: Answer, logp: Tensor, rounded: Tensor, exact: bool | None = None) -> Seen:
+        """After an update: `after` is the server's answer, `logp` and `rounded` the trainer's. Raises AttestationError for other weights."""
+        before, logp_before, rounded_before = self.last, self.logp, self.rounded
+        moved = None
+        if before is not None and rounded_before is not None and logp_before is not None:
+            expects = float((rounded != rounded_before).double().mean()) >= 0.1
+            moved = not after.equals(before) if expects and self.is_repeatable is not False else None
+            self.slope = self._pooled(before, after, logp_before, logp)
+        distance = after.distance(logp)
+        verdict = self.slope.verdict(lowest=1 - SLACK if self.is_exact_trainer else SLACK)
+        seen = Seen(moved, verdict, self.slope.value, self.slope.error, distance, exact)
+        limit = self.farthest()
+        self.last, self.logp, self.rounded = after, logp, rounded
+        if moved is False:
+            raise AttestationError(
+                "The update moved nothing: the server answers the probe with the same bits as before, and the weights that were "
+                "sent do not. Servers without CUDA take nccl updates without acting on them; use vllm_transport='directory'."
+            )
+        if verdict == "wrong":
+            raise AttestationError(
+                f"The server does not follow the weights that are sent: its log-probabilities move {self.slope.value:.2f} "
+                f"(± {SIGMAS * self.slope.error:.2f}) times as far as the trainer's, where 1 is right and 0 means old weights."
+            )
+        if distance > limit:
+            raise AttestationError(
+                f"The server answers with other weights: its log-probabilities of the probe are {distance:.3g} nats from the "
+                f"trainer's, where {limit:.3g} is expected."
+            )
+        if len(self.distances) < 5:
+            self.distances.append(distance)
+        return seen
+
+    def _pooled(self, before: Answer, after: Answer, logp_before: Tensor, logp_after: Tensor) -> Slope:
+        """The slope over recent updates: what one update decides by itself is not diluted by those before it."""
+        alone = Slope().with_update(before, after, logp_before, logp_after)
+        if alone.verdict() != "not decidable yet":
+            return alone
+        past = self.slope if self.slope.verdict() == "not decidable yet" else Slope()
+        return past.with_update(before, after, logp_before, logp_after)
+
+    def farthest(self) -> float:
+        """The largest mean difference that is no alarm: a multiple of the first ones, and never above `FARTHEST` at first."""
+        if not self.distances:
+            return FARTHEST
+        usual = sorted(self.distances)[len(self.distances) // 2]
+        return min(FARTHEST, max(TIMES_FARTHER * usual, SMALLEST_STEP))
+
+    def forget(self) -> None:
+        """After a broken update nothing that the server answered before it counts."""
+        self.last = self.logp = self.rounded = None
+        self.slope = Slope()
+
+
+def check_replicas(answers: Sequence[Answer], before: Answer | None, *, is_repeatable: bool | None) -> None:
+    """Replicas of one server answer alike. Raises AttestationError where some still answer as before the update."""
+    if before is None or is_repeatable is False:
+        return
+    stuck = [rank for rank, answer in enumerate(answers) if answer.equals(before)]
+    if stuck and len(stuck) < len(answers):
+        raise AttestationError(
+            f"The update reached some replicas of the server only: replica {stuck[0]} of {len(answers)} still answers with the "
+            "weights before it."
+        )
+
+
+def probe_ids(vocabulary: int, length: int = PROBE_TOKENS) -> tuple[int, ...]:
+    """The probe: tokens drawn once from a fixed seed over the whole vocabulary, which no prompt of a run resembles."""
+    generator = torch.Generator().manual_seed(20261124)
+    return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
+
+
+@torch.no_grad()
+def trainer_logprobs(policy: Any, ids: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """[L - 1, V] float32 on the CPU: the policy's log-probabilities after each token but the last, under autocast to `dtype`."""
+    device = next(policy.parameters()).device
+    with evaluating(policy), autocast(device, dtype):
+        logits = policy(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).cpu()

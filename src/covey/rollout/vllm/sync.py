@@ -1,0 +1,174 @@
+"""Sync: a new version of the weights brought to a server, in phases with deadlines, and proved there before it writes anything.
+
+Fail-stop: an update cannot be rolled back, so after a broken one the server stays paused until whole weights were sent and checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from covey.data import num_embeddings
+from covey.errors import AttestationError, ServerError
+from covey.rollout.vllm.attestation import TOP, Answer, Attestation, Seen, check_replicas, probe_ids, trainer_logprobs
+from covey.rollout.vllm.server import Server
+from covey.rollout.vllm.transports import Transport, dtype_of
+from covey.rollout.vllm.weights import differing_blocks, digests_of, distinct_weights, plain_weights
+
+logger = logging.getLogger(__name__)
+
+Attest = Literal["stop", "warn", "off"]
+
+
+@dataclass(eq=False)
+class Sync:
+    """Updates of one server by one run, in order. `push` is the only way in; `expect_current` reads what is there."""
+
+    server: Server
+    transport: Transport
+    run: str
+    """Name of the run, the first half of every label `RUN:STEP`."""
+    attest: Attest = "stop"
+    attestation: Attestation = field(default_factory=Attestation)
+    label: str | None = None
+    """What the server must say; None before the first update."""
+    model: str = ""
+    """What requests ask for."""
+    is_broken: bool = False
+    """Whether the last update did not end well, so that nothing may be written before the next one has."""
+    pushed: int = 0
+    ids: tuple[int, ...] = ()
+    """The probe."""
+
+    def push(self, policy: Any, version: int) -> Seen | None:
+        """Bring these weights there. None: nothing was attested.
+
+        Raises ServerError where a phase fails or takes too long (the server is left paused), AttestationError where the server
+        answers with other weights afterwards.
+        """
+        if self.label is not None and not self.is_broken:
+            self.expect_current()
+        transport, label = self.transport, self._next_label(version)
+        num_bytes = transport.prepare(policy, label)
+        was_broken, self.is_broken = self.is_broken, True
+        if was_broken:
+            self.attestation.forget()
+        try:
+            if transport.pauses:
+                self.server.pause()
+            elif self.server.is_paused():
+                self.server.resume()
+            transport.send(policy, label, num_bytes)
+            if transport.pauses:
+                self.server.forget_prefixes()
+            exact = self._is_exact(policy) if transport.pauses and self.attest != "off" else None
+            self.server.set_version(label)
+            if exact is False:
+                raise AttestationError("The digest of the server's weights is not that of the weights that were sent.")
+            if transport.pauses:
+                self.server.resume()
+            self.label, self.model = label, transport.model_for(label)
+            seen = self._attested(policy, exact)
+            transport.finish(label)
+        except ServerError:
+            self._stay_paused()
+            raise
+        self.is_broken = False
+        return seen
+
+    def expect_current(self) -> None:
+        """Raise AttestationError unless the server says the label of the last update and answers the probe as it did then."""
+        found = self.server.version()
+        if found != self.label:
+            self.is_broken = True
+            raise AttestationError(
+                f"The server at {self.server.client.address} says that it serves {found!r}, where this run sent {self.label!r}: "
+                + (
+                    "it was started again"
+                    if found == "default"
+                    else "it is at an older version or another process writes to it"
+                )
+                + "; give every run a server of its own."
+            )
+        if self.attest == "off" or self.attestation.last is None:
+            return
+        first = self.answer()
+        if self.attestation.last.equals(first):
+            return
+        self._told(lambda: self.attestation.check_untouched(first, self.answer()))
+
+    def answer(self, replica: int | None = None) -> Answer:
+        """The server's answer to the probe, never from its prefix cache."""
+        top = TOP if self.server.facts.max_logprobs < 0 else min(TOP, self.server.facts.max_logprobs)
+        salt = secrets.token_hex(8)
+        return Answer.of(self.server.score(self.ids, top, model=self.model, replica=replica, salt=salt))
+
+    def _next_label(self, version: int) -> str:
+        """`RUN:STEP`; a version that is sent again gets a label, and with it a folder, of its own."""
+        self.pushed += 1
+        label = f"{self.run}:{version}"
+        return label if label != self.label and not self.is_broken else f"{label}.{self.pushed}"
+
+    def _is_exact(self, policy: Any) -> bool | None:
+        """Whether every block's digest is that of the trainer's weights in the server's type; None where that cannot be compared."""
+        found = self.server.digests() if self.server.facts.tensor_parallel == 1 else None
+        if not found:
+            return None
+        try:
+            wrong = differing_blocks(digests_of(distinct_weights(policy, dtype_of(self.server))), found[0])
+        except ValueError as error:
+            logger.warning(
+                "The server's digests are of other blocks than the model's (%s); they are not compared.", error
+            )
+            return None
+        if wrong:
+            logger.error("Blocks whose digest differs: %s.", ", ".join(wrong[:5]))
+        return not wrong
+
+    def _attested(self, policy: Any, exact: bool | None) -> Seen | None:
+        if self.attest == "off":
+            return None
+        self.ids = probe_ids(num_embeddings(policy) or policy.config.get_text_config().vocab_size)
+        before = self.attestation.last
+        after = self.answer()
+        if self.attestation.is_repeatable is None:
+            self.attestation.learn_repeatability(after, self.answer())
+        weights = [weight for _, weight in plain_weights(policy) if weight.is_floating_point()]
+        self.attestation.is_exact_trainer = all(weight.dtype == torch.float32 for weight in weights)
+        logp = trainer_logprobs(policy, self.ids)
+        dtype = dtype_of(self.server)
+        rounded = logp if dtype == torch.float32 else trainer_logprobs(policy, self.ids, dtype)
+        replicas = self.server.facts.data_parallel
+        others = [self.answer(rank) for rank in range(replicas)] if replicas > 1 else []
+        seen: list[Seen] = []
+
+        def look() -> None:
+            check_replicas(others, before, is_repeatable=self.attestation.is_repeatable)
+            seen.append(self.attestation.check_update(after, logp, rounded, exact))
+
+        self._told(look)
+        return seen[0] if seen else None
+
+    def _told(self, look: Any) -> None:
+        """What `look` raises, as an error or, with attest='warn', as a warning."""
+        try:
+            look()
+        except AttestationError as error:
+            if self.attest == "stop":
+                self.is_broken = True
+                raise
+            logger.warning("%s (vllm_attestation='warn' goes on)", error)
+
+    def _stay_paused(self) -> None:
+        """Leave the server paused, as far as it still listens. Adapters are replaced by name, so there is nothing to hold up."""
+        if not self.transport.pauses:
+            return
+        try:
+            if not self.server.is_paused():
+                self.server.pause()
+        except ServerError as error:
+            logger.warning("The server could not be left paused: %s", error)

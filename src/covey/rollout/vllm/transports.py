@@ -1,0 +1,260 @@
+"""Transports of weights to a vLLM server: a folder a version, an adapter alone, NCCL."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from covey.errors import ConfigError, ServerError
+from covey.rollout.vllm.server import Server
+from covey.rollout.vllm.weights import plain_weights, safe_name, write_adapter, write_weights
+
+KEPT = 2
+"""Versions whose folders stay: the one that is served, and the one before it."""
+
+
+class Transport(Protocol):
+    """A way to bring a version of the weights to a server."""
+
+    pauses: bool
+    """Whether the server must be paused meanwhile: its weights are replaced in place."""
+
+    def model_for(self, label: str) -> str:
+        """The name that requests ask for once `label` is served."""
+        ...
+
+    def prepare(self, policy: Any, label: str) -> int:
+        """What can be done while the server still answers; the bytes that will be sent."""
+        ...
+
+    def send(self, policy: Any, label: str, num_bytes: int) -> None:
+        """Bring it there. Raises ServerError; then the server's weights are neither the former nor the new ones."""
+        ...
+
+    def finish(self, label: str) -> None:
+        """Remove what no request needs any more."""
+        ...
+
+
+@dataclass(eq=False)
+class DirectoryTransport:
+    """Whole weights in a new folder, which the server reads: for any device, where both see the same disk."""
+
+    server: Server
+    folder: Path
+    pauses: bool = True
+    written: list[Path] = field(default_factory=list)
+
+    def model_for(self, label: str) -> str:
+        return self.server.facts.model
+
+    def prepare(self, policy: Any, label: str) -> int:
+        place = _new_place(self.folder, label)
+        size = write_weights(policy, place, dtype_of(self.server))
+        self.written.append(place)
+        return size
+
+    def send(self, policy: Any, label: str, num_bytes: int) -> None:
+        self.server.reload(str(self.written[-1].absolute()), num_bytes)
+        self.server.repack()
+
+    def finish(self, label: str) -> None:
+        _remove_old(self.written)
+
+
+@dataclass(eq=False)
+class AdapterTransport:
+    """The adapter alone, in a new folder and under a new name: the base weights stay, and so do requests under way."""
+
+    server: Server
+    folder: Path
+    pauses: bool = False
+    written: list[Path] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def model_for(self, label: str) -> str:
+        return label
+
+    def prepare(self, policy: Any, label: str) -> int:
+        place = _new_place(self.folder, label)
+        size = write_adapter(policy, place)
+        self.written.append(place)
+        return size
+
+    def send(self, policy: Any, label: str, num_bytes: int) -> None:
+        self.server.load_adapter(label, str(self.written[-1].absolute()))
+        self.names.append(label)
+
+    def finish(self, label: str) -> None:
+        """One earlier adapter stays for requests that are still under way."""
+        while len(self.names) > max(1, min(KEPT, self.server.facts.max_loras)):
+            oldest = self.names.pop(0)
+            if oldest in self.server.models():  # not after the server was started again
+                self.server.unload_adapter(oldest)
+        _remove_old(self.written)
+
+
+@dataclass(eq=False)
+class NCCLTransport:
+    """Whole weights over NCCL by vLLM's own trainer side. Needs CUDA and vLLM here. Written by vLLM 0.32's sources; never run."""
+
+    server: Server
+    host: str
+    port: int
+    pauses: bool = True
+    engine: Any = None
+
+    def model_for(self, label: str) -> str:
+        return self.server.facts.model
+
+    def prepare(self, policy: Any, label: str) -> int:
+        return sum(weight.numel() * weight.element_size() for _, weight in plain_weights(policy))
+
+    def send(self, policy: Any, label: str, num_bytes: int) -> None:
+        deadlines = self.server.client.deadlines
+        if self.engine is None:
+            self.engine = within(lambda: self._start(policy), deadlines.init, "setting up NCCL")
+        self.engine.source = _PlainSource(policy)
+        seconds = deadlines.start + deadlines.update_of(num_bytes) + deadlines.finish
+        try:
+            within(self.engine.send_weights, seconds, "sending weights over NCCL")
+        except ServerError:
+            self.engine = None  # the group cannot be used again after half a broadcast
+            raise
+
+    def _start(self, policy: Any) -> Any:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        found = self.server.client.get("/get_world_size")
+        info = NCCLTrainerInitInfo(
+            rank=0, master_address=self.host, master_port=self.port, world_size=1 + int(found["world_size"])
+        )
+        return WeightTransferTrainerFactory.trainer_init(
+            info, client=_Lifecycle(self.server), source=_PlainSource(policy)
+        )
+
+    def finish(self, label: str) -> None:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Lifecycle:
+    """vLLM's `VLLMWeightSyncClient`: its lifecycle over HTTP, each call once and within its deadline."""
+
+    server: Server
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info}, self.server.client.deadlines.init)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._post("/shutdown_weight_transfer_engine", None, self.server.client.deadlines.finish)
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update", None, self.server.client.deadlines.start)
+
+    def update_weights(self, update_info: Any) -> None:
+        deadlines = self.server.client.deadlines
+        sizes = zip(update_info["shapes"], update_info["dtype_names"], strict=True)
+        num_bytes = sum(torch.Size(shape).numel() * getattr(torch, name).itemsize for shape, name in sizes)
+        self._post("/update_weights", {"update_info": update_info}, deadlines.update_of(num_bytes))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        body = None if weight_version is None else {"weight_version": weight_version}
+        self._post("/finish_weight_update", body, self.server.client.deadlines.finish)
+
+    def _post(self, path: str, body: Any, seconds: float) -> None:
+        self.server.client.post(path, body, seconds=seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _PlainSource:
+    """vLLM's `WeightSource` over `plain_weights`: metadata and tensors in the same order."""
+
+    policy: Any
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in plain_weights(self.policy)]
+
+    def __iter__(self) -> Any:
+        return plain_weights(self.policy)
+
+    def held_names(self) -> None:
+        return None
+
+
+def within(work: Callable[[], Any], seconds: float, what: str) -> Any:
+    """The result of `work`, done in a daemon thread. Raises ServerError when it is not done in time, or what it raised."""
+    box: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            box.append(work())
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="covey-nccl")
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        error = failed[0]
+        raise error if isinstance(error, ServerError) else ServerError(f"{what} failed: {error}") from error
+    if not box:
+        raise ServerError(f"{what} was not done within {seconds:g} seconds.")
+    return box[0]
+
+
+def dtype_of(server: Server) -> torch.dtype:
+    """The type that a server computes in."""
+    found = getattr(torch, server.facts.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(
+            f"The server at {server.client.address} computes in {server.facts.dtype!r}, which is no type of weights."
+        )
+    return found
+
+
+def refuse_nccl(server: Server, policy: Any) -> None:
+    """Raise ConfigError where NCCL cannot carry the weights: on CPUs a server may answer success and move nothing."""
+    import importlib.util
+
+    needed = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
+    reasons = {
+        f"the server computes on {server.facts.device}": server.facts.device != "cuda",
+        "the run's model is not on a CUDA device": not next(policy.parameters()).is_cuda,
+        'the server was started without --weight-transfer-config \'{"backend": "nccl"}\'': server.facts.transfer_backend
+        != "nccl",
+        "the server lacks the endpoints of weight transfer": not server.client.has(*needed),
+        "vLLM is not installed beside Covey": importlib.util.find_spec("vllm") is None,
+    }
+    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+    if reason:
+        raise ConfigError(f"vllm_transport='nccl' cannot be used: {reason}; use 'directory'.")
+
+
+def refuse_forgetful(server: Server, model: Any) -> None:
+    """Raise ConfigError for a CPU server that would go on computing logits with the old matrix of tied embeddings."""
+    is_tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    if server.facts.device == "cpu" and is_tied and not server.facts.has_digest:
+        raise ConfigError(
+            f"The server at {server.client.address} computes on a CPU, where vLLM keeps a packed copy of lm_head that a reload "
+            "does not renew when embeddings are tied, as this model's are; start it with covey serve-vllm, which renews it."
+        )
+
+
+def _new_place(folder: Path, label: str) -> Path:
+    return folder / safe_name(label)
+
+
+def _remove_old(written: list[Path]) -> None:
+    while len(written) > KEPT:
+        shutil.rmtree(written.pop(0), ignore_errors=True)

