@@ -157,7 +157,7 @@ def refuse_contradictions(config: Any, given: Mapping[str, Any]) -> None:
             f"algorithm={config.algorithm!r} and {both[0]}={given[both[0]]!r} both say what the loss is: leave one out, "
             "or change the algorithm with .replace(...)."
         )
-    for name in ("rollout_dtype", "rollout_cache_fraction", "cuda_graphs", "attention"):
+    for name in ("rollout_cache_fraction", "cuda_graphs", "attention"):
         if config.rollout_backend == "transformers" and name in given:
             raise ConfigError(
                 f"{name}={given[name]!r} is the native engine's; rollout_backend='transformers' does without: leave it out."

@@ -81,8 +81,8 @@ class Options:
         "What draws completions: native (the trainer's own weights), transformers (`generate`), vllm, or auto.",
         group="sampling", words=("auto", "native", "transformers", "vllm"))
     rollout_dtype: str = option("auto",
-        "What a CPU samples a float32 model in: auto (bfloat16 with bf16=True, and where it pays), float32, bfloat16.",
-        group="sampling", words=("auto", "float32", "bfloat16"))
+        "What a float32 model is sampled from in: auto (what bf16 or fp16 says the learner computes in), float32, bfloat16, float16.",
+        group="sampling", words=("auto", "float32", "bfloat16", "float16"))
     rollout_max_rows: int | None = option(None,
         "Completions that are drawn at once; unset: 256 on a CPU, as many as memory holds on an accelerator.",
         group="sampling", at_least=1)

@@ -1,4 +1,4 @@
-"""Linear layers of the sampler: the live weights, or a bfloat16 copy in the layout that this processor multiplies fastest."""
+"""Linear layers of the sampler: the live weights, or a copy in 16 bits in the layout that this machine multiplies fastest."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ class SamplerLinear(ABC):
     """A linear layer [.., K] -> [.., N] while sampling."""
 
     @staticmethod
-    def make(*linears: Any, copies: bool) -> SamplerLinear:
-        """These layers side by side: their live weights, or with `copies` a bfloat16 copy with active LoRA adapters added.
+    def make(*linears: Any, dtype: torch.dtype | None = None) -> SamplerLinear:
+        """These layers side by side: their live weights, or a copy in `dtype` with active LoRA adapters added.
 
         Raises Unsupported for other kinds of layers.
         """
-        return Bf16PairLinear.of(*linears) if copies else InPlaceLinear.of(*linears)
+        if dtype is None:
+            return InPlaceLinear.of(*linears)
+        weight, bias = _side_by_side(linears, dtype)
+        if dtype == torch.bfloat16 and has_bfloat16(weight.device):
+            return Bf16PairLinear.from_bfloat16(weight, bias)
+        return InPlaceLinear(((weight, None if bias is None else bias.to(dtype)),))
 
     @staticmethod
     def in_float32(linear: Any) -> SamplerLinear:
@@ -65,7 +70,7 @@ class SamplerLinear(ABC):
 
 @dataclass(frozen=True, eq=False)
 class InPlaceLinear(SamplerLinear):
-    """The trainer's own parameters, side by side: their outputs are concatenated. Nothing is copied."""
+    """The trainer's own parameters, or one copy of several, side by side: their outputs are concatenated."""
 
     parts: tuple[tuple[Tensor, Tensor | None], ...]
 
@@ -102,6 +107,8 @@ class InPlaceLinear(SamplerLinear):
         return out[0] if len(out) == 1 else torch.cat(out, -1)
 
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        if len(self.parts) == 1:
+            return self(x).split(widths, -1)
         return [plain_linear(x, weight, bias) for weight, bias in self.parts]
 
     def silu(self, x: Tensor) -> Tensor:
@@ -121,7 +128,7 @@ class OneDnnLinear(SamplerLinear):
     @staticmethod
     def of(*linears: Any) -> OneDnnLinear:
         """These layers side by side, their active LoRA adapters added. Raises Unsupported for other kinds."""
-        return OneDnnLinear.from_bfloat16(*_side_by_side(linears))
+        return OneDnnLinear.from_bfloat16(*_side_by_side(linears, torch.bfloat16))
 
     @staticmethod
     def from_bfloat16(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
@@ -161,7 +168,11 @@ class Bf16PairLinear(SamplerLinear):
     @staticmethod
     def of(*linears: Any) -> Bf16PairLinear | OneDnnLinear:
         """These layers side by side; a `OneDnnLinear` where the kernels are missing or do not take the size."""
-        weight, bias = _side_by_side(linears)
+        return Bf16PairLinear.from_bfloat16(*_side_by_side(linears, torch.bfloat16))
+
+    @staticmethod
+    def from_bfloat16(weight: Tensor, bias: Tensor | None) -> Bf16PairLinear | OneDnnLinear:
+        """Of `weight` [N, K] bfloat16."""
         found = bf16_matmul()
         if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
             return OneDnnLinear.from_bfloat16(weight, bias)
@@ -211,11 +222,11 @@ def has_bfloat16(device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _side_by_side(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """Weights [N, K] in bfloat16 and biases of these layers, one after the other."""
+def _side_by_side(linears: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weights [N, K] in `dtype` and biases of these layers, one after the other."""
     parts = [effective(linear) for linear in linears]
     biases = [bias for _, bias in parts]
-    weight = torch.cat([weight.to(torch.bfloat16) for weight, _ in parts])
+    weight = torch.cat([weight.to(dtype) for weight, _ in parts])
     return weight, torch.cat(cast("list[Tensor]", biases)) if biases[0] is not None else None
 
 

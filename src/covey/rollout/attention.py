@@ -56,7 +56,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface; the batch is the keyword `covey_batch` of the model's forward.
 
-    Values narrower than the keys (multi-head latent attention) are stored with zeros behind them.
+    Values narrower than the keys (multi-head latent attention) are stored with zeros behind them. Under autocast all are in its type.
     """
     batch = options.get("covey_batch")
     if batch is None:
@@ -69,6 +69,8 @@ def attention_forward(
         raise Unsupported(f"{type(module).__name__} has queries, keys and values of different shapes")
     if missing:
         value = torch.nn.functional.pad(value, (0, missing))
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out = batch.attend(module.layer_idx, query, key, value, scale, options.get("softcap"), options.get("s_aux"))

@@ -81,7 +81,7 @@ def choose_sampler(
     except Unsupported as reason:
         if backend == "native" or options.get("environment") is not None:
             raise
-        kept = {name: options[name] for name in ("max_rows", "check_stop", "float32_head") if name in options}
+        kept = {name: options[name] for name in ("max_rows", "check_stop", "float32_head", "dtype") if name in options}
         lost = sorted(name for name in options.keys() - {*kept, "environment", "cache_fraction"})
         warnings.warn(
             f"Completions are written by plain transformers, which is slower: {reason}."

@@ -1,12 +1,11 @@
 """Decoders of the Llama shape computed without their modules: the same arithmetic in a quarter of the calls.
 
-Float32 reads the live weights. Bfloat16 on a CPU reads packed copies that every `load` refreshes; the residual stream, norms,
-rotary embeddings and softmax stay in float32.
+The model's own precision reads the live weights. Another one reads a copy of the linear layers, which every `load` refreshes; the
+residual stream, norms, rotary embeddings and softmax stay in float32, as under the learner's autocast.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class _Layer:
 
 
 class DecoderForward:
-    """The decoders of `WRITTEN_OUT`, in the model's own precision or in a packed bfloat16 copy."""
+    """The decoders of `WRITTEN_OUT`, in the model's own precision or in a copy of 16 bits."""
 
     def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, for a model outside the family."""
@@ -70,7 +69,7 @@ class DecoderForward:
         probe = ModulesForward(model)  # raises Unsupported where the engine cannot run the model
         self.layers: tuple[LayerShape, ...] = probe.layers
         self.device, self.dtype = probe.device, dtype
-        self.copies = dtype != probe.dtype
+        self.copied = dtype if dtype != probe.dtype else None
         self.vocab_size = int(config.vocab_size)
         self.eps = float(config.rms_norm_eps)
         attention = self.model.model.layers[0].self_attn
@@ -98,6 +97,8 @@ class DecoderForward:
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
         self.weights: DecodeWeights | None = None  # frees the old copy before the new one is made
+        self.blocks: list[_Layer] = []
+        self.__dict__.pop("head", None)
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
             self.blocks = [self._pack(layer) for layer in decoder.layers]
@@ -105,7 +106,7 @@ class DecoderForward:
             if self.float32_head:
                 self.head = SamplerLinear.in_float32(self.model.lm_head)
                 return
-            self.head = SamplerLinear.make(self.model.lm_head, copies=self.copies)
+            self.head = SamplerLinear.make(self.model.lm_head, dtype=self.copied)
         self.weights = DecodeWeights.of(self.blocks, self.norm, self.head)
 
     def _pack(self, layer: Any) -> _Layer:
@@ -113,14 +114,14 @@ class DecoderForward:
         norm_of = lambda name: getattr(attention, name).weight.detach().float() if hasattr(attention, name) else None
         return _Layer(
             before=layer.input_layernorm.weight.detach().float(),
-            qkv=SamplerLinear.make(attention.q_proj, attention.k_proj, attention.v_proj, copies=self.copies),
+            qkv=SamplerLinear.make(attention.q_proj, attention.k_proj, attention.v_proj, dtype=self.copied),
             query_norm=norm_of("q_norm"),
             key_norm=norm_of("k_norm"),
-            out=SamplerLinear.make(attention.o_proj, copies=self.copies),
+            out=SamplerLinear.make(attention.o_proj, dtype=self.copied),
             after=layer.post_attention_layernorm.weight.detach().float(),
-            gate=SamplerLinear.make(mlp.gate_proj, copies=self.copies),
-            up=SamplerLinear.make(mlp.up_proj, copies=self.copies),
-            down=SamplerLinear.make(mlp.down_proj, copies=self.copies),
+            gate=SamplerLinear.make(mlp.gate_proj, dtype=self.copied),
+            up=SamplerLinear.make(mlp.up_proj, dtype=self.copied),
+            down=SamplerLinear.make(mlp.down_proj, dtype=self.copied),
         )
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -256,23 +257,3 @@ def _is_hooked(module: nn.Module) -> bool:
     """True if a hook other than those of gradient checkpointing may read or change the module's input or output."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__name__", None) not in _GRADIENT_HOOKS for hook in hooks)
-
-
-class CopyForward(ModulesForward):
-    """Bfloat16 copy of any other architecture: a second model of half the memory, refreshed by every `load`."""
-
-    def __init__(self, model: Any, float32_head: bool = False) -> None:
-        self.live = unwrapped(model)
-        ModulesForward(self.live)  # raises Unsupported before a copy is made
-        copied = copy.deepcopy(self.live).requires_grad_(False).to(torch.bfloat16).eval()
-        super().__init__(copied, float32_head)
-
-    def refresh(self) -> bool:
-        live = {**dict(self.live.named_parameters()), **dict(self.live.named_buffers())}
-        mine = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        if live.keys() != mine.keys():
-            return False
-        with torch.no_grad():
-            for name, value in live.items():
-                mine[name].copy_(value)
-        return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -16,8 +16,9 @@ from covey.images import banned_ids, reason_against, refuse_loose_places
 from covey.kernels import DecodeKernels, SamplerLinear
 from covey.models import unwrapped
 from covey.process.memory import is_out_of_memory, release
+from covey.rollout.autocast import AutocastForward, SamplerPrecision, expect_precision
 from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
-from covey.rollout.decoder import CopyForward, DecoderForward
+from covey.rollout.decoder import DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.forward import Forward, ModulesForward
 from covey.rollout.graph_scheduler import GraphScheduler
@@ -31,28 +32,24 @@ from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
-Precision = Literal["auto", "float32", "bfloat16"]
-
 
 BFLOAT16_FROM = 4_000_000
 """Parameters from which "auto" trades exactness for speed: 2.5 times at 10 million, 1.6 times of very little at 1 million."""
 
 
-def best_forward(model: Any, dtype: Precision, float32_head: bool = False) -> Forward:
+def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False) -> Forward:
     """The fastest way to compute this model in this precision; see `NativeSampler`. Raises Unsupported with the reason."""
     live = next(unwrapped(model).parameters())
     wanted = live.dtype if dtype == "auto" else getattr(torch, dtype)
     is_large = sum(parameter.numel() for parameter in unwrapped(model).parameters()) >= BFLOAT16_FROM
     if dtype == "auto" and live.dtype == torch.float32 and SamplerLinear.has_bfloat16(live.device) and is_large:
         wanted = torch.bfloat16
-    if wanted != live.dtype and not (wanted == torch.bfloat16 and SamplerLinear.has_bfloat16(live.device)):
-        raise Unsupported(f"the model is in {live.dtype} and cannot be sampled from in {wanted} on this processor")
     try:
         return DecoderForward(model, wanted, float32_head)
     except Unsupported as reason:
         logger.info("Completions are computed by the model's own modules, which takes longer: %s.", reason)
-        kind = ModulesForward if wanted == live.dtype else CopyForward
-        return kind(model, float32_head and wanted != torch.float32)
+        in_float32 = float32_head and wanted != torch.float32
+        return ModulesForward(model, in_float32) if wanted == live.dtype else AutocastForward(model, wanted, in_float32)
 
 
 class NativeSampler:
@@ -68,7 +65,7 @@ class NativeSampler:
         tokenizer: Any,
         *,
         eos_ids: Sequence[int] | None = None,
-        dtype: Precision = "auto",
+        dtype: SamplerPrecision = "auto",
         max_rows: int | None = None,
         cache_bytes: int | None = None,
         cache_fraction: float = 0.5,
@@ -81,7 +78,8 @@ class NativeSampler:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
 
         `dtype` is what is computed in: the model's own with "auto", except that a CPU which multiplies bfloat16 in
-        hardware uses a bfloat16 copy of a float32 model that is not tiny. "float32" never copies and is exact.
+        hardware uses a bfloat16 copy of a float32 model that is not tiny. "float32" never copies and is exact; "bfloat16" and
+        "float16" copy the weights of a float32 model's products, at 2 bytes each, and are what the learner computes under autocast.
 
         At most `max_rows` completions, and groups that can hold at most `cache_bytes` of keys and values, are in flight
         at once (but always one group). By default `cache_fraction` of the memory that is free when sampling begins, and
@@ -102,13 +100,11 @@ class NativeSampler:
             raise ConfigError(f"cache_fraction is {cache_fraction}; give a share in (0, 1].")
         if max_rows is not None and max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
-        if dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32 or bfloat16.")
         if attention not in ("auto", "torch", "triton", "compiled"):
             raise ConfigError(
                 f"attention {attention!r} is not known to the sampler; take auto, torch, triton or compiled."
             )
-        self.dtype: Precision = dtype
+        self.dtype = expect_precision(model, dtype)
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.cache_bytes, self.cache_fraction = max_rows, cache_bytes, cache_fraction

@@ -55,15 +55,18 @@ class Forward(Protocol):
 class ModulesForward:
     """The model's own forward with the engine's attention: any architecture, adapters included, weights read in place."""
 
-    def __init__(self, model: Any, float32_head: bool = False) -> None:
-        """Raises Unsupported, with the reason, for a model that this cannot run exactly."""
+    def __init__(self, model: Any, float32_head: bool = False, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of keys and values, the weights' own by default.
+
+        Raises Unsupported, with the reason, for a model that this cannot run exactly.
+        """
         self.float32_head = float32_head
         refuse_known(model)
         register()
         self.model = unwrapped(model)
         self.context = context_of(self.model) or UNLIMITED
         parameter = next(self.model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = parameter.device, dtype or parameter.dtype
         self.extra = {"logits_to_keep": 1} if accepts(self.model, "logits_to_keep") else {}
         with torch.no_grad():
             self.layers = self._layers()

@@ -12,6 +12,7 @@ from torch import Tensor
 from covey.data import num_embeddings
 from covey.errors import ConfigError
 from covey.models import evaluating, unwrapped
+from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
@@ -39,6 +40,7 @@ class GenerateSampler:
         eos_ids: Sequence[int] | None = None,
         max_rows: int | None = None,
         environment: Any = None,
+        dtype: SamplerPrecision = "auto",
         float32_head: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -59,6 +61,7 @@ class GenerateSampler:
         eos_ids = eos_ids if own is None else own if isinstance(own, (list, tuple)) else [own]
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows, self.check_stop, self.float32_head = max_rows or DEFAULT_ROWS, check_stop, float32_head
+        self.dtype = expect_precision(model, dtype)
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
@@ -98,7 +101,8 @@ class GenerateSampler:
         stops = StoppingCriteriaList([self._interrupted])
         devices = [device] if device.type == "cuda" else []
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
-        with torch.random.fork_rng(devices=devices), evaluating(self.model), head:
+        precision = in_precision(self.model, self.dtype)
+        with torch.random.fork_rng(devices=devices), evaluating(self.model), precision, head:
             torch.manual_seed(seed % 2**63)
             out: Tensor = self.model.generate(
                 input_ids=ids.repeat_interleave(n, 0).to(device),

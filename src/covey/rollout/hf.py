@@ -14,6 +14,7 @@ from covey.data import num_embeddings
 from covey.errors import ConfigError, ModelError
 from covey.images import banned_ids, computes_positions, image_inputs, refuse_loose_places, watched_positions
 from covey.models import accepts, evaluating, unwrapped
+from covey.rollout.autocast import SamplerPrecision, expect_precision, in_precision
 from covey.rollout.forward import head_in_float32
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
@@ -47,20 +48,21 @@ class TransformersSampler:
         *,
         eos_ids: Sequence[int] | None = None,
         max_rows: int | None = None,
-        autocast_dtype: torch.dtype | None = None,
+        dtype: SamplerPrecision = "auto",
         float32_head: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`eos_ids` default to those that the model's generation config and the tokenizer name.
 
-        `autocast_dtype` runs the forward under autocast, `float32_head` the output layer in float32. Raises ModelError for a model that cannot write text.
+        `dtype` runs the forward of a float32 model under autocast, `float32_head` the output layer in float32. Raises ModelError
+        for a model that cannot write text.
         """
         if max_rows is not None and max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.max_rows = max_rows or DEFAULT_ROWS
-        self.autocast_dtype, self.float32_head = autocast_dtype, float32_head
+        self.dtype, self.float32_head = expect_precision(model, dtype), float32_head
         self.check_stop = check_stop
         """Called between tokens; what it raises ends the sampling."""
         self.load(model, version=0)
@@ -103,10 +105,8 @@ class TransformersSampler:
     def _write(self, rows: list[_Row], params: SamplingParams) -> list[Completion]:
         """One completion for each row, all in one batch."""
         device = next(self.model.parameters()).device
-        is_autocast = self.autocast_dtype is not None
-        autocast = torch.autocast(device.type, self.autocast_dtype) if is_autocast else nullcontext()
         head = head_in_float32(self.model) if self.float32_head else nullcontext()
-        with evaluating(self.model), autocast, head:
+        with evaluating(self.model), in_precision(self.model, self.dtype), head:
             return _Batch(self, rows, params, device).run()
 
 

@@ -84,21 +84,29 @@ def sampler_options(args: GRPOConfig, world: World) -> dict[str, Any]:
             "log-probabilities of its own.",
             ", ".join(sorted(others)),
         )
+    dtype = _dtype(args, world)
     options: dict[str, Any] = {"max_rows": args.rollout_max_rows}
+    options |= {} if dtype == "auto" else {"dtype": dtype}
     options |= {"float32_head": True} if args.cast_lm_head_to_fp32 else {}
     if others:
         return {**options, "backend": "generate", "generate": others}
     if args.rollout_backend == "vllm":
         options = {"backend": vllm_backend(args), **vllm_options(args, world)}
-        return options if args.rollout_dtype == "auto" else {**options, "dtype": args.rollout_dtype}
+        return options if dtype == "auto" or args.vllm_mode == "server" else {**options, "dtype": dtype}
     if args.rollout_backend == "transformers":
         return {**options, "backend": "transformers"}
-    trains_in_half = args.bf16 and world.device.type == "cpu"
-    wanted = "bfloat16" if args.rollout_dtype == "auto" and trains_in_half else args.rollout_dtype
     choices = {
-        "dtype": (wanted, "auto"),
         "cuda_graphs": (args.cuda_graphs, None),
         "attention": (args.attention, "auto"),
     }
     options |= {"backend": args.rollout_backend, "cache_fraction": args.rollout_cache_fraction}
     return options | {name: value for name, (value, default) in choices.items() if value != default}
+
+
+def _dtype(args: GRPOConfig, world: World) -> str:
+    """What the sampler computes in: the learner's type, but not float16 on a CPU, which is slow there."""
+    if args.rollout_dtype != "auto":
+        return args.rollout_dtype
+    if args.bf16:
+        return "bfloat16"
+    return "float16" if args.fp16 and world.device.type != "cpu" else "auto"

@@ -1,0 +1,94 @@
+"""Sampling in another precision than the weights': forward passes under autocast, as the learner's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from covey.errors import ConfigError
+from covey.models import unwrapped
+from covey.rollout.forward import ModulesForward, refuse_known
+from covey.rollout.kv_cache import LayerShape
+
+SamplerPrecision = Literal["auto", "float32", "bfloat16", "float16"]
+"""What a sampler computes in; "auto": the weights' own type."""
+
+
+def expect_precision(model: Any, dtype: str) -> SamplerPrecision:
+    """`dtype`, once it is one that this model can be sampled from in. Raises ConfigError."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32, bfloat16 or float16.")
+    own = _dtype_of(model)
+    if dtype == "float32" and own != torch.float32:
+        raise ConfigError(
+            f"The sampler is to compute in float32, but the weights are in {str(own).removeprefix('torch.')}: leave rollout_dtype "
+            "out, or load the model in float32."
+        )
+    return cast(SamplerPrecision, dtype)
+
+
+def in_precision(model: Any, dtype: SamplerPrecision) -> AbstractContextManager[Any]:
+    """Context in which the model's own forward computes in `dtype`."""
+    if dtype == "auto" or getattr(torch, dtype) == _dtype_of(model):
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, getattr(torch, dtype))
+
+
+def _dtype_of(model: Any) -> torch.dtype:
+    found: torch.dtype = next(unwrapped(model).parameters()).dtype
+    return found
+
+
+class AutocastForward(ModulesForward):
+    """The modules of any other architecture under autocast, as the learner runs them.
+
+    Weights of two dimensions or more are read from a copy in `dtype`, which every `load` refreshes; without it autocast would copy
+    them in each decode step. Embeddings, norms, biases and buffers are the live ones.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
+        """Raises Unsupported, with the reason, before anything is copied."""
+        refuse_known(model)
+        live = unwrapped(model)
+        self._parameters = list(live.parameters())
+        self._live = live
+        mine = copy.deepcopy(live, {id(x): x for x in (*self._parameters, *live.buffers())})
+        self._copies = list(_copied(mine, dtype))
+        super().__init__(mine, float32_head, dtype)
+
+    def refresh(self) -> bool:
+        now = list(self._live.parameters())
+        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
+            return False
+        with torch.no_grad():
+            for live, mine in self._copies:
+                mine.copy_(live)
+        return True
+
+    def _run(self, *given: Any) -> Any:
+        with self._autocast():
+            return super()._run(*given)
+
+    def _layers(self) -> tuple[LayerShape, ...]:
+        with self._autocast():
+            return super()._layers()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # without autocast's own cache, which a captured step must not fill
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
+
+
+def _copied(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Put copies in `dtype` in the places of weights that products read; yields each weight [.., N, K] with its copy."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.is_floating_point() and weight.ndim > 1 and weight.dtype != dtype:
+                mine = module._parameters[name] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+                yield weight, mine
