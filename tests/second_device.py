@@ -59,6 +59,10 @@ class _Module:
         return [torch.bfloat16, torch.float16]
 
 
+FLOAT64 = {"refused": False}
+"""Whether a float64 tensor on the device is an error, as on MPS."""
+
+
 def register() -> torch.device:
     """Make the device known to this process."""
     from torch.utils import backend_registration
@@ -87,6 +91,8 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> OnDevice:
+        if FLOAT64["refused"] and raw.dtype == torch.float64:
+            raise TypeError(f"this device has no float64: {place('')}")
         found: OnDevice = torch.Tensor._make_wrapper_subclass(
             cls,
             raw.size(),

@@ -31,7 +31,6 @@ def make(**given):
         ({"vllm_structured_outputs_regex": "a+"}, "cannot be honoured without vLLM"),
         ({"vllm_tensor_parallel_size": 0}, "must be at least 1"),
         ({"rollout_dtype": "bflaot16"}, "Did you mean bfloat16"),
-        ({"rollout_dtype": "float32", "rollout_backend": "transformers"}, "the native engine's"),
         ({"cuda_graphs": True, "rollout_backend": "transformers"}, "the native engine's"),
         ({"attention": "flash"}, "attention='flash' is not known. It is one of auto, torch, triton, compiled"),
         ({"rollout_max_rows": 0}, "rollout_max_rows=0 must be at least 1"),

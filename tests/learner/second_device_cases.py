@@ -13,11 +13,16 @@ from test_whole_logits import groups
 
 import second_device
 from covey import algorithms as alg
+from covey.evaluation.assessment import assess
 from covey.learner import FrozenCopy, Policy, ValueHead
 from covey.learner.preparation import checkpoint_activations
+from covey.rewards import Scorer
+from covey.rewards.builtin.reward_model import ModelReward
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.graph_scheduler import GraphScheduler
-from kit import learner_of, tiny_model, tiny_tokenizer
+from covey.types import Prompt
+from covey.types.precise import WITHOUT_FLOAT64
+from kit import learner_of, tiny_model, tiny_reward_model, tiny_tokenizer
 from second_device import WAITS, SecondDevice, to_second
 
 LEARNERS = {
@@ -96,6 +101,68 @@ def decoded(is_second, way):
     return ids_of(found), finishes_of(found), logprobs_of(found), dict(WAITS), len(steps)
 
 
+def drawn_as(is_second, *, environment=None, **options):
+    """Ids and log-probabilities of what an engine writes on static buffers."""
+    model = to_second(writer()) if is_second else writer()
+    graphs = {"cuda_graphs": False} if is_second else {}
+    sampler = NativeSampler(model, tiny_tokenizer(), environment=environment, max_rows=9, **graphs, **options)
+    sampler.is_static = True
+    found = collect(sampler, PROMPTS, 4, SamplingParams(max_tokens=40, seed=7))
+    return ids_of(found), logprobs_of(found)
+
+
+def answering(turns):
+    """An environment that answers a completion once."""
+    return [" ok " if sum(t.token_ids) % 2 and len(t.token_ids) < 30 else None for t in turns]
+
+
+def assessed(is_second):
+    """Rewards of an evaluation, greedy and drawn."""
+    model = to_second(writer()) if is_second else writer()
+    graphs = {"cuda_graphs": False} if is_second else {}
+    sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32", **graphs)
+    scorer = Scorer.of(lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids])
+    prompts = [Prompt(uid=str(i), token_ids=tuple(ids), text="") for i, ids in enumerate(PROMPTS)]
+    found = assess(sampler, scorer, prompts, max_tokens=20, num_samples=2, seed=3)
+    return [list(found.greedy), [list(row) for row in found.sampled]]
+
+
+def scored(is_second):
+    """Scores of a reward model."""
+    model = tiny_reward_model()
+    reward = ModelReward.of(to_second(model) if is_second else model, tiny_tokenizer())
+    WAITS.clear()
+    scores = reward(["2 + 2 =", "Tom has"], [" 4", " 3 apples"])
+    return scores.tolist(), dict(WAITS)
+
+
+def moved_reference(is_second, alpha):
+    """A reference's weights after the policy has moved it."""
+    model = tiny_model(seed=1)
+    policy = Policy(to_second(model) if is_second else model, pad_id=0)
+    reference = FrozenCopy.of(policy, follows=True)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.5)
+    WAITS.clear()
+    reference.mix(policy, alpha)
+    waits = dict(WAITS)
+    return torch.cat([weight.cpu().flatten() for weight in reference.weights().values()]), waits
+
+
+def without_float64():
+    """A learner's step and a rollout on a device that has no float64; what is wrong with it."""
+    second_device.FLOAT64["refused"] = True
+    WITHOUT_FLOAT64.add(second_device.NAME)
+    gaps = {}
+    for name in ("shared prompts", "top entropy", "GSPO", "covariance"):
+        options = LEARNERS.get(name, {"algorithm": alg.load("clip_cov")} if name == "covariance" else {})
+        (weights, _, _), (own, _, _) = (learned(is_second, **options) for is_second in (False, True))
+        gaps[name] = float((weights - own).norm() / weights.norm())
+    cpu, second = decoded(False, "rich"), decoded(True, "rich")
+    return {"weights": gaps, "same": cpu[:2] == second[:2], "logprobs": float((cpu[2] - second[2]).abs().max())}
+
+
 def rules():
     """Errors and waits that the device itself has to show."""
     x = torch.ones(3, device="second")
@@ -124,7 +191,7 @@ def rules():
 def main():
     warnings.simplefilter("ignore")
     second_device.register()
-    found = {"learner": {}, "decode": {}}
+    found = {"learner": {}, "decode": {}, "precision": {}, "reference": []}
     with SecondDevice():
         found["rules"] = rules()
         for name, options in LEARNERS.items():
@@ -138,6 +205,19 @@ def main():
                 "same": sorted(metrics) == sorted(numbers),
                 "waits": waits,
             }
+        for dtype in ("bfloat16", "float16"):
+            cpu, second = drawn_as(False, dtype=dtype), drawn_as(True, dtype=dtype)
+            found["precision"][dtype] = {
+                "same": cpu[0] == second[0],
+                "logprobs": float((cpu[1] - second[1]).abs().max()),
+            }
+        cpu, second = (drawn_as(on, dtype="float32", environment=answering) for on in (False, True))
+        found["tools"] = {"same": cpu[0] == second[0], "logprobs": float((cpu[1] - second[1]).abs().max())}
+        found["assessed"] = [assessed(False), assessed(True)]
+        found["scored"] = [scored(False), scored(True)]
+        for alpha in (0.25, 1.0):
+            (kept, _), (own, waits) = (moved_reference(on, alpha) for on in (False, True))
+            found["reference"].append({"gap": float((kept - own).abs().max()), "waits": waits})
         for way in WAYS:
             cpu, second = decoded(False, way), decoded(True, way)
             found["decode"][way] = {
@@ -147,6 +227,7 @@ def main():
                 "waits": second[3],
                 "steps": second[4],
             }
+        found["without float64"] = without_float64()
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -123,3 +123,39 @@ def test_a_decode_step_waits_once_and_every_other_wait_is_known(found):
         allowed = DECODE | ROWS_CHANGE | (STOP_STRINGS if way == "rich" else set())
         assert set(case["waits"]) <= allowed, way
         assert case["waits"]["graph_scheduler.py:_step _local_scalar_dense"] <= case["steps"], way
+
+
+def test_rollouts_in_16_bits_are_there_what_they_are_on_a_cpu(found):
+    for dtype, case in found["precision"].items():
+        assert case["same"], dtype
+        assert case["logprobs"] < 1e-4, dtype
+
+
+def test_tools_answer_there(found):
+    assert found["tools"]["same"]
+    assert found["tools"]["logprobs"] < 1e-4
+
+
+def test_an_evaluation_gives_the_same_rewards_there(found):
+    assert found["assessed"][0] == found["assessed"][1]
+    assert len(set(found["assessed"][0][0])) > 1
+
+
+def test_a_reward_model_scores_there_and_waits_for_its_texts_and_scores_alone(found):
+    (scores, _), (own, waits) = found["scored"]
+    assert own == pytest.approx(scores, abs=1e-5)
+    assert len(set(scores)) > 1
+    assert sum(waits.values()) <= 5, waits
+
+
+def test_a_reference_is_moved_there_without_waiting(found):
+    for case in found["reference"]:
+        assert case["gap"] == 0
+        assert not case["waits"]
+
+
+def test_a_device_without_float64_learns_and_writes_the_same(found):
+    case = found["without float64"]
+    assert max(case["weights"].values()) < 5e-6
+    assert case["same"]
+    assert case["logprobs"] < 1e-4

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.config.checks import processor_has_bfloat16
+from covey.config import checks
 from covey.errors import ConfigError, CoveyError, DataError, ModelError, RewardError
 from kit import tiny_model, tiny_reward_model, tiny_tokenizer
 
@@ -406,11 +406,20 @@ def test_a_run_leaves_metrics_that_anyone_can_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, dtype", [({}, "float32"), ({"rollout_dtype": "bfloat16"}, "bfloat16"), ({"bf16": True}, "bfloat16")]
-)
-def test_completions_are_drawn_in_the_type_that_was_asked_for(options, dtype, tmp_path):
-    if dtype == "bfloat16" and not processor_has_bfloat16():
-        pytest.skip("this processor does not multiply bfloat16")
-    one = trainer(tmp_path, **options)
+    "options, dtype", [({}, "float32"), ({"rollout_dtype": "bfloat16"}, "bfloat16"), ({"bf16": True}, "bfloat16"),
+     ({"bf16": True, "rollout_dtype": "float32"}, "float32"), ({"fp16": True, "rollout_dtype": "float16"}, "float16")],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_completions_are_drawn_in_the_learners_type_or_the_one_that_was_asked_for(
+    options, dtype, backend, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checks, "processor_has_bfloat16", lambda: True)  # torch computes it everywhere, slowly
+    one = trainer(tmp_path, rollout_backend=backend, max_steps=1, **options)
     one.train()
-    assert one._parts.sampler.forward.dtype == getattr(torch, dtype)
+    sampler = one._parts.sampler
+    if backend == "native":
+        assert sampler.forward.dtype == getattr(torch, dtype)
+    else:
+        assert sampler.dtype == ("auto" if dtype == "float32" and not options else dtype)
+    (gap,) = (log["sampling/sampling_logp_difference/mean"] for log in one.state.log_history[:1])
+    assert gap < (1e-5 if dtype == "float32" and not options.get("bf16") else 2e-2)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals
+from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals, precise
 
 P = TypeVar("P")
 
@@ -67,7 +67,7 @@ def _as_metric(name: str, value: Any, tokens: TokenBatch) -> Metric:
 def clip_metrics(low: Tensor, high: Tensor, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
     """TRL's `clip_ratio/*` from where the ratio is below or above its range: `[N, T]` or `[N, 1]` bool."""
     is_token = low.shape[-1] == tokens.mask.shape[-1]
-    rows = lambda x: tokens.per_sequence(x.to(tokens.logp.dtype))[tokens.mask.any(-1)] if is_token else x.double()
+    rows = lambda x: tokens.per_sequence(x.to(tokens.logp.dtype))[tokens.mask.any(-1)] if is_token else precise(x)
     lows, highs = rows(low), rows(high)
     return {
         "clip_ratio/low_mean": low,

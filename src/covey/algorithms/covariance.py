@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covey.algorithms.composing import masked_mean
 from covey.algorithms.ratios import ratio_of
-from covey.types import TokenBatch, Totals
+from covey.types import TokenBatch, Totals, precise, widest_float
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _priority(tokens: TokenBatch) -> Tensor:
     micro-batch, decides nothing; by the token's own numbers otherwise.
     """
     if tokens.row is None:
-        key = tokens.old_logp.double() * 12.9898 + tokens.advantages.double() * 78.233
+        key = precise(tokens.old_logp) * 12.9898 + precise(tokens.advantages) * 78.233
     else:
-        steps = torch.arange(tokens.mask.shape[1], device=tokens.mask.device, dtype=torch.float64)
-        key = tokens.row.double()[:, None] * 12.9898 + steps * 78.233
+        steps = torch.arange(tokens.mask.shape[1], device=tokens.mask.device, dtype=widest_float(tokens.mask.device))
+        key = precise(tokens.row)[:, None] * 12.9898 + steps * 78.233
     mixed = torch.sin(key) * 43758.5453
     return mixed - mixed.floor()

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals
+from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals, precise
 
 LIMIT = 60.0
 
@@ -196,7 +196,7 @@ def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     """Share of samples that importance weights leave, in (0, 1]: `1 / mean((w / mean w)^2)` where `mask`. Kong 1992."""
-    kept = weights.detach().expand_as(mask)[mask].double()
+    kept = precise(weights.detach().expand_as(mask)[mask])
     if not kept.numel():
         return math.nan
     return 1.0 / (kept / kept.mean()).square().mean().item()

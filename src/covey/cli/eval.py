@@ -29,6 +29,7 @@ _FLAGS = (
     Flag(name="max_tokens", help="Most tokens of an answer.", type=int, default=256, group="answers"),
     Flag(name="threshold", help="An answer is right from this reward on.", type=float, default=0.5, group="answers"),
     Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="answers"),
+    Flag(name="device", help="Where the model computes, such as cpu or cuda:1; left out: this machine's accelerator, else the CPU.", group="answers"),
     Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="answers"),
     Flag(name="compare_to", help="Another model: tests whether it is better, prompt by prompt.", group="comparison"),
     Flag(name="ensemble", help="More models that answer beside the first: paths, hub ids or endpoints, as in runs/b,samples=4; a vote picks the answer.", type="list[str]", group="ensemble"),
@@ -116,6 +117,7 @@ def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
     from covey.evaluation.assessment import assess
     from covey.images import load_processing
     from covey.models import context_limit, load_model, reads_images
+    from covey.process.device import choose_device, dtype_to_read_in, in_words
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler
 
@@ -126,10 +128,11 @@ def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
         system_prompt=options["system_prompt"],
         limit=options["max_prompts"],
     )
-    scorer = Scorer.of(options["reward"], options["reward_weights"])
+    device = choose_device(options["device"])
+    scorer = Scorer.of(options["reward"], options["reward_weights"], device=device)
     scorer.check(dataset.column_names)
     folder = model_folder(model_name)
-    model = load_model(folder)
+    model = load_model(folder, {"dtype": dtype_to_read_in(device)}).to(device)
     processing = load_processing(model, folder)
     tokenizer = prepare_tokenizer(processing, model)
     processor = processing if processing is not tokenizer and reads_images(model) else None
@@ -137,7 +140,9 @@ def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
     room = None if limit is None else limit - options["max_tokens"]
     stream = PromptStream(dataset, tokenizer, processor=processor, seed=0, shuffle=False, max_prompt_length=room)
     sampler = choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer))
-    output.say(f"{model_name}: {len(dataset)} prompts, 1 greedy and {options['num_samples']} drawn answers each ...")
+    output.say(
+        f"{model_name}: {len(dataset)} prompts, 1 greedy and {options['num_samples']} drawn answers each, on {in_words(device)} ..."
+    )
     return assess(
         sampler,
         scorer,

@@ -27,6 +27,7 @@ _FLAGS = (
     Flag(name="temperature", help="Sampling temperature.", type=float, default=1.0, group="difficulty"),
     Flag(name="threshold", help="An answer is right from this reward on.", type=float, default=0.5, group="difficulty"),
     Flag(name="seed", help="Seed of the drawn answers.", type=int, default=0, group="difficulty"),
+    Flag(name="device", help="Where the model computes, such as cpu or cuda:1; left out: this machine's accelerator, else the CPU.", group="difficulty"),
     Flag(name="batch_size", help="Answers in flight at a time.", type=int, default=128, group="difficulty"),
     Flag(name="embedding_model", help="Folder or hub id of the model that makes vectors.", group="vectors"),
     JSON,
@@ -123,18 +124,21 @@ def _judge(options: dict[str, Any], is_sampled: bool) -> tuple[Any, Any]:
     from covey.data import eos_ids, prepare_tokenizer
     from covey.evaluation.difficulty import PassRates
     from covey.models import context_limit, load_model, load_tokenizer
+    from covey.process.device import choose_device, dtype_to_read_in, in_words
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler
 
     folder = model_folder(options["model"])
-    model = load_model(folder)
+    device = choose_device(options["device"])
+    model = load_model(folder, {"dtype": dtype_to_read_in(device)}).to(device)
     tokenizer = prepare_tokenizer(load_tokenizer(model, folder), model)
     if not is_sampled:
         return tokenizer, None
+    output.say(f"{options['model']} answers on {in_words(device)} ...")
     limit = context_limit(model)
     rates = PassRates(
         sampler=choose_sampler(model, tokenizer, eos_ids=eos_ids(model, tokenizer)),
-        scorer=Scorer.of(options["reward"]),
+        scorer=Scorer.of(options["reward"], device=device),
         tokenizer=tokenizer,
         sampling=SamplingParams(
             max_tokens=options["max_tokens"], temperature=options["temperature"], seed=options["seed"]

@@ -43,8 +43,8 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
         held, peak, tokens = _step(learner, args, live, prompt_tokens)
     model = learner.policy.model
     own, size = _dtype_of(model), sum(parameter.numel() for parameter in model.parameters())
-    samples_in_copy = on_cpu and own == torch.float32 and size >= BFLOAT16_FROM and SamplerLinear.has_bfloat16(CPU)
-    value_bytes = 2 if samples_in_copy or args.bf16 or args.fp16 else own.itemsize
+    samples_in_copy = own == torch.float32 and _samples_in_16_bits(args, size, on_cpu)
+    value_bytes = 2 if samples_in_copy else own.itemsize
     drawn = prompts * (prompt_tokens + args.num_generations * args.max_completion_length)
     weights = nbytes([*model.parameters(), *model.buffers()])
     copies = nbytes(learner.reference.weights().values()), nbytes(learner.critic.parameters())
@@ -63,6 +63,17 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
         allocator=allocator,
         sampler=2 * size if samples_in_copy else 0,
         cache=cache_bytes(model_config, drawn, value_bytes),
+    )
+
+
+def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
+    """Whether a float32 model of this size is sampled from in a copy of its weights."""
+    if args.rollout_dtype != "auto":
+        return args.rollout_dtype != "float32"
+    return (
+        args.bf16
+        or (not on_cpu and args.fp16)
+        or (on_cpu and size >= BFLOAT16_FROM and SamplerLinear.has_bfloat16(CPU))
     )
 
 

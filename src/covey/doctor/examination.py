@@ -161,7 +161,7 @@ def _plan(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if so_far.model is None:
         return
     if case.predict_memory is not None:
-        yield plan.memory(case.predict_memory(args, dataset), *plan.available_memory(args.device))
+        yield plan.memory(case.predict_memory(args, dataset), *plan.available_memory(args.device, so_far.model))
     yield plan.disk(Path(str(args.output_dir)), so_far.model, args)
     is_adapter = so_far.peft_config is not None
     is_small = sum(weight.numel() for weight in so_far.model.parameters()) < SMALL_MODEL

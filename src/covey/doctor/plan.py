@@ -14,6 +14,7 @@ from covey.config.batches import Arithmetic
 from covey.doctor.finding import Finding, failed, passed, warned
 from covey.doctor.trial import Trial
 from covey.learner.worst_case import Longest
+from covey.process.device import free_on, held_by_this_process
 
 
 def batches(counts: Arithmetic, num_prompts: int | None) -> Iterator[Finding]:
@@ -65,11 +66,17 @@ def longest_batch(tried: Longest) -> Finding:
     return passed("memory", f"the longest micro-batch, {what}, fits: tried in {tried.seconds:.2g} s", **facts)
 
 
-def available_memory(device: torch.device) -> tuple[int, str]:
-    """Bytes that are free on the device, and in words where."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]), "free on the GPU"
-    return int(psutil.virtual_memory().available), "free in memory"
+def available_memory(device: torch.device, loaded: Any = None) -> tuple[int, str]:
+    """Bytes that a run has on the device, and in words where: what is free, and what this process holds until it ends.
+
+    `loaded`: the model that was loaded for looking at, which on a CPU is counted by its weights.
+    """
+    if device.type != "cpu":
+        return free_on(device) + held_by_this_process(device), "free on the accelerator"
+    told = psutil.Process().memory_info()
+    own = told.rss - getattr(told, "shared", 0)  # pages of files, which safetensors maps, count as free already
+    weights = 0 if loaded is None else sum(x.numel() * x.element_size() for x in loaded.parameters())
+    return free_on(device) + min(weights, own), "free in memory"
 
 
 def disk(folder: Path, model: Any, args: Any) -> Finding:

@@ -30,7 +30,7 @@ class Memory:
     allocator: int
     """Freed blocks that a CPU's C library keeps, and code and buffers of its libraries. Measured, not derived."""
     sampler: int
-    """The copy of the weights that a CPU samples with in 16 bits."""
+    """The copy of float32 weights that is sampled with in 16 bits."""
     cache: int
     """Keys and values while completions are drawn; gradients and activations are gone then."""
 

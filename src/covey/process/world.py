@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from covey.errors import DataError
+from covey.process.device import expect_supported
 from covey.process.heartbeat import SILENCE_SECONDS, Heartbeat, leave_now
 from covey.process.rendezvous import agree
 from covey.process.tensor_bytes import from_bytes, to_bytes
@@ -42,7 +43,7 @@ class World:
         """The world that `accelerate launch` or `torchrun` set up, seen through `TrainingArguments`."""
         from accelerate import PartialState
 
-        device = args.device  # initialises the process group on first use
+        device = expect_supported(args.device)  # initialises the process group on first use
         state = PartialState()
         size = int(state.num_processes)
         heartbeat = _pulse_of(state.process_index, size, float(args.ddp_timeout)) if size > 1 else None

@@ -102,10 +102,13 @@ class Scorer:
         return [Caller(spec, self._limit(spec), self._loop, **options) for spec in specs]
 
     @staticmethod
-    def of(rewards: Any, weights: Sequence[Any] | None = None, **options: Any) -> Scorer:
-        """A scorer of names, import paths, callables and reward models, one or several; `options` as the constructor's."""
+    def of(rewards: Any, weights: Sequence[Any] | None = None, *, device: Any = None, **options: Any) -> Scorer:
+        """A scorer of names, import paths, callables and reward models, one or several; `options` as the constructor's.
+
+        `device`: where reward models compute that have no device of their own.
+        """
         several = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-        return Scorer([resolve(reward) for reward in several], weights, **options)
+        return Scorer([resolve(reward, device=device) for reward in several], weights, **options)
 
     @property
     def names(self) -> list[str]:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import psutil
 import torch
 
 from covey.data import num_embeddings
@@ -15,6 +14,7 @@ from covey.errors import ConfigError, DataError, MemoryLimitError, Unsupported
 from covey.images import banned_ids, reason_against, refuse_loose_places
 from covey.kernels import DecodeKernels, SamplerLinear
 from covey.models import unwrapped
+from covey.process.device import free_on
 from covey.process.memory import is_out_of_memory, release
 from covey.rollout.autocast import AutocastForward, SamplerPrecision, expect_precision
 from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
@@ -270,8 +270,4 @@ class NativeSampler:
         """Bytes of keys and values that may be held."""
         if self.cache_bytes is not None:
             return self.cache_bytes
-        device = self.forward.device
-        if device.type == "cuda":  # what torch's allocator holds free is free too
-            held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return int(self.cache_fraction * (torch.cuda.mem_get_info(device)[0] + held))
-        return int(self.cache_fraction * psutil.virtual_memory().available)
+        return int(self.cache_fraction * free_on(self.forward.device))

@@ -20,7 +20,7 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import draw, fresh_seed, sequence_key, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, checked_eos_ids, completion, context_of
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Group, Prompt, widest_float
 
 SHRINK_BELOW = 0.8
 """Finished rows leave the batch when fewer than this fraction of it still writes; each time copies the cache."""
@@ -121,7 +121,7 @@ class _Batch:
         room = params.max_tokens if context is None else (context - self.lengths).clamp(max=params.max_tokens)
         self.limits = torch.as_tensor(room, device=device).expand(len(rows)).clone()  # [B]
         self.steps = int(self.limits.max())
-        self.uniforms = uniforms([row.key for row in rows], self.steps).to(device)  # [B, T]
+        self.uniforms = uniforms([row.key for row in rows], self.steps).to(device, widest_float(device))  # [B, T]
         self.tokens = torch.zeros(len(rows), self.steps, dtype=torch.int64, device=device)  # [B, T]
         self.logprobs = torch.zeros(len(rows), self.steps, device=device)  # [B, T]
         self.ended = torch.zeros(len(rows), dtype=torch.int64, device=device)  # [B], length of a finished completion

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.rollout.sampler import SamplingParams
+from covey.types import precise
 
 BLOCK = 256
 """Tokens whose weights are summed before the drawn one is looked for among them."""
@@ -133,18 +134,19 @@ def _invert(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
 
     Never a token of weight zero, and never beyond the vocabulary: rounding cannot push the target past the last one.
     """
-    cumulative = sums.double().cumsum(-1)  # [B, V / BLOCK]
-    target = uniforms.double()[:, None] * cumulative[:, -1:]
+    cumulative = precise(sums).cumsum(-1)  # [B, V / BLOCK]
+    target = precise(uniforms)[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)  # [B, 1]
     before = (cumulative.gather(-1, block) - sums.gather(-1, block)).clamp(min=0)
     inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
-    token = _first_above(inside.double().cumsum(-1), target - before)
+    token = _first_above(precise(inside).cumsum(-1), target - before)
     return (block * BLOCK + token).squeeze(-1)
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """[B, 1], the first place of `cumulative` [B, K] (rising) above `target` [B, 1]; at least one is always above."""
-    target = torch.minimum(target, cumulative[:, -1:] * (1 - 1e-12))
+    least = 1e-12 if cumulative.dtype == torch.float64 else torch.finfo(cumulative.dtype).eps
+    target = torch.minimum(target, cumulative[:, -1:] * (1 - least))
     return (cumulative <= target).sum(-1, keepdim=True).clamp_(max=cumulative.shape[-1] - 1)
 
 

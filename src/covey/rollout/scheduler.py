@@ -17,7 +17,7 @@ from covey.rollout.kv_cache import DecodeBatch, KVCache, PrefillBatch, padded_ro
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import Draw, draw, uniforms
 from covey.rollout.stopping import StopStrings, check_finite, completion
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Group, Prompt, widest_float
 
 PREFILL_TOKENS = 8192
 """Prompts are computed together up to this many tokens, padding included, which bounds the memory of activations."""
@@ -96,7 +96,7 @@ class Scheduler:
         self.num_rows = 0
         self.tokens = torch.zeros(output_rows, longest, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(output_rows, longest, device=device)
-        self.uniforms = torch.zeros(output_rows, longest, dtype=torch.float64, device=device)
+        self.uniforms = torch.zeros(output_rows, longest, dtype=widest_float(device), device=device)
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
@@ -162,7 +162,7 @@ class Scheduler:
         self.rows[:, rows] = column[:, None].to(self.rows.device)
         self.rows[OUTPUT_ROW, rows] = torch.tensor(output_rows, device=self.rows.device)
         drawn = uniforms(request.keys, request.limit)
-        self.uniforms[torch.tensor(output_rows), : request.limit] = drawn.to(self.uniforms.device)
+        self.uniforms[torch.tensor(output_rows), : request.limit] = drawn.to(self.uniforms)
         if self.seen is not None:
             self.seen[rows] = False
             self.seen[rows, torch.tensor(sorted(set(ids)), device=self.seen.device)[:, None]] = True

@@ -30,6 +30,12 @@ from covey.types.metrics import (
 from covey.types.metrics import (
     merge_metrics as merge_metrics,
 )
+from covey.types.precise import (
+    precise as precise,
+)
+from covey.types.precise import (
+    widest_float as widest_float,
+)
 from covey.types.reports import (
     Alert as Alert,
 )

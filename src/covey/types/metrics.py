@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from covey.types.precise import precise
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -27,7 +29,7 @@ class Mean:
     @staticmethod
     def of(x: Tensor, mask: Tensor | None = None) -> Mean:
         """Mean of `x` where `mask` is true."""
-        x = x.detach().double()
+        x = precise(x.detach())
         if mask is None:
             return Mean(float(x.sum()), float(x.numel()))
         return Mean(float(torch.where(mask, x, torch.zeros_like(x)).sum()), float(mask.sum()))
@@ -97,7 +99,7 @@ class Spread:
     @staticmethod
     def of(x: Tensor) -> Spread:
         """Spread of the entries of `x` that are not NaN."""
-        x = x.detach().double()
+        x = precise(x.detach())
         x = x[~x.isnan()]
         if not x.numel():
             return Spread(0.0, 0.0, 0.0)
@@ -122,7 +124,7 @@ class EffectiveSize:
     @staticmethod
     def of(weights: Tensor) -> EffectiveSize:
         """Of weights in any shape."""
-        w = weights.detach().double()
+        w = precise(weights.detach())
         return EffectiveSize(float(w.sum()), float(w.square().sum()), float(w.numel()))
 
 

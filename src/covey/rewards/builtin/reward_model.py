@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ModelError, RewardError
+from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
 from covey.rewards.builtin.inference_model import is_float
 from covey.rewards.decorators import reward
@@ -35,6 +36,8 @@ class ModelReward:
     batch_size: int = 16
     is_placed: bool = False
     """Whether its device was chosen, and `to` leaves it there."""
+    may_round: bool = False
+    """Whether it was loaded without a word on its type: a GPU that has bfloat16 then computes in that, but for the last product."""
 
     @staticmethod
     def of(
@@ -62,7 +65,10 @@ class ModelReward:
         text_config = loaded.config.get_text_config() if hasattr(loaded.config, "get_text_config") else loaded.config
         text_config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is no padding
         loaded = loaded.eval().requires_grad_(False)
-        reward = ModelReward(loaded, tokenizer, name, dict(chat_template_kwargs or {}))
+        is_free = loaded is not model and not {"dtype", "torch_dtype", "quantization_config"} & set(
+            model_init_kwargs or ()
+        )
+        reward = ModelReward(loaded, tokenizer, name, dict(chat_template_kwargs or {}), may_round=is_free)
         return reward if device is None else reward.to(device)
 
     @cached_property
@@ -74,6 +80,8 @@ class ModelReward:
         """The same reward with its model on `device`; one that was placed or spread over devices stays where it is."""
         if not self.is_placed and getattr(self.model, "hf_device_map", None) is None:
             self.model.to(device)
+        if self.may_round and next(self.model.parameters()).dtype == torch.float32:
+            _round(self.model, dtype_to_read_in(next(self.model.parameters()).device))
         return self
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Tensor:
@@ -149,6 +157,18 @@ def reward_model(
     options = {} if dtype is None else {"dtype": getattr(torch, dtype)}
     found = ModelReward.of(model, device=device, model_init_kwargs=options, chat_template_kwargs=chat_template_kwargs)
     return replace(found, batch_size=batch_size, is_placed=device is not None)
+
+
+def _round(model: Any, dtype: torch.dtype) -> None:
+    """Weights in `dtype`; the layer that gives the score stays in float32: scores of 8 bits would tie within groups."""
+    if dtype == torch.float32:
+        return
+    model.to(dtype)
+    for name in ("score", "classifier"):
+        head = getattr(model, name, None)
+        if isinstance(head, torch.nn.Linear):
+            head.float()
+            head.register_forward_pre_hook(lambda module, given: (given[0].float(), *given[1:]))
 
 
 def _load(source: str, options: dict[str, Any]) -> Any:

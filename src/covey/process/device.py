@@ -1,0 +1,79 @@
+"""The device that work runs on: the accelerator where there is one, or what was asked for."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil
+import torch
+
+from covey.errors import ConfigError
+from covey.process.memory import free_memory
+
+SUPPORTED = ("cpu", "cuda", "mps", "xpu")
+
+
+def expect_supported(device: torch.device) -> torch.device:
+    """The device, once Covey computes on such ones and on this platform. Raises ConfigError."""
+    if sys.platform not in ("linux", "darwin"):
+        raise ConfigError(f"Covey runs on Linux and macOS, and this is {sys.platform}; on Windows use WSL 2.")
+    if device.type not in SUPPORTED:
+        raise ConfigError(
+            f"Covey computes on {', '.join(SUPPORTED)}, and this machine's accelerator is {device.type}: compute on the processor "
+            "instead (use_cpu=True in training, --device cpu elsewhere)."
+        )
+    return device
+
+
+def choose_device(asked: str | None = None) -> torch.device:
+    """`asked` (such as "cpu" or "cuda:1"), or this machine's accelerator, else the CPU.
+
+    Raises ConfigError for one that does not exist, is not there or is not supported.
+    """
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if asked is None:
+        return expect_supported(found or torch.device("cpu"))
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ConfigError(f"device {asked!r} is not known; give cpu, cuda, cuda:1, mps or xpu.") from error
+    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+    if expect_supported(device).type != "cpu" and (device.index or 0) >= count:
+        there = "cpu" if found is None else f"cpu and {torch.accelerator.device_count()} of type {found.type}"
+        raise ConfigError(f"device {asked!r} is not there: this machine has {there}.")
+    return device
+
+
+def in_words(device: torch.device) -> str:
+    """`cuda:0 (NVIDIA H100)`, `the processor`."""
+    if device.type == "cpu":
+        return "the processor"
+    if device.type in ("cuda", "xpu"):
+        index = getattr(torch, device.type).current_device() if device.index is None else device.index
+        return f"{device.type}:{index} ({getattr(torch, device.type).get_device_name(index)})"
+    return str(device)
+
+
+def dtype_to_read_in(device: torch.device) -> torch.dtype:
+    """What to load a model in that only reads: bfloat16 on an accelerator that computes in it, float32 elsewhere."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.bfloat16 if device.type == "xpu" else torch.float32
+
+
+def held_by_this_process(device: torch.device) -> int:
+    """Bytes that live tensors take on an accelerator; 0 for a CPU and where torch does not count them."""
+    counts = {"cuda": lambda: torch.cuda.memory_allocated(device), "mps": torch.mps.current_allocated_memory}
+    counts |= {"xpu": lambda: torch.xpu.memory_allocated(device)}
+    return int(counts[device.type]()) if device.type in counts else 0
+
+
+def free_on(device: torch.device) -> int:
+    """Bytes that can still be allocated: on an accelerator what torch's allocator keeps unused counts as free."""
+    if device.type in ("cuda", "xpu"):
+        module = getattr(torch, device.type)
+        kept = module.memory_reserved(device) - module.memory_allocated(device)
+        return int(module.mem_get_info(device)[0]) + int(kept)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
+    return int(free_memory() or psutil.virtual_memory().available)
