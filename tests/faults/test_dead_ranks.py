@@ -68,9 +68,9 @@ def seconds_since_fault(folder: Path) -> float:
 @pytest.mark.parametrize(
     "fault, said, bound, patience",
     [
-        ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 60, 120),
-        ("exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 60, 120),
-        ("raise", "failed with LookupError: there is no such answer", 60, 120),
+        ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
+        ("exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
+        ("raise", "failed with LookupError: there is no such answer", 30, 120),
         ("stop", "has not been heard of for", 120, 10),
         ("hang", "lives but did not come within", 120, 10),
     ],

@@ -31,7 +31,7 @@ def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_sam
     assert set(short["events"]) == {"out_of_memory"}
     assert short["rows"] < 16
     assert short["later_events"] == [], "what fits is remembered"
-    assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
+    assert short["norms"] == pytest.approx(free["norms"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ def test_the_same_where_products_are_code_that_is_made_while_it_runs():
     free, short = run("learn-as-is", 0), run("learn-as-is", 80)
     assert set(short["events"]) == {"out_of_memory"}
     assert short["rows"] < 16
-    assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
+    assert short["norms"] == pytest.approx(free["norms"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_single_completion_that_does_not_fit_alone_is_left_out_and_the_others_
     assert short["left_out"] == [1.0, 1.0]
     assert short["events"][-1] == "completion_left_out"
     assert "A completion of 900 tokens to prompt b" in short["said"][-1]
-    assert short["norms"] == pytest.approx(free["norms"], rel=1e-5)
+    assert short["norms"] == pytest.approx(free["norms"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -109,5 +109,5 @@ def test_memory_that_runs_out_while_the_rollout_is_measured_costs_nothing(fails,
     assert short._running.learner.micro_batcher.max_rows < free._running.learner.micro_batcher.max_rows
     assert [line["kind"] for line in lines(tmp_path / "short", "events.jsonl")] == ["out_of_memory"]
     norms = [[line["grad_norm"] for line in lines(tmp_path / name)] for name in ("free", "short")]
-    assert norms[0][:1] == pytest.approx(norms[1][:1], rel=1e-5)
+    assert norms[0][:1] == pytest.approx(norms[1][:1], rel=1e-6)
     assert len(norms[1]) == 2

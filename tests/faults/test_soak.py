@@ -35,8 +35,12 @@ def test_a_run_survives(fault: str, bench: Bench) -> None:
 
 @pytest.mark.nightly
 def test_a_run_survives_fifty_kills_at_random_moments(bench: Bench) -> None:
-    tallies = soak(bench, ["kill -9"], minutes=10, count=50)
-    assert tallies[0].survived == len(tallies[0].outcomes) > 30, tallies[0].to_json()["wrong"]
+    hit: list[Outcome] = []
+    while len(hit) < 50:  # a kill that comes after the run's end is none
+        hit += soak(bench, ["kill -9"], minutes=60, count=10)[0].outcomes
+    wrong = [outcome.said for outcome in hit if not outcome.survived]
+    assert not wrong, wrong
+    assert max(outcome.lost for outcome in hit) <= 3
 
 
 def test_a_run_that_is_not_survived_is_counted_and_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

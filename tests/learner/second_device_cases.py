@@ -156,7 +156,12 @@ def without_float64():
     WITHOUT_FLOAT64.add(second_device.NAME)
     gaps = {}
     for name in ("shared prompts", "top entropy", "GSPO", "covariance"):
-        options = LEARNERS.get(name, {"algorithm": alg.load("clip_cov")} if name == "covariance" else {})
+        options = LEARNERS.get(
+            name,
+            {"algorithm": alg.dapo().replace(objective=alg.ClipCov(share=0.2, lower=0.0))}
+            if name == "covariance"
+            else {},
+        )
         (weights, _, _), (own, _, _) = (learned(is_second, **options) for is_second in (False, True))
         gaps[name] = float((weights - own).norm() / weights.norm())
     cpu, second = decoded(False, "rich"), decoded(True, "rich")

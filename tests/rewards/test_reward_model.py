@@ -82,3 +82,21 @@ def test_a_text_beyond_its_context_is_not_scored_and_the_others_are():
     (scored,) = Scorer([spec]).score([group(["4", "x" * 100, "5"])])
     assert scored.rewards.isnan().flatten().tolist() == [False, True, False]
     assert "reads 32" in scored.events[0].said
+
+
+def test_on_a_gpu_with_bfloat16_it_computes_in_that_but_for_the_score(tmp_path, monkeypatch):
+    """`dtype_to_read_in` says bfloat16 for such a GPU; here the processor stands for it."""
+    monkeypatch.setattr("covey.rewards.builtin.reward_model.dtype_to_read_in", lambda device: torch.bfloat16)
+    tiny_reward_model().save_pretrained(tmp_path / "rm")
+    tiny_tokenizer().save_pretrained(tmp_path / "rm")
+    loaded = ModelReward.of(str(tmp_path / "rm"), device="cpu")
+    assert loaded.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert loaded.model.score.weight.dtype == torch.float32
+    texts = [f"{i} apples" for i in range(40)]
+    scores = loaded(["2 + 2 ="] * 40, texts)
+    exact = reward()(["2 + 2 ="] * 40, texts)
+    assert (scores - exact).abs().max() < 0.05 * exact.std()
+    assert not torch.equal(scores, scores.bfloat16().float()), "scores are finer than 8 bits"
+    own = {"model_init_kwargs": {"dtype": torch.float32}}
+    assert next(ModelReward.of(str(tmp_path / "rm"), device="cpu", **own).model.parameters()).dtype == torch.float32
+    assert next(reward(device="cpu").model.parameters()).dtype == torch.float32, "a model that was given stays as it is"
