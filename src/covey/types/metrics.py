@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from covey.types.precise import precise
+from covey.types.float64 import precise
 
 
 @dataclass(frozen=True)
