@@ -79,7 +79,7 @@ def found():
     command = [sys.executable, str(Path(__file__).with_name("second_device_cases.py"))]
     paths = [*map(str, (tests, tests / "learner", tests / "rollout")), *sys.path]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

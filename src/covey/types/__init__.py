@@ -1,12 +1,13 @@
 """Values that flow through a step, and metrics that know how they merge."""
 
-from covey.types.images import (
-    PromptImages as PromptImages,
 from covey.types.float64 import (
     precise as precise,
 )
 from covey.types.float64 import (
     widest_float as widest_float,
+)
+from covey.types.images import (
+    PromptImages as PromptImages,
 )
 from covey.types.metrics import (
     EffectiveSize as EffectiveSize,
