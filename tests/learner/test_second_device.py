@@ -141,11 +141,11 @@ def test_an_evaluation_gives_the_same_rewards_there(found):
     assert len(set(found["assessed"][0][0])) > 1
 
 
-def test_a_reward_model_scores_there_and_waits_for_its_texts_and_scores_alone(found):
+def test_a_reward_model_scores_there_and_waits_a_few_times_a_batch(found):
     (scores, _), (own, waits) = found["scored"]
     assert own == pytest.approx(scores, abs=1e-5)
     assert len(set(scores)) > 1
-    assert sum(waits.values()) <= 5, waits
+    assert sum(waits.values()) <= 7, waits
 
 
 def test_a_reference_is_moved_there_without_waiting(found):
