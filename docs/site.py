@@ -1,7 +1,7 @@
 """The documentation site out of the Markdown of this folder: `make docs`.
 
 Pages are copied to .site/pages, with the README, CONTRIBUTING and CHANGELOG beside them, and a page of each public module, whose
-text is its docstrings. Zensical makes .site/html of them. Every link and anchor of the result is then followed. A warning is an error.
+text is its docstrings. The navigation is the table of index.md. Zensical makes .site/html of them. Every link and anchor of the result is then followed. A warning is an error.
 
     python docs/site.py            # build
     python docs/site.py --serve    # build, then show it at http://127.0.0.1:8000/
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import http.server
+import json
 import re
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 ROOT = Path(__file__).parents[1]
-DOCS, PAGES, HTML = ROOT / "docs", ROOT / ".site" / "pages", ROOT / ".site" / "html"
+DOCS, SITE = ROOT / "docs", ROOT / ".site"
+PAGES, HTML = SITE / "pages", SITE / "html"
 BESIDE = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository's root, under their names on the site."""
 MODULES = (
@@ -45,8 +47,8 @@ def main(arguments: list[str]) -> int:
     """Build the site; returns the exit code."""
     copy_pages()
     built = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(ROOT / "mkdocs.yml")],
-        cwd=ROOT,
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(SITE / "mkdocs.yml")],
+        cwd=SITE,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -63,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 def copy_pages() -> None:
     """Fill .site/pages."""
-    shutil.rmtree(PAGES.parent, ignore_errors=True)
+    shutil.rmtree(SITE, ignore_errors=True)
     sources = {page: PAGES / page.relative_to(DOCS) for page in sorted(DOCS.rglob("*.md"))}
     sources |= {ROOT / name: PAGES / new for name, new in BESIDE.items()}
     for source, target in sources.items():
@@ -75,6 +77,38 @@ def copy_pages() -> None:
     (PAGES / "reference").mkdir()
     for name, text in reference().items():
         (PAGES / "reference" / name).write_text(text, encoding="utf-8")
+    settings = (DOCS / "mkdocs.yml").read_text(encoding="utf-8")
+    (SITE / "mkdocs.yml").write_text(f"{settings}\nnav: {json.dumps(navigation(), ensure_ascii=False)}\n", encoding="utf-8")
+
+
+def navigation() -> list[dict[str, list]]:
+    """Sections and their pages: the tables of docs/index.md and docs/zh/index.md, and the reference."""
+    chinese = [f"zh/{page}" for pages in sections(DOCS / "zh" / "index.md").values() for page in pages]
+    return [
+        *({topic: [entry(page) for page in pages]} for topic, pages in sections(DOCS / "index.md").items()),
+        {"Reference": ["reference/index.md", *(f"reference/{page_of(module)}" for module in MODULES)]},
+        {"中文": ["zh/index.md", *(entry(page) for page in chinese)]},
+    ]
+
+
+def sections(index: Path) -> dict[str, list[str]]:
+    """Pages by topic out of the table of an index; a row without a topic belongs to the one above."""
+    found: dict[str, list[str]] = {}
+    topic = ""
+    for row in re.findall(r"^\| (.*?) \| (.*) \|$", index.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        topic = row[0].strip(" *") or topic
+        pages = [BESIDE.get(link.removeprefix("../"), link) for link in re.findall(r"\]\(([^)#]+\.md)\)", row[1])]
+        found[topic] = found.get(topic, []) + pages
+    if "Start" in found:
+        found["Start"].insert(0, "index.md")
+    return {topic: pages for topic, pages in found.items() if pages}
+
+
+def entry(page: str) -> dict[str, str]:
+    """A page under the first words of its title."""
+    title = re.search(r"^# (.+)$", (PAGES / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert title, f"{page} has no title"
+    return {re.split(r"[:：]", title[1])[0].replace("`", ""): page}
 
 
 def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
@@ -120,11 +154,16 @@ def reference() -> dict[str, str]:
         tree = ast.parse(module_file(module).read_text(encoding="utf-8"))
         said = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
         names = [name for name in public_names(tree) if f"{module}.{name}" not in MODULES and is_described(module, name)]
-        file = "covey.md" if module == "covey" else module.removeprefix("covey.") + ".md"
+        file = page_of(module)
         rows.append(f"| [`{module}`]({file}) | {said} |")
         pages[file] = "\n".join([f"# {module}", "", said, "", *(f"::: {module}.{name}\n" for name in names)])
     pages["index.md"] = "\n".join(rows) + "\n"
     return pages
+
+
+def page_of(module: str) -> str:
+    """The file of a module's page."""
+    return f"{module.removeprefix('covey.')}.md"
 
 
 def module_file(module: str) -> Path:
