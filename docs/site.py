@@ -78,7 +78,9 @@ def copy_pages() -> None:
     for name, text in reference().items():
         (PAGES / "reference" / name).write_text(text, encoding="utf-8")
     settings = (DOCS / "mkdocs.yml").read_text(encoding="utf-8")
-    (SITE / "mkdocs.yml").write_text(f"{settings}\nnav: {json.dumps(navigation(), ensure_ascii=False)}\n", encoding="utf-8")
+    (SITE / "mkdocs.yml").write_text(
+        f"{settings}\nnav: {json.dumps(navigation(), ensure_ascii=False)}\n", encoding="utf-8"
+    )
 
 
 def navigation() -> list[dict[str, list]]:
@@ -136,7 +138,9 @@ def outside_code(text: str, change) -> str:
 def spaced(text: str) -> str:
     """The text with an empty line before each list that follows a paragraph."""
     item = r"(?:[*-]|\d+\.) "
-    return outside_code(text, lambda part: re.sub(rf"^(?!{item}|\s|\||#)(.+)\n(?={item})", r"\1\n\n", part, flags=re.MULTILINE))
+    return outside_code(
+        text, lambda part: re.sub(rf"^(?!{item}|\s|\||#)(.+)\n(?={item})", r"\1\n\n", part, flags=re.MULTILINE)
+    )
 
 
 def relative(path: Path, start: Path) -> str:
@@ -153,7 +157,9 @@ def reference() -> dict[str, str]:
     for module in MODULES:
         tree = ast.parse(module_file(module).read_text(encoding="utf-8"))
         said = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
-        names = [name for name in public_names(tree) if f"{module}.{name}" not in MODULES and is_described(module, name)]
+        names = [
+            name for name in public_names(tree) if f"{module}.{name}" not in MODULES and is_described(module, name)
+        ]
         file = page_of(module)
         rows.append(f"| [`{module}`]({file}) | {said} |")
         pages[file] = "\n".join([f"# {module}", "", said, "", *(f"::: {module}.{name}\n" for name in names)])
@@ -175,7 +181,9 @@ def module_file(module: str) -> Path:
 def public_names(tree: ast.Module) -> list[str]:
     """What `__all__` lists, else what the module defines without an underscore."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == "__all__" for one in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(one, ast.Name) and one.id == "__all__" for one in node.targets
+        ):
             return list(ast.literal_eval(node.value))
     defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     return [name for name in defined if not name.startswith("_")]
