@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     print(built.stdout.strip())
     if built.returncode:
         return built.returncode
-    broken = broken_links(HTML)
+    broken = [f"{page} is not in the table of its index" for page in unlisted()] + broken_links(HTML)
     print("\n".join(broken) or f"{len(list(HTML.rglob('*.html')))} pages in {HTML}, every link leads somewhere")
     if not broken and "--serve" in arguments:
         serve()
@@ -97,7 +97,7 @@ def sections(index: Path) -> dict[str, list[str]]:
     """Pages by topic out of the table of an index; a row without a topic belongs to the one above."""
     found: dict[str, list[str]] = {}
     topic = ""
-    for row in re.findall(r"^\| (.*?) \| (.*) \|$", index.read_text(encoding="utf-8"), flags=re.MULTILINE):
+    for row in re.findall(r"^\|(.*?)\|(.*)\|$", index.read_text(encoding="utf-8"), flags=re.MULTILINE):
         topic = row[0].strip(" *") or topic
         pages = [BESIDE.get(link.removeprefix("../"), link) for link in re.findall(r"\]\(([^)#]+\.md)\)", row[1])]
         found[topic] = found.get(topic, []) + pages
@@ -106,11 +106,18 @@ def sections(index: Path) -> dict[str, list[str]]:
     return {topic: pages for topic, pages in found.items() if pages}
 
 
+def unlisted() -> list[str]:
+    """Pages that the navigation leaves out."""
+    listed = json.dumps(navigation())
+    pages = [page.relative_to(PAGES).as_posix() for page in PAGES.rglob("*.md")]
+    return [page for page in pages if f'"{page}"' not in listed]
+
+
 def entry(page: str) -> dict[str, str]:
     """A page under the first words of its title."""
     title = re.search(r"^# (.+)$", (PAGES / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert title, f"{page} has no title"
-    return {re.split(r"[:：]", title[1])[0].replace("`", ""): page}
+    return {re.split(r"[:\uff1a]", title[1])[0].replace("`", ""): page}
 
 
 def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:

@@ -52,7 +52,7 @@ def read(line):
     """What the verb's own reader makes of a line; raises ConfigError as the command would."""
     words = shlex.split(line, comments=True)[1:]
     words = words[: next((n for n, word in enumerate(words) if word in ("|", ">", "&&", ";", "&")), len(words))]
-    name, below = words[0], (words[1:] + [""])[0]
+    name, below = words[0], [*words[1:], ""][0]
     if name.startswith("-") or name == "VERB":
         return {}
     assert name in VERBS, f"covey has no verb {name}"
