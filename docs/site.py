@@ -115,6 +115,8 @@ def unlisted() -> list[str]:
 
 def entry(page: str) -> dict[str, str]:
     """A page under the first words of its title."""
+    if page == "readme.md":
+        return {"Quick start": page}
     title = re.search(r"^# (.+)$", (PAGES / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert title, f"{page} has no title"
     return {re.split(r"[:\uff1a]", title[1])[0].replace("`", ""): page}
