@@ -33,6 +33,8 @@ MODULES = (
     "covey.data",
     "covey.rollout",
     "covey.environments",
+    "covey.serving",
+    "covey.ensembles",
     "covey.merging",
     "covey.runs",
     "covey.testing",
