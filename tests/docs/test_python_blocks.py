@@ -48,7 +48,14 @@ def rows_on_disk(folder):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def solutions_on_disk(folder):
+    """solutions.jsonl, with a prompt and a completion a row."""
+    rows = [{"prompt": row["prompt"], "completion": f" {row['answer']}"} for row in ROWS]
+    (folder / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 GIVEN = {
+    "docs/sft.md": solutions_on_disk,
     "docs/tutorials/reading-a-run.md": the_demo,
     "docs/merging.md": three_models,
     "docs/data-check.md": rows_on_disk,
