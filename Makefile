@@ -9,7 +9,7 @@ VLLM   := .venv-vllm
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test slow extras nightly gpu test-vllm test-all check pages bench soak audit clean
+.PHONY: install demo test slow extras nightly gpu test-vllm test-all check pages docs bench soak audit clean
 
 install: $(STAMP)
 
@@ -65,6 +65,14 @@ check: $(STAMP)          ## style and types
 pages: $(STAMP)          ## docs/options.md and the tables of docs/from-trl.md, from the declarations of options
 	$(BIN)/python docs/option_tables.py
 
+docs: .venv-docs/.installed   ## the documentation site in .site/html, every link followed; SERVE=1 shows it
+	.venv-docs/bin/python docs/site.py $(if $(SERVE),--serve)
+
+.venv-docs/.installed: Makefile
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check "zensical>=0.0.73,<0.2" "mkdocstrings-python>=2.0.11,<3"
+	touch $@
+
 bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
 	$(BIN)/python benchmarks/rollout.py --size 10m --repeats 3 --only native generate
 	$(BIN)/python benchmarks/step.py --size 10m --steps 5 --precision faster --peer $(PEER)/bin/python
@@ -88,4 +96,4 @@ audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every insta
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .venv-docs .site .pytest_cache .mypy_cache .ruff_cache

@@ -2,13 +2,15 @@
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
-from covey import GRPOTrainer, demo
+import pytest
+
 from covey.config import options
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_pages_of_options_are_those_of_the_declarations():
@@ -23,33 +25,53 @@ def test_the_pages_of_options_are_those_of_the_declarations():
 
 
 def test_links_between_pages_lead_somewhere():
-    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())]
+    links = [(page, *found) for page in PAGES for found in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page))]
     broken = [
-        f"{page.name} links to {target}"
-        for page, target in links
-        if "://" not in target and not (page.parent / target).exists()
+        f"{page.relative_to(ROOT)} links to {target}#{anchor}"
+        for page, target, anchor in links
+        if "://" not in target and not leads_somewhere((page.parent / target).resolve() if target else page, anchor)
     ]
+    assert len(links) > 200
     assert not broken, "\n" + "\n".join(broken)
 
 
-def test_the_index_lists_every_page_once():
-    linked = re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
-    pages = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "index.md"]
-    assert sorted(linked) == pages
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^ *```.*?^ *```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def leads_somewhere(target: Path, anchor: str) -> bool:
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as repositories and the site make them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/zh"])
+def test_the_index_lists_every_page_once(folder):
+    """The site's navigation is made of it."""
+    linked = re.findall(
+        r"\]\(([a-z/-]+\.md)\)", (ROOT / folder / "index.md").read_text().split("\n\n| ")[-1].split("\n\n")[0]
+    )
+    there = [page.relative_to(ROOT / folder).as_posix() for page in (ROOT / folder).rglob("*.md")]
+    pages = [name for name in there if name != "index.md" and not (folder == "docs" and re.match("zh/(?!index)", name))]
+    assert sorted(linked) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "zh").glob("*.md")), ids=lambda page: page.name)
+def test_a_translated_page_has_the_code_of_its_original(page):
+    english = [ROOT / "docs" / place / page.name for place in ("tutorials", ".")]
+    original = next(found for found in english if found.exists())
+    fenced = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+    assert fenced.findall(page.read_text()) == (fenced.findall(original.read_text()) if page.name != "index.md" else [])
 
 
 def test_the_page_on_speed_is_one_page():
     lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
     assert len(lines) <= 150
     assert [line for line in lines if len(line) > 160] == []
-
-
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
-        small = block.replace("Qwen/Qwen2.5-0.5B-Instruct", str(demo.model_path())).replace("trainer.train()", "")
-        small = re.sub(r"^GRPOTrainer\(\.\.\..*", "", small, flags=re.MULTILINE)
-        exec(compile(small, "README.md", "exec"), names)
-    assert isinstance(names["trainer"], GRPOTrainer)
-    assert names["mine"].advantage is names["from_median"]

@@ -7,12 +7,15 @@ import pytest
 from covey.config.alerts import ALERT_ACTIONS, ALERT_RULES
 from covey.config.options import GROUPS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "alerts.md").read_text()
+TROUBLES = (DOCS / "troubleshooting.md").read_text()
 
 
 @pytest.mark.parametrize("rule", ALERT_RULES)
-def test_every_rule_has_one_entry(rule):
-    assert PAGE.count(f"\n| `{rule}` (") == 1
+def test_every_rule_has_one_entry_and_a_remedy_that_it_links_to(rule):
+    assert PAGE.count(f"\n| [`{rule}`](troubleshooting.md#{rule}) (") == 1
+    assert TROUBLES.count(f"\n### {rule}\n") == 1
 
 
 @pytest.mark.parametrize("name", [*ALERT_ACTIONS, *GROUPS["alerts"]])

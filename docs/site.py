@@ -1,0 +1,276 @@
+"""The documentation site out of the Markdown of this folder: `make docs`.
+
+Pages are copied to .site/pages, with the README, CONTRIBUTING and CHANGELOG beside them, and a page of each public module, whose
+text is its docstrings. The navigation is the table of index.md. Zensical makes .site/html of them. Every link and anchor of the result is then followed. A warning is an error.
+
+    python docs/site.py            # build
+    python docs/site.py --serve    # build, then show it at http://127.0.0.1:8000/
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+ROOT = Path(__file__).parents[1]
+DOCS, SITE = ROOT / "docs", ROOT / ".site"
+PAGES, HTML = SITE / "pages", SITE / "html"
+BESIDE = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Pages of the repository's root, under their names on the site."""
+MODULES = (
+    "covey",
+    "covey.algorithms",
+    "covey.rewards",
+    "covey.data",
+    "covey.rollout",
+    "covey.environments",
+    "covey.serving",
+    "covey.ensembles",
+    "covey.merging",
+    "covey.runs",
+    "covey.testing",
+    "covey.errors",
+    "covey.types",
+)
+"""Modules whose public names the reference describes."""
+LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
+
+
+def main(arguments: list[str]) -> int:
+    """Build the site; returns the exit code."""
+    copy_pages()
+    built = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(SITE / "mkdocs.yml")],
+        cwd=SITE,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    print(built.stdout.strip())
+    if built.returncode:
+        return built.returncode
+    broken = [f"{page} is not in the table of its index" for page in unlisted()] + broken_links(HTML)
+    print("\n".join(broken) or f"{len(list(HTML.rglob('*.html')))} pages in {HTML}, every link leads somewhere")
+    if not broken and "--serve" in arguments:
+        serve()
+    return 1 if broken else 0
+
+
+def copy_pages() -> None:
+    """Fill .site/pages."""
+    shutil.rmtree(SITE, ignore_errors=True)
+    sources = {page: PAGES / page.relative_to(DOCS) for page in sorted(DOCS.rglob("*.md"))}
+    sources |= {ROOT / name: PAGES / new for name, new in BESIDE.items()}
+    for source, target in sources.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(on_site(source, target, sources), encoding="utf-8")
+    for other in (*DOCS.glob("*.css"), *DOCS.rglob("*.png"), *DOCS.rglob("*.svg")):
+        (PAGES / other.relative_to(DOCS)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(other, PAGES / other.relative_to(DOCS))
+    (PAGES / "reference").mkdir()
+    for name, text in reference().items():
+        (PAGES / "reference" / name).write_text(text, encoding="utf-8")
+    settings = (DOCS / "mkdocs.yml").read_text(encoding="utf-8")
+    (SITE / "mkdocs.yml").write_text(
+        f"{settings}\nnav: {json.dumps(navigation(), ensure_ascii=False)}\n", encoding="utf-8"
+    )
+
+
+def navigation() -> list[dict[str, list]]:
+    """Sections and their pages: the tables of docs/index.md and docs/zh/index.md, and the reference."""
+    chinese = [f"zh/{page}" for pages in sections(DOCS / "zh" / "index.md").values() for page in pages]
+    return [
+        *({topic: [entry(page) for page in pages]} for topic, pages in sections(DOCS / "index.md").items()),
+        {"Reference": ["reference/index.md", *(f"reference/{page_of(module)}" for module in MODULES)]},
+        {"中文": ["zh/index.md", *(entry(page) for page in chinese)]},
+    ]
+
+
+def sections(index: Path) -> dict[str, list[str]]:
+    """Pages by topic out of the table of an index; a row without a topic belongs to the one above."""
+    found: dict[str, list[str]] = {}
+    topic = ""
+    for row in re.findall(r"^\|(.*?)\|(.*)\|$", index.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        topic = row[0].strip(" *") or topic
+        pages = [BESIDE.get(link.removeprefix("../"), link) for link in re.findall(r"\]\(([^)#]+\.md)\)", row[1])]
+        found[topic] = found.get(topic, []) + pages
+    if "Start" in found:
+        found["Start"].insert(0, "index.md")
+    return {topic: pages for topic, pages in found.items() if pages}
+
+
+def unlisted() -> list[str]:
+    """Pages that the navigation leaves out."""
+    listed = json.dumps(navigation())
+    pages = [page.relative_to(PAGES).as_posix() for page in PAGES.rglob("*.md")]
+    return [page for page in pages if f'"{page}"' not in listed]
+
+
+def entry(page: str) -> dict[str, str]:
+    """A page under the first words of its title."""
+    if page == "readme.md":
+        return {"Quick start": page}
+    title = re.search(r"^# (.+)$", (PAGES / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert title, f"{page} has no title"
+    return {re.split(r"[:\uff1a]", title[1])[0].replace("`", ""): page}
+
+
+def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
+    """A page with its links as they are on the site; what the site has not, such as a folder of code, is named without a link."""
+
+    def moved(link: re.Match[str]) -> str:
+        path, anchor = link[1], link[2] or ""
+        if not path or "://" in path or path.startswith("mailto:"):
+            return link[0]
+        found = (source.parent / path).resolve()
+        if found in sources:
+            return f"]({relative(sources[found], target.parent)}{anchor})"
+        return link[0] if found.is_relative_to(DOCS) else "](" + relative(PAGES / "readme.md", target.parent) + ")"
+
+    # a list or a table right below a paragraph is one on a repository's page, and must be one here
+    return spaced(outside_code(source.read_text(encoding="utf-8"), lambda text: LINK.sub(moved, text)))
+
+
+def outside_code(text: str, change) -> str:
+    """The text with all but its fenced blocks changed."""
+    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
+
+
+def spaced(text: str) -> str:
+    """The text with an empty line before each list that follows a paragraph."""
+    item = r"(?:[*-]|\d+\.) "
+    return outside_code(
+        text, lambda part: re.sub(rf"^(?!{item}|\s|\||#)(.+)\n(?={item})", r"\1\n\n", part, flags=re.MULTILINE)
+    )
+
+
+def relative(path: Path, start: Path) -> str:
+    """The path as written in a page of the folder `start`."""
+    up = 0
+    while not path.is_relative_to(start):
+        start, up = start.parent, up + 1
+    return "../" * up + path.relative_to(start).as_posix()
+
+
+def reference() -> dict[str, str]:
+    """Pages of the reference by file name: the index, and one a module with a directive for each public name."""
+    pages, rows = {}, ["# Python", "", "Every public name, from its docstring.", "", "| module | |", "|---|---|"]
+    for module in MODULES:
+        tree = ast.parse(module_file(module).read_text(encoding="utf-8"))
+        said = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
+        names = [
+            name for name in public_names(tree) if f"{module}.{name}" not in MODULES and is_described(module, name)
+        ]
+        file = page_of(module)
+        rows.append(f"| [`{module}`]({file}) | {said} |")
+        pages[file] = "\n".join([f"# {module}", "", said, "", *(f"::: {module}.{name}\n" for name in names)])
+    pages["index.md"] = "\n".join(rows) + "\n"
+    return pages
+
+
+def page_of(module: str) -> str:
+    """The file of a module's page."""
+    return f"{module.removeprefix('covey.')}.md"
+
+
+def module_file(module: str) -> Path:
+    """The source of a module."""
+    path = ROOT / "src" / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def public_names(tree: ast.Module) -> list[str]:
+    """What `__all__` lists, else what the module defines without an underscore."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(one, ast.Name) and one.id == "__all__" for one in node.targets
+        ):
+            return list(ast.literal_eval(node.value))
+    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return [name for name in defined if not name.startswith("_")]
+
+
+@functools.cache
+def described() -> dict[str, bool]:
+    """Whether griffe finds a docstring, by full name of the public names."""
+    import griffe
+
+    loader = griffe.GriffeLoader(search_paths=[str(ROOT / "src")])
+    loader.load("covey")
+    loader.resolve_aliases()
+    found = {}
+    for module in MODULES:
+        for name in public_names(ast.parse(module_file(module).read_text(encoding="utf-8"))):
+            try:
+                one = loader.modules_collection[f"{module}.{name}"]
+                found[f"{module}.{name}"] = bool(one.docstring) and not one.is_module
+            except (KeyError, griffe.AliasResolutionError):
+                found[f"{module}.{name}"] = False
+    return found
+
+
+def is_described(module: str, name: str) -> bool:
+    """Whether the reference has something to say about a name."""
+    return described()[f"{module}.{name}"]
+
+
+class Page(HTMLParser):
+    """The links and anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        """Note what the tag links to and is called."""
+        given = dict(attributes)
+        self.anchors |= {value for key in ("id", "name") if (value := given.get(key))}
+        self.links += [value for key in ("href", "src") if (value := given.get(key)) and tag != "base"]
+
+
+def broken_links(folder: Path) -> list[str]:
+    """Links of the site's pages that lead nowhere, one sentence each."""
+    pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
+    return [
+        f"{path.relative_to(folder.resolve())} links to {link}"
+        for path, page in pages.items()
+        if path.name != "404.html"
+        for link in dict.fromkeys(page.links)
+        if not leads_somewhere(path, link, pages)
+    ]
+
+
+def leads_somewhere(path: Path, link: str, pages: dict[Path, Page]) -> bool:
+    """Whether a link of a page is to another site, or to a file or an anchor that exists."""
+    if re.match(r"[a-z]+:|//", link):
+        return True
+    file, _, anchor = link.partition("#")
+    target = (path.parent / unquote(file)).resolve() if file else path
+    target = target / "index.html" if target.is_dir() else target
+    if not target.exists():
+        return False
+    return not anchor or target not in pages or unquote(anchor) in pages[target].anchors | {"__top"}
+
+
+def serve() -> None:
+    """Show the built site until Ctrl-C."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(HTML))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 8000), handler) as server:
+        print("http://127.0.0.1:8000/")
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
