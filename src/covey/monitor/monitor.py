@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from covey.monitor.languages import language_metrics
 from covey.monitor.measures import text_metrics
 from covey.monitor.policy_drift import Anchor
 from covey.monitor.prompt_drift import PromptDrift
@@ -59,7 +60,8 @@ class Monitor:
             **memory_metrics("rollout"),
             **text_metrics(groups, self.reward_names, weights, scales),
             **self.drift(groups),
-            **self.slices(groups, weights),
+            **self.slices(groups, weights, scales),
+            **language_metrics(groups),
         }
 
     def with_update(self, report: StepReport) -> StepReport:

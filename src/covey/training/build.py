@@ -25,6 +25,7 @@ from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.models import context_limit, has_adapter
+from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Combiner, Scorer, resolve
@@ -334,6 +335,7 @@ def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
         num_generations=args.num_generations_eval or args.num_generations,
         batch_size=max(args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations),
         seed=args.seed + 2**30,
+        slices=Slices(args.metrics_by or ()),
     )
 
 

@@ -22,7 +22,8 @@ def with_advantages(
 
     `scaled`: the same groups with the rewards that advantages are made of, where those are not the ones that are kept.
     """
-    scores = Scores.of(scaled or groups, weights, kl=reward_kl(groups, algorithm))
+    column = getattr(algorithm.advantage, "column", None)
+    scores = Scores.of(scaled or groups, weights, kl=reward_kl(groups, algorithm), slice_column=column)
     judged, returns = algorithm.judge(scores)  # [P, G] or [P, G, T], and [P, G, T] or None
     out = []
     for p, group in enumerate(groups):

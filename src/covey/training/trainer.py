@@ -216,7 +216,7 @@ class GRPOTrainer(TRLInterface):
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         if self.train_dataset is not None:
             self.scorer.check(self.agents.columns(self.train_dataset.column_names))
-            refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
+            refuse_unknown_columns(self.args, self.train_dataset.column_names)
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         loaded = load_for_training(

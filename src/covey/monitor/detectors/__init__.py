@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from covey.config.alerts import ALERT_RULES
 from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
+from covey.monitor.detectors.languages import LanguageCollapse
 from covey.monitor.detectors.pace import DataDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
@@ -66,4 +67,5 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
         DataDrift(),
         MemberDominates(),
         MemberIdle(),
+        LanguageCollapse(),
     )
