@@ -10,6 +10,7 @@ from typing import Any, Literal
 from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
 from covey.data.images import IMAGE_COLUMNS, image_digest
+from covey.data.live.dataset import LiveDataset
 from covey.data.order import Outcome
 from covey.data.prompts import to_prompt
 from covey.data.tokenizer import expect_known_ids, tokens_beyond
@@ -99,6 +100,12 @@ class PromptStream:
         if learn is not None:
             learn({int(uid.partition(":")[2]): outcome for uid, outcome in outcomes.items()})
 
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint with this state is on the disk: a live source may forget the rows before it."""
+        commit = getattr(self._order, "commit", None)
+        if commit is not None and state:
+            commit(state["order"])
+
     def state_dict(self) -> dict[str, Any]:
         """The exact position, as plain values that JSON can hold."""
         return {
@@ -172,6 +179,8 @@ class PromptStream:
     def _fingerprint(self) -> str:
         """A digest of the number of rows, the columns, and the prompts and images of up to 16 rows."""
         rows = self.num_rows
+        if isinstance(self._dataset, LiveDataset):  # its rows and columns are still to come
+            return hashlib.sha256(self._dataset.name.encode()).hexdigest()[:16]
         told = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
         for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
             row = row_at(self._dataset, index, self.name)

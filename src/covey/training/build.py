@@ -36,6 +36,7 @@ from covey.training.choosing import build_algorithm as build_algorithm
 from covey.training.choosing import given_algorithm as given_algorithm
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
+from covey.training.live import attach
 from covey.training.parts import Parts
 from covey.training.sampling import as_dict, sampler_options, sampling_params
 from covey.training.session import Session, StopSignal
@@ -301,6 +302,7 @@ def build_parts(
         check_stop=interruption,
         before_first_update=on_policy,
     )
+    attach(given, interruption)
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     return Parts(
         prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
