@@ -13,6 +13,7 @@ from covey.monitor.measures import text_metrics
 from covey.monitor.policy_drift import Anchor
 from covey.monitor.prompt_drift import PromptDrift
 from covey.monitor.resources import memory_metrics, token_metrics
+from covey.monitor.sample_drift import SampleDrift
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch
@@ -29,6 +30,7 @@ class Monitor:
     reward_names: Sequence[str] = ()
     watch: Watch = field(default_factory=Watch)
     drift: PromptDrift = field(default_factory=PromptDrift)
+    samples: SampleDrift = field(default_factory=SampleDrift)
     slices: Slices = field(default_factory=lambda: Slices(()))
     anchor: Anchor = field(default_factory=Anchor)
     meter: UpdateMeter | None = None
@@ -60,6 +62,7 @@ class Monitor:
             **memory_metrics("rollout"),
             **text_metrics(groups, self.reward_names, weights, scales),
             **self.drift(groups),
+            **self.samples(groups, weights),
             **self.slices(groups, weights, scales),
             **language_metrics(groups),
         }
@@ -98,11 +101,15 @@ class Monitor:
         self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"watch": self.watch, "drift": self.drift, "slices": self.slices, "anchor": self.anchor}
+        parts: dict[str, Any] = {
+            **{"watch": self.watch, "drift": self.drift, "samples": self.samples},
+            **{"slices": self.slices, "anchor": self.anchor},
+        }
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.watch.load_state_dict(state["watch"])
         self.drift.load_state_dict(state["drift"])
+        self.samples.load_state_dict(state.get("samples", {}))
         self.slices.load_state_dict(state.get("slices", {}))
         self.anchor.load_state_dict(state.get("anchor", {}))
