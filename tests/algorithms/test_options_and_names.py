@@ -80,6 +80,7 @@ CHANGED = {
     "use_bias_correction_kl": False,
     "scale_rewards": "none",
     "multi_objective_aggregation": "normalize_then_sum",
+    "advantage_slices": "language",
     "max_completion_length": 99,
     "top_entropy_quantile": 0.2,
     "off_policy_mask_threshold": 0.01,
