@@ -308,15 +308,10 @@ def build_parts(
     )
     attach(given, interruption)
     languages = languages_of(args, given.algorithm)
+    order: dict[str, Any] = {"curriculum": args.curriculum, "languages": languages}
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     return Parts(
-        prompts=build_prompts(
-            given,
-            given.train_dataset,
-            shuffle=args.shuffle_dataset,
-            curriculum=args.curriculum,
-            languages=languages,
-        ),
+        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, **order),
         sampler=sampler,
         scorer=given.scorer,
         learner=learner,

@@ -9,15 +9,20 @@ import torch
 
 from covey.data.together import columns_of, question_of, refuse_missing_languages
 from covey.errors import ConfigError
+from covey.monitor import refuse_unknown_columns
 from covey.types import Group
 
 
-def known_columns(args: Any, columns: Sequence[str] | None) -> Sequence[str] | None:
-    """The columns that rewards will see. Raises DataError where a language has no column."""
-    if not args.group_languages or columns is None:
-        return columns
-    refuse_missing_languages(columns, args.group_languages)
-    return columns_of(columns, args.group_languages)
+def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
+    """Raise CoveyError where the training set lacks a column that a reward, a slice or a language of a group needs."""
+    if dataset is None:
+        return
+    columns = dataset.column_names
+    refuse_unknown_columns(args, columns)
+    if args.group_languages and columns is not None:
+        refuse_missing_languages(columns, args.group_languages)
+        columns = columns_of(columns, args.group_languages)
+    scorer.check(agents.columns(columns))
 
 
 def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:
