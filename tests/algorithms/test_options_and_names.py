@@ -1,6 +1,7 @@
 """TRL's option names compose what the presets compose; every option acts; names and changes behind commas are found."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def footprint(algorithm):
         made_tokens(drift=1.0),
         made_scores(torch.rand(3, 4, 2, generator=torch.Generator().manual_seed(0)).double()),
     )
+    scores = replace(scores, slices=("en", "de", "en"))
     totals = Totals.of(tokens.mask, tokens.group, 16)
     memory = algorithm.initial_controllers()
     loss = algorithm.resolve(memory).prepare(tokens.detached(), totals).loss(tokens, totals)
@@ -80,6 +82,7 @@ CHANGED = {
     "use_bias_correction_kl": False,
     "scale_rewards": "none",
     "multi_objective_aggregation": "normalize_then_sum",
+    "advantage_slices": "language",
     "max_completion_length": 99,
     "top_entropy_quantile": 0.2,
     "off_policy_mask_threshold": 0.01,

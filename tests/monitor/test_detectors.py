@@ -32,6 +32,8 @@ def metrics_of(step: int, draw: random.Random, skill: float) -> Values:
         "prompts/drift": abs(around(0.05, 0.1)), "prompts/mean_length": around(60, 0.05),
         "ensemble/peer/asked": 1.0, "ensemble/peer/used": 0.6, "ensemble/peer/lost": 0.0, "ensemble/peer/reward": 0.6,
         "ensemble/peer/share": 0.3, "ensemble/peer/win_rate": 0.6,
+        "prompts/drift_p/text": 0.02 + 0.98 * own.random(), "prompts/drift_p/length": 1.0, "rewards/drift_p": 1.0,
+        "languages/de/same": 1.0 - 0.02 * own.random(), "languages/de/count": 40.0,
     }  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def stuck(step: int) -> float:
 
 
 FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
-    "data_drift": (to("prompts/drift", 0.4), honest),
+    "data_drift": (to("prompts/drift_p/text", 1e-5), honest),
     "dead_groups": (to("frac_reward_zero_std", 1.0), honest),
     "diversity_loss": (by("diversity/unique", 0.2), lambda step: 0.4),
     "entropy_collapse": (by("entropy", 0.02), lambda step: 0.4),
@@ -80,6 +82,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "gradient_spike": (lambda t, values, draw: {"grad_norm": 60.0} if t == 20 else {}, honest),
     "kl_runaway": (lambda t, values, draw: {"kl": 0.02 * 1.3**t}, honest),
     "large_updates": (to("update/all", 0.4), honest),
+    "language_collapse": (to("languages/de/same", 0.6), honest),
     "length_collapse": (by("completions/mean_length", 0.1), honest),
     "length_explosion": (by("completions/mean_length", 4.0), honest),
     "member_dominates": (to("ensemble/peer/share", 0.97), honest),
@@ -88,6 +91,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "repeated_text": (by("completions/repetition", 12.0), honest),
     "reward_collapse": (to("reward", 0.05), honest),
     "reward_conflict": (by("rewards/math/mean", 0.01), honest),
+    "reward_drift": (to("rewards/drift_p", 1e-5), honest),
     "reward_errors": (to("rewards/math/errors", 40.0), honest),
     "reward_hacking": (by("rewards/audit/mean", 0.3), honest),
     "reward_plateau": (None, stuck),

@@ -63,6 +63,7 @@ from covey.algorithms.presets import (
 from covey.algorithms.reference import EMA, Every, WhenFar, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy, entropy_bonus
 from covey.algorithms.sequence_objectives import GMPO, VESPO
+from covey.algorithms.slices import SliceNormalized
 from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
 
 __all__ = [
@@ -114,6 +115,7 @@ __all__ = [
     "SequenceMean",
     "SequenceSum",
     "Shaped",
+    "SliceNormalized",
     "SoftOverlong",
     "StraightThrough",
     "TopEntropy",

@@ -242,6 +242,10 @@ class Shaped:
     def needs(self) -> tuple[str, ...]:
         return tuple(getattr(self.advantage, "needs", ()))
 
+    @property
+    def column(self) -> str | None:
+        return getattr(self.advantage, "column", None)
+
     def __call__(self, scores: Scores) -> Tensor:
         return self.advantage(self.shaped(scores))
 

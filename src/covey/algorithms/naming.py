@@ -22,6 +22,7 @@ from covey.algorithms import (
     reference,
     regularizers,
     sequence_objectives,
+    slices,
     token_advantages,
 )
 from covey.algorithms.algorithm import Algorithm
@@ -34,7 +35,7 @@ from covey.names import find
 _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
-    "advantage": (advantages, token_advantages, pass_at_k, filtering),
+    "advantage": (advantages, token_advantages, pass_at_k, filtering, slices),
     "objective": (objectives, sequence_objectives, covariance, distillation),
     "aggregate": (aggregation,),
     "regularizer": (regularizers, distillation, examples),

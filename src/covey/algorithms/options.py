@@ -15,6 +15,7 @@ from covey.algorithms.ratios import Level
 from covey.algorithms.reference import Every, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy
 from covey.algorithms.sequence_objectives import VESPO
+from covey.algorithms.slices import SliceNormalized
 from covey.errors import ConfigError, did_you_mean
 from covey.types import Advantage, Aggregate, Objective, Weight
 
@@ -33,6 +34,7 @@ def from_options(
     use_bias_correction_kl: bool = True,
     scale_rewards: str | bool = "group",
     multi_objective_aggregation: str = "sum_then_normalize",
+    advantage_slices: str | None = None,
     max_completion_length: int | None = None,
     top_entropy_quantile: float = 1.0,
     off_policy_mask_threshold: float | None = None,
@@ -73,7 +75,7 @@ def from_options(
     coefficient: float | Controller = adaptive if use_adaptive_entropy else entropy_coef
     return Algorithm(
         name=loss_type if level == "token" else f"{loss_type}/sequence",
-        advantage=_advantage(scale_rewards, multi_objective_aggregation),
+        advantage=_advantage(scale_rewards, multi_objective_aggregation, advantage_slices),
         objective=smooth.get(loss_type) or _ratio_objective(loss_type, epsilon, epsilon_high, delta, level),
         aggregate=_aggregate(loss_type, max_completion_length),
         kl=KL(k3, beta, unbiased=use_bias_correction_kl, level=level) if beta else None,
@@ -97,11 +99,18 @@ def _ratio_objective(loss_type: str, low: float, high: float | None, delta: floa
     return Clipped(low, high, delta, level=level)
 
 
-def _advantage(scale_rewards: str | bool, aggregation: str) -> Advantage:
+def _advantage(scale_rewards: str | bool, aggregation: str, slices: str | None) -> Advantage:
     if isinstance(scale_rewards, bool):
         scale_rewards = "group" if scale_rewards else "none"
     scale = one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
     one_of("multi_objective_aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
+    if slices is not None:
+        if scale != "group" or aggregation != "sum_then_normalize":
+            raise ConfigError(
+                f"advantage_slices={slices!r} says what advantages are divided by, and so does scale_rewards={scale!r} or "
+                f"multi_objective_aggregation={aggregation!r}; leave those at their defaults."
+            )
+        return SliceNormalized(slices)
     return NormalizeThenSum() if aggregation == "normalize_then_sum" else GroupNormalized(scale)
 
 

@@ -33,7 +33,7 @@ _COMMON = frozenset(
 
 _WHAT = (
     Flag(name="model", help="Model to train: a folder, a hub id, or demo for the one that ships with Covey.", group="what"),
-    Flag(name="dataset", help="Prompts: a JSONL, CSV or Parquet file, a folder, a hub id, or demo; PATH:SPLIT picks a split, '0.7*A + 0.3*B' mixes.", group="what"),
+    Flag(name="dataset", help="Prompts: a JSONL, CSV or Parquet file, a folder, a hub id, or demo; PATH:SPLIT picks a split, follow:PATH reads a file that grows, '0.7*A + 0.3*B' mixes.", group="what"),
     Flag(name="reward", help="Reward by name, or your own as file.py:function or package.module:function; several may be given.", type=list[str], group="what"),
     Flag(name="tools", help="Functions that the model may call while it writes, as file.py:function; they need type hints and a docstring.", type=list[str], group="what"),
     Flag(name="environment_factory", help="Class of the environment that each completion acts in, as file.py:Class.", group="what"),
@@ -121,7 +121,7 @@ def run(given: Given) -> int:
     dataset = None
     if not given.get("print_config") and not given.get("dry_run") and given.get("seeds") is None:
         header.show_header(given, wanted)
-        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
+        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"), live=True)
         header.show_rows(dataset)
     from covey.config import GRPOConfig
 
@@ -134,7 +134,7 @@ def run(given: Given) -> int:
         output.result(as_yaml(wanted, {name: value for name, value in given.items() if name in _OWN}))
         return 0
     if dataset is None:
-        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"))
+        dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"), live=True)
     if given.get("dry_run"):
         from covey.cli.plan import show
         from covey.rewards import resolve
@@ -269,7 +269,7 @@ def resume_command(words: Sequence[str], run: str) -> str:
     return shlex.join(["covey", *kept, *([] if named else ["--output-dir", run]), "--resume", "auto"])
 
 
-def load_prompts(named: str, given: Given, limit: int | None) -> Any:
+def load_prompts(named: str, given: Given, limit: int | None, live: bool = False) -> Any:
     """The data set that a flag names, its columns as the other flags say."""
     from covey import data
 
@@ -284,6 +284,7 @@ def load_prompts(named: str, given: Given, limit: int | None) -> Any:
         limit=limit,
         streaming=bool(given.get("streaming")),
         config_name=given.get("dataset_config"),
+        live=live,
     )
 
 

@@ -40,6 +40,11 @@ class Options:
     shuffle_dataset: bool = option(True, "Draw the prompts of an epoch in a random order, by seed.", group="data")
     chat_template_kwargs: dict[str, Any] | str | None = option(None,
         'Keyword arguments of the tokenizer\'s chat template, such as {"enable_thinking": false}.', group="data")
+    group_languages: list[str] | None = option(None,
+        "Languages that share a group: each question is asked in all of them, from columns such as prompt_de and answer_de.",
+        group="data")
+    live_timeout_seconds: float | None = option(None,
+        "Most seconds that a run waits for the next prompt of a live source; unset: no limit.", group="data", above=0)
     on_long_prompt: str = option("error",
         "A prompt that does not fit beside a completion in the model's context: error, or drop to leave it out and count it.",
         group="data", words=("error", "drop"))
@@ -192,8 +197,11 @@ class Options:
         may_be_infinite=True, why="None sets no limit.")
     on_reward_error: str = option("record", "A reward that fails: record it and leave the completion out, or raise.",
         group="rewards", words=("record", "raise"))
+    advantage_slices: str | None = option(None,
+        "Column such as language: advantages are divided by the deviation of all completions of one value; small slices are pooled.",
+        group="rewards")
     metrics_by: list[str] | None = option(None,
-        "Columns of the data set by whose values the reward is logged too, such as language or dataset.",
+        "Columns by whose values reward, length, truncation and accuracy are logged too, with intervals, such as language or dataset.",
         group="rewards")
     reward_error_limit: int = option(20, "Failures of rewards in a row before the run stops with a checkpoint.",
         group="rewards", at_least=1)

@@ -57,7 +57,7 @@ RENAMED: Mapping[str, str] = {
 
 ALGORITHM_OPTIONS = (
     *(name for name in (*GROUPS["loss"], *GROUPS["reference model"]) if name != "algorithm"),
-    *("scale_rewards", "multi_objective_aggregation"),
+    *("scale_rewards", "multi_objective_aggregation", "advantage_slices"),
 )
 """Options that compose an algorithm; they cannot be given beside one."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from covey.data.checks import check_dataset
+    from covey.data.live import follow
     from covey.data.loading import load
     from covey.data.mixing import mix
     from covey.data.order import Outcome
@@ -19,6 +20,7 @@ _WHERE = {
     "check_dataset": "checks",
     "eos_ids": "tokenizer",
     "expect_known_ids": "tokenizer",
+    "follow": "live",
     "load": "loading",
     "mix": "mixing",
     "num_embeddings": "tokenizer",
@@ -30,6 +32,7 @@ __all__ = [
     "check_dataset",
     "eos_ids",
     "expect_known_ids",
+    "follow",
     "load",
     "mix",
     "num_embeddings",

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.compute as compute
 
 from covey.data.images import IMAGE_COLUMNS, REFUSED_COLUMNS
+from covey.data.live.dataset import LiveDataset
 from covey.data.prompts import check_prompt
 from covey.errors import DataError, DataTypeError, did_you_mean
 
@@ -64,7 +65,7 @@ def check_dataset(dataset: Any, name: str = "train_dataset", *, prompt_only: boo
 
 
 def _check_type(dataset: Any, name: str) -> None:
-    if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+    if isinstance(dataset, datasets.Dataset | datasets.IterableDataset | LiveDataset):
         return
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(str, dataset))

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from covey.data.live.dataset import LiveDataset
+from covey.data.live.order import LiveOrder
 from covey.data.order import BlockOrder, Order, Outcome, Permutation, Row, permutation
 from covey.data.replay import Replay, parted
 from covey.errors import DataError, did_you_mean
@@ -20,6 +22,13 @@ _UNSEEN, _MASTERED, _UNSOLVED = 0.5, 0.05, 0.1
 
 def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_size: int) -> Order:
     """The order that `curriculum` names, of each set of a mixture by itself. Raises DataError where it cannot be had."""
+    if isinstance(dataset, LiveDataset):
+        base, share = parted(curriculum)
+        if base != "none":
+            raise DataError(
+                f"curriculum={curriculum!r}: a live source takes none or replay:0.25 (a share of earlier rows)."
+            )
+        return LiveOrder(dataset, seed=seed, replay=share)
     if not hasattr(dataset, "__len__"):
         if curriculum != "none":
             raise DataError(f"curriculum={curriculum!r} needs a data set with a length; leave streaming out.")

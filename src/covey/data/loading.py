@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 
 from covey.data.checks import check_dataset, row_of
 from covey.data.images import with_paths
+from covey.data.live.dataset import PREFIX, LiveDataset, follow
 from covey.data.mixing import mix, terms
 from covey.data.sources import AnyDataset, opened, shown
 from covey.errors import DataError, did_you_mean
@@ -28,18 +29,25 @@ def load(
     limit: int | None = None,
     streaming: bool = False,
     config_name: str | None = None,
+    live: bool = False,
 ) -> AnyDataset:
     """The prompts of `source`, with a column `prompt` and all others beside it for the rewards.
 
     `source` is a JSONL, JSON, CSV, TSV or Parquet file, a list or glob of them, a folder of them, a folder that
     `Dataset.save_to_disk` wrote, a hub id, or `demo`; `:split` may follow (`org/name:test`, `data/:train[:100]`). Without a
-    split, `train` is taken, or the only one. `0.7*a.jsonl + 0.3*b.jsonl` mixes sets, see `covey.data.mix`. `columns` renames, new name to old; `prompt_column` is what becomes `prompt`.
+    split, `train` is taken, or the only one. With `live`, `follow:PLACE` is a live source, a
+    `covey.data.live.LiveDataset`. `0.7*a.jsonl + 0.3*b.jsonl` mixes sets, see `covey.data.mix`. `columns` renames, new name to old; `prompt_column` is what becomes `prompt`.
     With `system_prompt`, text prompts become chat messages after it. `limit` keeps the first rows.
 
     Raises DataError, in one sentence that names the input and the fix, for whatever is not there or cannot be used.
     """
     renames = {**(columns or {}), **({} if prompt_column == "prompt" else {"prompt": prompt_column})}
-    weights = terms(source)
+    is_live = isinstance(source, str) and source.startswith(PREFIX)
+    if is_live and not live:
+        raise DataError(
+            f"{source} is a live source, which has no end: it can be trained on, and nothing else; give a file."
+        )
+    weights = None if is_live else terms(source)
     if weights is None:
         dataset = _checked(source, split, renames, streaming, config_name)
     else:
@@ -59,12 +67,24 @@ def _checked(
     is_mixed: bool = False,
 ) -> AnyDataset:
     """One source with its columns renamed; in a mixture a set that has the new name already keeps its own."""
+    if isinstance(source, str) and source.startswith(PREFIX):
+        return cast(AnyDataset, _followed(source, split, renames, is_mixed))
     source, split = parted(source, split)
     name = shown(source)
     dataset = opened(source, split, streaming, config_name)
     have = dataset.column_names or []
     wanted = {new: old for new, old in renames.items() if not (is_mixed and new in have and old not in have)}
     return with_paths(check_dataset(_renamed(dataset, wanted, name), name), source)
+
+
+def _followed(source: str, split: str | None, renames: Mapping[str, str], is_mixed: bool) -> LiveDataset:
+    """A live source with its columns renamed."""
+    if is_mixed or split is not None:
+        raise DataError(f"{source} is a live source: it has no splits and cannot be mixed; give it alone.")
+    dataset = follow(source)
+    wanted = {old: new for new, old in renames.items() if new != old}
+    found: LiveDataset = check_dataset(dataset.rename_columns(wanted) if wanted else dataset, source)
+    return found
 
 
 def parted(source: Any, split: str | None) -> tuple[Any, str | None]:
@@ -97,6 +117,8 @@ def _renamed(dataset: AnyDataset, columns: Mapping[str, str], name: str) -> AnyD
 def _first(dataset: AnyDataset, limit: int) -> AnyDataset:
     if limit < 1:
         raise DataError(f"limit is {limit}; keep at least one row.")
+    if isinstance(dataset, LiveDataset):
+        raise DataError("A live source has no first rows to keep; leave max_prompts (limit) out and set max_steps.")
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.take(limit)
     return dataset.select(range(min(limit, len(dataset))))
@@ -114,6 +136,10 @@ def _with_system(dataset: AnyDataset, system_prompt: str, name: str) -> AnyDatas
             )
         return {"prompt": [{"role": "system", "content": system_prompt}, *messages]}
 
+    if isinstance(dataset, LiveDataset):
+        return dataset.map(
+            lambda row: {**row, **add(dict(row), 0)} if isinstance(row.get("prompt"), str | list) else row
+        )
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.map(add, with_indices=True)
     added = [add({"prompt": prompt}, index)["prompt"] for index, prompt in enumerate(dataset["prompt"])]

@@ -27,6 +27,10 @@ class Outcome:
     score: float
     has_signal: bool
 
+    def merged(self, other: Outcome) -> Outcome:
+        """Of two prompts of one question."""
+        return Outcome((self.score + other.score) / 2, self.has_signal or other.has_signal)
+
 
 class Order(Protocol):
     """Which row comes next; resumes from its `state_dict`."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from covey.data.checks import first_prompts, row_at, row_of
 from covey.data.curriculum import order_of
 from covey.data.images import IMAGE_COLUMNS, image_digest
-from covey.data.order import Outcome
+from covey.data.live.dataset import LiveDataset
+from covey.data.order import Order, Outcome
 from covey.data.prompts import to_prompt
+from covey.data.together import Together, question_of
 from covey.data.tokenizer import expect_known_ids, tokens_beyond
 from covey.errors import DataError
 from covey.types import Prompt
@@ -27,7 +29,7 @@ class PromptStream:
 
     `take` gives the same prompts in every process; a process shares them out itself. The first epoch's order is that of
     TRL's `RepeatSampler` with the same seed, and a streamed data set is shuffled in blocks of `block_size` rows. `curriculum`
-    chooses another order, see `covey.data.curriculum`. A prompt of
+    chooses another order, see `covey.data.curriculum`; with `languages` each row comes once a language, see `Together`. A prompt of
     more than `max_prompt_length` tokens raises DataError (those of the first 100,000 rows already here), or is left out
     and counted with `on_too_long="drop"`; it is never cut.
     """
@@ -47,6 +49,7 @@ class PromptStream:
         block_size: int = 1000,
         num_embeddings: int | None = None,
         name: str = "the data set",
+        languages: Sequence[str] = (),
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self.template = dict(chat_template_kwargs or {})
@@ -57,7 +60,9 @@ class PromptStream:
         self.num_dropped = 0
         self._dataset = dataset
         self._seed, self._shuffle, self._curriculum = seed, shuffle, curriculum
-        self._order = order_of(dataset, curriculum=curriculum, seed=seed, shuffle=shuffle, block_size=block_size)
+        self._order: Order = order_of(dataset, curriculum=curriculum, seed=seed, shuffle=shuffle, block_size=block_size)
+        if languages:
+            self._order = Together(self._order, languages)
         if max_prompt_length is not None and max_prompt_length < 1:
             raise DataError(
                 f"No room for a prompt: max_completion_length takes the whole context and leaves {max_prompt_length} tokens; lower it."
@@ -97,7 +102,17 @@ class PromptStream:
         """Tell the order what became of prompts, by their uid; one that does not learn from it goes on as before."""
         learn = getattr(self._order, "learn", None)
         if learn is not None:
-            learn({int(uid.partition(":")[2]): outcome for uid, outcome in outcomes.items()})
+            by_row: dict[int, Outcome] = {}
+            for uid, outcome in outcomes.items():
+                row = int(question_of(uid).partition(":")[2])
+                by_row[row] = outcome if row not in by_row else by_row[row].merged(outcome)
+            learn(by_row)
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """A checkpoint with this state is on the disk: a live source may forget the rows before it."""
+        commit = getattr(self._order, "commit", None)
+        if commit is not None and state:
+            commit(state["order"])
 
     def state_dict(self) -> dict[str, Any]:
         """The exact position, as plain values that JSON can hold."""
@@ -172,6 +187,8 @@ class PromptStream:
     def _fingerprint(self) -> str:
         """A digest of the number of rows, the columns, and the prompts and images of up to 16 rows."""
         rows = self.num_rows
+        if isinstance(self._dataset, LiveDataset):  # its rows and columns are still to come
+            return hashlib.sha256(self._dataset.name.encode()).hexdigest()[:16]
         told = [str(rows), str(sorted(getattr(self._dataset, "column_names", None) or []))]
         for index in sorted({rows * part // 16 for part in range(16)} if rows else ()):
             row = row_at(self._dataset, index, self.name)

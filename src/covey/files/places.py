@@ -32,6 +32,8 @@ def refuse_missing(name: str, what: str) -> None:
     A data set may be a mixture, a pattern, or end in `:split`; those are left to who reads them.
     """
     is_data = what == "data set"
+    if is_data and name.startswith("follow:"):  # it may come later
+        return
     text = re.sub(r":[A-Za-z_][\w.\-]*(\[[^\]]*\])?$", "", name) if is_data and not _exists(name) else name
     if is_data and (re.search(r"[*?+\[\]]|\s", text) or _exists(text)):
         return

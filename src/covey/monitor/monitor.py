@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from covey.monitor.languages import language_metrics
 from covey.monitor.measures import text_metrics
 from covey.monitor.policy_drift import Anchor
 from covey.monitor.prompt_drift import PromptDrift
 from covey.monitor.resources import memory_metrics, token_metrics
+from covey.monitor.sample_drift import SampleDrift
 from covey.monitor.slices import Slices
 from covey.monitor.updates import UpdateMeter
 from covey.monitor.watch import Watch
@@ -28,6 +30,7 @@ class Monitor:
     reward_names: Sequence[str] = ()
     watch: Watch = field(default_factory=Watch)
     drift: PromptDrift = field(default_factory=PromptDrift)
+    samples: SampleDrift = field(default_factory=SampleDrift)
     slices: Slices = field(default_factory=lambda: Slices(()))
     anchor: Anchor = field(default_factory=Anchor)
     meter: UpdateMeter | None = None
@@ -59,7 +62,9 @@ class Monitor:
             **memory_metrics("rollout"),
             **text_metrics(groups, self.reward_names, weights, scales),
             **self.drift(groups),
-            **self.slices(groups, weights),
+            **self.samples(groups, weights),
+            **self.slices(groups, weights, scales),
+            **language_metrics(groups),
         }
 
     def with_update(self, report: StepReport) -> StepReport:
@@ -96,11 +101,15 @@ class Monitor:
         self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"watch": self.watch, "drift": self.drift, "slices": self.slices, "anchor": self.anchor}
+        parts: dict[str, Any] = {
+            **{"watch": self.watch, "drift": self.drift, "samples": self.samples},
+            **{"slices": self.slices, "anchor": self.anchor},
+        }
         return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.watch.load_state_dict(state["watch"])
         self.drift.load_state_dict(state["drift"])
+        self.samples.load_state_dict(state.get("samples", {}))
         self.slices.load_state_dict(state.get("slices", {}))
         self.anchor.load_state_dict(state.get("anchor", {}))

@@ -1,27 +1,37 @@
-"""The reward by the values of a data set's columns: which language, task or level is learnt, and which is not."""
+"""A run by the values of a data set's columns: which language, task or level is learnt, and which is not, each with its interval."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from covey.errors import ConfigError, did_you_mean
+from covey.monitor.languages import LANGUAGE, code_of, is_same
 from covey.monitor.measures import total_of
-from covey.types import Group, Mean, Metric
+from covey.rewards.scales import Scale, seen_scales, verdicts
+from covey.types import Bound, Group, Mean, Metric
 
 MAX_VALUES = 20
-"""Values of a column that get a metric of their own; the others share one."""
+"""Values of a column that get metrics of their own; the others share one."""
 OTHER = "other"
+_SHARES = ("truncated", "accuracy", "same_language")
+
+Sums = dict[str, list[tuple[float, float]]]
+"""By metric: of each group, the sum and the count of what was measured of its completions."""
 
 
-def refuse_unknown_columns(columns: Sequence[str], known: Collection[str] | None) -> None:
-    """Raise ConfigError for a column of `metrics_by` that the data set does not have. `known` None: not told."""
-    for column in columns if known is not None else ():
-        if column not in known:  # type: ignore[operator]
-            has = f"the data set has {', '.join(known)}."  # type: ignore[arg-type]
-            raise ConfigError(f"metrics_by names the column {column!r}, but {has}{did_you_mean(column, known or ())}")
+def refuse_unknown_columns(args: Any, known: Collection[str] | None) -> None:
+    """Raise ConfigError for a column of `metrics_by` or `advantage_slices` that the data set lacks. `known` None: not told."""
+    sliced = [args.advantage_slices] if args.advantage_slices else []
+    made = {LANGUAGE} if args.group_languages else set()
+    for option, columns in (("metrics_by", args.metrics_by or ()), ("advantage_slices", sliced)):
+        for column in columns if known is not None else ():
+            if column not in known and column not in made:  # type: ignore[operator]
+                has = f"the data set has {', '.join(known)}."  # type: ignore[arg-type]
+                raise ConfigError(f"{option} names the column {column!r}, but {has}{did_you_mean(column, known or ())}")
 
 
 class Slices:
@@ -31,16 +41,34 @@ class Slices:
         self.columns = tuple(columns)
         self._known: dict[str, list[str]] = {column: [] for column in columns}
 
-    def __call__(self, groups: Sequence[Group], weights: Tensor) -> dict[str, Metric]:
-        """`reward/<column>=<value>`, the mean weighted reward of its completions; `other` once there are too many values."""
-        found: dict[str, Metric] = {}
+    def __call__(
+        self, groups: Sequence[Group], weights: Tensor, scales: Sequence[Scale | None] | None = None
+    ) -> dict[str, Metric]:
+        """`<metric>/<column>=<value>` with `/low` and `/high`, its 95% interval; `other` once there are too many values.
+
+        `reward`: the mean weighted reward. `length`: tokens that the model wrote. `truncated`: share cut at the limit.
+        `accuracy`: share right of those right or wrong, by rewards whose scale is known. `same_language`: share of answers in
+        the prompt's language, of those long enough to tell, where the rows have a column `language`.
+        """
+        if not self.columns or not groups:
+            return {}
+        known = seen_scales(groups, len(weights)) if scales is None else scales
+        by_slice: dict[str, Sums] = {}
         for group in groups:
-            total = total_of(group, weights)  # [G]
-            reward = Mean.of(total, ~total.isnan())
+            measured = _measured(group, weights, known)
             for column in self.columns:
-                name = f"reward/{column}={self._value(column, group.prompt.columns.get(column))}"
-                before = found.get(name)
-                found[name] = before + reward if isinstance(before, Mean) else reward
+                if column not in group.prompt.columns:
+                    continue  # an evaluation's rows may lack it
+                value = f"{column}={self._value(column, group.prompt.columns.get(column))}"
+                sums = by_slice.setdefault(value, {})
+                for name, one in measured.items():
+                    sums.setdefault(name, []).append(one)
+        found: dict[str, Metric] = {}
+        for value, sums in by_slice.items():
+            for name, parts in sums.items():
+                low, high = Bound.both(parts, is_share=name in _SHARES)
+                mean = Mean(sum(s for s, _ in parts), sum(n for _, n in parts))
+                found |= {f"{name}/{value}": mean, f"{name}/{value}/low": low, f"{name}/{value}/high": high}
         return found
 
     def _value(self, column: str, value: Any) -> str:
@@ -57,3 +85,23 @@ class Slices:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._known |= {column: list(values) for column, values in state.items() if column in self._known}
+
+
+def _measured(group: Group, weights: Tensor, scales: Sequence[Scale | None]) -> dict[str, tuple[float, float]]:
+    """Sum and count of each metric over one group's completions."""
+    total = total_of(group, weights)  # [G]
+    scored = ~total.isnan()
+    found = {
+        "reward": (float(total.nan_to_num(0.0).sum()), float(scored.sum())),
+        "length": (float(sum(int(one.written.sum()) for one in group.completions)), float(group.size)),
+        "truncated": (float(sum(one.is_truncated for one in group.completions)), float(group.size)),
+    }
+    judged = None if group.rewards is None else verdicts(group.rewards, weights, scales)
+    if judged is not None:
+        right, wrong = judged
+        found["accuracy"] = (float(right.sum()), float(torch.logical_or(right, wrong).sum()))
+    wanted = code_of(group.prompt.columns.get(LANGUAGE))
+    if wanted is not None:
+        told = [same for one in group.completions if (same := is_same(one.text, wanted)) is not None]
+        found["same_language"] = (float(sum(told)), float(len(told)))
+    return found

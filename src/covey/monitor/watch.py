@@ -61,6 +61,7 @@ class Watch:
             or name in READS
             or name.startswith("ensemble/")
             or name in self.more
+            or name.startswith("languages/")
             or (name.startswith("rewards/") and name.endswith(("/errors", "/mean")))
         )
 

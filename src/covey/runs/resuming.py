@@ -15,7 +15,10 @@ from covey.runs.masking import mask
 logger = logging.getLogger(__name__)
 
 _DECISIVE: Mapping[str, str] = {
-    **dict.fromkeys(("seed", "data_seed", "shuffle_dataset", "curriculum"), "the place in the data would mean nothing"),
+    **dict.fromkeys(
+        ("seed", "data_seed", "shuffle_dataset", "curriculum", "group_languages"),
+        "the place in the data would mean nothing",
+    ),
     **dict.fromkeys(
         ("num_generations", "generation_batch_size", "steps_per_generation", "num_iterations"),
         "the rollout that is half used would not fit the schedule",

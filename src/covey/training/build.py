@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, cast
@@ -25,6 +25,7 @@ from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.models import context_limit, has_adapter
+from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Combiner, Scorer, resolve
@@ -35,6 +36,8 @@ from covey.training.choosing import build_algorithm as build_algorithm
 from covey.training.choosing import given_algorithm as given_algorithm
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
+from covey.training.languages import languages_of
+from covey.training.live import attach
 from covey.training.parts import Parts
 from covey.training.sampling import as_dict, sampler_options, sampling_params
 from covey.training.session import Session, StopSignal
@@ -181,7 +184,9 @@ def build_critic(algorithm: Algorithm, policy: Policy) -> Critic:
     return ValueHead(policy.model.config.get_text_config().hidden_size, policy.device)
 
 
-def build_prompts(given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none") -> PromptStream:
+def build_prompts(
+    given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none", languages: Sequence[str] = ()
+) -> PromptStream:
     args = given.args
     limit = context_limit(given.model)
     return PromptStream(
@@ -195,6 +200,7 @@ def build_prompts(given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: 
         max_prompt_length=None if limit is None else limit - args.max_completion_length,
         on_too_long=cast(Literal["error", "drop"], args.on_long_prompt),
         num_embeddings=num_embeddings(given.model),
+        languages=languages,
     )
 
 
@@ -300,9 +306,12 @@ def build_parts(
         check_stop=interruption,
         before_first_update=on_policy,
     )
+    attach(given, interruption)
+    languages = languages_of(args, given.algorithm)
+    order: dict[str, Any] = {"curriculum": args.curriculum, "languages": languages}
     made = session(learner, counts.total_steps, steps_per_epoch or float(counts.total_steps))
     return Parts(
-        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, curriculum=args.curriculum),
+        prompts=build_prompts(given, given.train_dataset, shuffle=args.shuffle_dataset, **order),
         sampler=sampler,
         scorer=given.scorer,
         learner=learner,
@@ -311,8 +320,8 @@ def build_parts(
         world=given.world,
         interruption=interruption,
         sampling=sampling_params(args),
-        prompts_per_rollout=counts.prompts_per_generation,
-        num_generations=args.num_generations,
+        prompts_per_rollout=counts.prompts_per_generation * max(1, len(languages)),
+        num_generations=args.num_generations // max(1, len(languages)),
         dynamic_sampling=args.dynamic_sampling,
         batches_per_rollout=counts.optimizer_steps_per_generation // args.num_iterations,
         num_iterations=args.num_iterations,
@@ -334,6 +343,7 @@ def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
         num_generations=args.num_generations_eval or args.num_generations,
         batch_size=max(args.per_device_eval_batch_size, args.num_generations_eval or args.num_generations),
         seed=args.seed + 2**30,
+        slices=Slices(args.metrics_by or ()),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from covey.algorithms import Algorithm
 from covey.data import Outcome
 from covey.rewards import has_signal, mean_score
+from covey.training.languages import joined, questions
 from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
 
 
@@ -22,13 +23,22 @@ def with_advantages(
 
     `scaled`: the same groups with the rewards that advantages are made of, where those are not the ones that are kept.
     """
-    scores = Scores.of(scaled or groups, weights, kl=reward_kl(groups, algorithm))
+    column = getattr(algorithm.advantage, "column", None)
+    units = questions(groups)  # each group by itself, but for one question in several languages
+    judging = [joined([(scaled or groups)[place] for place in places]) for places in units]
+    own = judging if scaled is None else [joined([groups[place] for place in places]) for places in units]
+    scores = Scores.of(judging, weights, kl=reward_kl(own, algorithm), slice_column=column)
     judged, returns = algorithm.judge(scores)  # [P, G] or [P, G, T], and [P, G, T] or None
-    out = []
-    for p, group in enumerate(groups):
-        own_returns = None if returns is None else returns[p, : group.size]
-        totals = scores.total[p, : group.size]
-        out.append(replace(group, advantages=judged[p, : group.size], totals=totals, returns=own_returns))
+    out = list(groups)
+    for p, places in enumerate(units):
+        start = 0
+        for place in places:
+            group = groups[place]
+            rows = slice(start, start + group.size)
+            own_returns = None if returns is None else returns[p, rows]
+            totals = scores.total[p, rows]
+            out[place] = replace(group, advantages=judged[p, rows], totals=totals, returns=own_returns)
+            start += group.size
     return out
 
 

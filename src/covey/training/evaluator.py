@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from covey.algorithms import Algorithm
 from covey.data import PromptStream
 from covey.learner import Learner
+from covey.monitor.slices import Slices
 from covey.process.world import World
 from covey.rewards import Scorer, reward_metrics
 from covey.rollout import Sampler, SamplingParams
@@ -32,6 +33,8 @@ class Evaluator:
     batch_size: int
     """Completions in flight at a time in this process."""
     seed: int
+    slices: Slices = field(default_factory=lambda: Slices(()))
+    """Metrics by the values of a column."""
 
     def __call__(
         self,
@@ -63,9 +66,11 @@ class Evaluator:
             scaled = self.scorer.combiner(groups, learn=False)
             groups = with_advantages(groups, algorithm, self.scorer.weights, scaled)
             losses = self.learner.loss(groups, algorithm)
-            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights, self.scorer.observe(groups))
+            scales = self.scorer.observe(groups)
+            rewards = reward_metrics(groups, self.scorer.names, self.scorer.weights, scales)
+            sliced = self.slices(groups, self.scorer.weights, scales)
             own = self.world.merge(self.scorer.take_metrics())
-            parts.append({**losses, **rewards, **own, **completion_metrics(groups)})
+            parts.append({**losses, **rewards, **own, **completion_metrics(groups), **sliced})
         self.learner.policy.release()  # the model may be looked at now, by a callback or by the user
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,8 @@ class Saver:
     has_told_tight: bool = False
     writing: int = 0
     """The step of the checkpoint that is being written, or was last."""
+    drawn: Mapping[str, Any] = field(default_factory=dict)
+    """Where the prompts stood in that checkpoint."""
     failed: int = 0
     """Saves in a row that the disk refused."""
 
@@ -70,7 +72,7 @@ class Saver:
             return
         self.finish(parts)
         self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
-        self.writing = state.step
+        self.writing, self.drawn = state.step, tree.get("prompts", {})
         waits = not self.args.save_async or any(map(reads_checkpoints, self.handler.callbacks)) or self._is_tight(tree)
         work = self._work(tree, self._watch(parts).later(), copies=not waits)
         self.background.start(work, name=f"covey-checkpoint-{state.step}")
@@ -114,6 +116,7 @@ class Saver:
             return
         if path is not None:
             self.failed = 0
+            parts.prompts.commit(self.drawn)
         if path is not None:
             self.when_written(path, checkpoint.step_of(path))
         if path is not None and self.trainer_state.best_global_step == checkpoint.step_of(path):

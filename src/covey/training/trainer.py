@@ -18,7 +18,7 @@ from covey.data.checks import length_of
 from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantError, SpoiledError, StorageError
 from covey.learner import Learner
 from covey.models import short_name
-from covey.monitor import Progress, alert_shower, build_monitor, completions_shower, refuse_unknown_columns
+from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
 from covey.monitor.trackers import Trackers
 from covey.monitor.updates import UpdateMeter
 from covey.process import lean
@@ -45,6 +45,7 @@ from covey.training.ensembles import given_ensemble, with_ensemble
 from covey.training.evaluator import Evaluator
 from covey.training.hooks import is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
+from covey.training.languages import check_columns
 from covey.training.loading import load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
@@ -214,9 +215,7 @@ class GRPOTrainer(TRLInterface):
         refuse_no_data(train_dataset, eval_dataset, self.args)
         self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
         self.eval_dataset = checked_eval(eval_dataset, self.args)
-        if self.train_dataset is not None:
-            self.scorer.check(self.agents.columns(self.train_dataset.column_names))
-            refuse_unknown_columns(self.args.metrics_by or (), self.train_dataset.column_names)
+        check_columns(self.args, self.train_dataset, self.agents, self.scorer)
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         loaded = load_for_training(

@@ -10,6 +10,9 @@ from covey.types.images import (
     PromptImages as PromptImages,
 )
 from covey.types.metrics import (
+    Bound as Bound,
+)
+from covey.types.metrics import (
     EffectiveSize as EffectiveSize,
 )
 from covey.types.metrics import (

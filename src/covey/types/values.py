@@ -175,6 +175,8 @@ class Scores:
     """[P], weighted reward of each prompt's greedy answer."""
     per_token: Tensor | None = None
     """[P, G, T], rewards given at single tokens, besides those of the functions. None: there are none."""
+    slices: tuple[str, ...] | None = None
+    """[P], which slice each prompt is in, such as its language. None: nothing asked for slices."""
 
     @cached_property
     def total(self) -> Tensor:
@@ -189,8 +191,13 @@ class Scores:
         return self.mask.sum(-1)
 
     @staticmethod
-    def of(groups: Sequence[Group], weights: Tensor | None = None, kl: Tensor | None = None) -> Scores:
-        """Stack scored groups. `weights` [R] defaults to ones.
+    def of(
+        groups: Sequence[Group],
+        weights: Tensor | None = None,
+        kl: Tensor | None = None,
+        slice_column: str | None = None,
+    ) -> Scores:
+        """Stack scored groups. `weights` [R] defaults to ones; `slice_column`: the column whose values are `slices`.
 
         Raises ValueError when a group has no rewards yet, or when there are no groups.
         """
@@ -218,6 +225,7 @@ class Scores:
             values=values,
             kl=kl,
             greedy=greedy,
+            slices=None if slice_column is None else tuple(str(g.prompt.columns.get(slice_column)) for g in groups),
         )
 
 

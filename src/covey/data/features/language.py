@@ -38,6 +38,8 @@ _OF_WORD = {
     word: tuple(name for name, known in _LANGUAGES.items() if word in known)
     for word in frozenset[str]().union(*_LANGUAGES.values())
 }
+LANGUAGES = frozenset(_SCRIPTS) | frozenset(_SMALL_WORDS)
+"""Codes that `language` can return."""
 _FEWEST_SMALL_WORDS = 3
 _ENOUGH = 1000
 """Characters that are looked at."""

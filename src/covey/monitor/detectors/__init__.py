@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from covey.config.alerts import ALERT_RULES
 from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
-from covey.monitor.detectors.pace import DataDrift, ThroughputDrop
+from covey.monitor.detectors.languages import LanguageCollapse
+from covey.monitor.detectors.pace import DataDrift, RewardDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
 from covey.monitor.detectors.swings import Conflict, Swings
@@ -27,7 +28,8 @@ READS = frozenset(
         "completions/mean_length_right", "completions/mean_length_wrong", "completions/clipped_ratio",
         "completions/repetition", "format_rate", "grad_norm", "learning_rate", "update/all", "update/changed",
         "sampling/sampling_logp_difference/mean", "sampling/effective_sample_size", "rewards/unscored",
-        "tokens_per_second/step", "seconds/rollout", "seconds/reward", "seconds/learn", "prompts/drift",
+        "tokens_per_second/step", "seconds/rollout", "seconds/reward", "seconds/learn", "prompts/drift_p/length",
+        "prompts/drift_p/text", "rewards/drift_p",
         "prompts/mean_length", "steps/non_finite", "eval_reward",
     }
 )  # fmt: skip
@@ -66,4 +68,6 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
         DataDrift(),
         MemberDominates(),
         MemberIdle(),
+        RewardDrift(),
+        LanguageCollapse(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from covey.monitor.history import History, shift
+from covey.monitor.history import History
 from covey.types import Alert
 
 
@@ -42,33 +42,52 @@ class ThroughputDrop:
 
 @dataclass(frozen=True)
 class DataDrift:
-    """`data_drift`: the prompts are made of other tokens, or are longer or shorter, than those of the first steps."""
+    """`data_drift`: two-sample tests say that the prompts are not drawn as those of the first steps were (`SampleDrift`)."""
 
-    z: float = 6.0
-    times: float = 1.5
+    level: float = 0.01
+    """Chance of a false alarm in a run: the p-values are corrected for all tests and looks."""
     window: int = 10
 
     def __call__(self, seen: History) -> Alert | None:
-        drift, length = seen["prompts/drift"], seen["prompts/mean_length"]
-        if drift.count < 2 * self.window:
+        tests = {name: seen[f"prompts/drift_p/{name}"].last(1) for name in ("length", "text")}
+        found = {name: last[0] for name, last in tests.items() if last and last[0] < self.level}
+        if not found:
             return None
-        moved = shift(drift.start(self.window), drift.last(self.window))
-        longer = shift(length.start(self.window), length.last(self.window))
-        is_other = moved.z > self.z and moved.after > self.times * moved.before
-        is_longer = abs(longer.z) > self.z and not 1 / self.times < longer.after / longer.before < self.times
-        if not is_other and not is_longer:
-            return None
-        said = (
-            f"prompts are not like those of the start: their tokens differ by {moved.after:.2g} nats ({moved.before:.2g} between "
-            f"steps at the start), their length is {longer.after:.0f} tokens ({longer.before:.0f})"
-        )
+        length = seen["prompts/mean_length"]
+        what = {"length": "their lengths", "text": "the tokens they are made of"}
+        told = " and ".join(f"{what[name]} (p = {p:.1g})" for name, p in found.items())
+        now, start = length.last(self.window), length.start(self.window)
+        lengths = {"length": [fmean(start), fmean(now)]} if now else {}
         return seen.alert(
-            "data_drift", "info", said,
+            "data_drift", "info", f"prompts are not like those of the start in {told}",
             (
-                "expected with a curriculum or a mixture that changes; otherwise shuffle_dataset=True",
+                "expected with a curriculum, a mixture that changes or a live source; otherwise shuffle_dataset=True",
                 "read a change of reward with care: the prompts may have changed, not the policy",
+                "a fixed eval_dataset tells what is forgotten; curriculum='replay:0.25' keeps a live source's earlier prompts in training",
             ),
-            drift=[moved.before, moved.after], length=[longer.before, longer.after],
+            **{f"p_{name}": p for name, p in found.items()}, **lengths,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RewardDrift:
+    """`reward_drift`: rewards of prompts are lower than in the block of steps before, by a one-sided test (`SampleDrift`)."""
+
+    level: float = 0.01
+
+    def __call__(self, seen: History) -> Alert | None:
+        last = seen["rewards/drift_p"].last(1)
+        if not last or last[0] >= self.level:
+            return None
+        prompts = min((p for name in ("length", "text") for p in seen[f"prompts/drift_p/{name}"].last(1)), default=1.0)
+        why = "the prompts have changed too" if prompts < self.level else "the prompts are as before"
+        return seen.alert(
+            "reward_drift", "info", f"rewards have fallen from one block of steps to the next (p = {last[0]:.1g}); {why}",
+            (
+                "prompts that changed: compare an evaluation on a fixed set before you blame the policy",
+                "prompts as before: the policy or the reward changed; see kl, entropy and the latest completions",
+            ),
+            p=last[0], p_prompts=prompts,
         )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,21 +10,20 @@ from typing import Any, Literal
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.choice import common_length
-from covey.rewards.builtin.text import text_of
+from covey.rewards.builtin.text import text_of, words_in
 
-_WORD = re.compile(r"\w+")
 _MOST_WORDS = 5000
 
 Words = Sequence[str]
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words of letters and digits; of languages without spaces a run of letters is one word.
+    """Lower-case words of letters and digits, at most 5,000; of scripts without spaces each character is one (`words_in`).
 
     >>> words_of("It's 3.5, no?")
     ['it', 's', '3', '5', 'no']
     """
-    return _WORD.findall(text.casefold())[:_MOST_WORDS]
+    return words_in(text.casefold())[:_MOST_WORDS]
 
 
 def ngrams(words: Words, size: int) -> list[tuple[str, ...]]:

@@ -11,6 +11,26 @@ from covey.errors import ConfigError
 
 _GSM8K_END = re.compile(r"####[ \t]*[-+]?\$?(\d[\d,]*(\.\d+)?|\.\d+)\s*$")
 
+_UNSPACED = (
+    "\u3040-\u309f\u30a0-\u30ff\u31f0-\u31ff"  # kana
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese characters
+    "\u0e00-\u0e7f\u0e80-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+)
+_MARKS = "\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece\u102b-\u103e\u17b4-\u17d3"
+"""Vowels and tones that belong to the letter before them."""
+_WORD = re.compile(f"[{_UNSPACED}][{_MARKS}]*|[^\\W{_UNSPACED}]+")
+
+
+def words_in(text: str) -> list[str]:
+    """The words of a text: runs of letters and digits; where a script has no spaces between words, each of its characters.
+
+    Characters are what BLEU counts for Chinese too (Post 2018, <https://arxiv.org/abs/1804.08771>).
+
+    >>> words_in("It's 3.5"), words_in("\u6211\u67093\u4e2a apples")
+    (['It', 's', '3', '5'], ['\u6211', '\u6709', '3', '\u4e2a', 'apples'])
+    """
+    return [word for word in _WORD.findall(text) if word[0].isalnum() or len(word) > 1 or word == "_"]
+
 
 def text_of(completion: Any) -> str:
     """The text of a completion: itself, or the content of the assistant's messages."""
@@ -39,18 +59,21 @@ class Length:
     """Minus the distance of the length from `target`: the reward of TRL's first example. 0 is best."""
 
     target: int = 20
-    unit: Literal["characters", "tokens"] = "characters"
+    unit: Literal["characters", "words", "tokens"] = "characters"
+    """Words as `words_in` counts them: of scripts without spaces each character is one."""
 
     def __post_init__(self) -> None:
-        if self.unit not in ("characters", "tokens"):
-            raise ConfigError(f"length(unit={self.unit!r}): use 'characters' or 'tokens'.")
+        if self.unit not in ("characters", "words", "tokens"):
+            raise ConfigError(f"length(unit={self.unit!r}): use 'characters', 'words' or 'tokens'.")
 
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
     ) -> list[float]:
-        lengths = (
-            [len(ids) for ids in completion_ids] if self.unit == "tokens" else [len(text_of(c)) for c in completions]
-        )
+        if self.unit == "tokens":
+            lengths = [len(ids) for ids in completion_ids]
+        else:
+            measure = words_in if self.unit == "words" else str
+            lengths = [len(measure(text_of(c))) for c in completions]
         return [-float(abs(self.target - length)) for length in lengths]
 
 

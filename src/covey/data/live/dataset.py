@@ -1,0 +1,114 @@
+"""A live source as a training set: `follow("prompts.jsonl")`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from covey import names
+from covey.data.live.sources import FollowFile, FollowFolder, FollowIterable, HttpQueue, Source
+from covey.errors import CoveyError, DataError
+
+PREFIX = "follow:"
+
+
+class LiveDataset:
+    """A training set without length whose rows come from a `Source` while the run trains; `follow` makes one.
+
+    `buffer`: rows that are taken from the source ahead of training, at most. `memory`: rows back over which a second delivery
+    is told, by the column `id`, or the whole row where there is none. `replay_rows`: size of the sample of earlier rows that
+    `curriculum="replay"` draws from.
+    """
+
+    def __init__(
+        self, source: Source, name: str, *, buffer: int = 64, memory: int = 20_000, replay_rows: int = 1000
+    ) -> None:
+        for option, value in (("buffer", buffer), ("memory", memory), ("replay_rows", replay_rows)):
+            if value < 1:
+                raise DataError(f"{name}: {option}={value} must be at least 1.")
+        for method in ("poll", "commit"):
+            if not callable(getattr(source, method, None)):
+                raise DataError(f"{name} has no method {method}; a source has poll(after, limit) and commit(position).")
+        self.source, self.name = source, name
+        self.buffer, self.memory, self.replay_rows = buffer, memory, replay_rows
+        self.changes: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], ...] = ()
+        self.poll_seconds = 0.2
+        # What the run adds:
+        self.timeout_seconds: float | None = None
+        self.check_stop: Callable[[], None] = lambda: None
+        self.share: Callable[[Any], Any] = lambda item: item
+        """Gives every process what the main one has."""
+        self.is_main = True
+        self.held_out: frozenset[str] = frozenset()
+        """Digests of prompts that are measured on and never trained on."""
+
+    @property
+    def column_names(self) -> list[str] | None:
+        """The columns of the first row, None where there is none yet (or an iterable would have to be begun)."""
+        if isinstance(self.source, FollowIterable):
+            return None
+        with contextlib.suppress(OSError, EOFError, CoveyError):
+            for _, row in self.source.poll(None, 1):
+                return None if isinstance(row, DataError) else list(self.changed(row))
+        return None
+
+    def changed(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row with columns renamed and so on."""
+        for change in self.changes:
+            row = change(row)
+        return row
+
+    def map(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> LiveDataset:
+        """The same source, each row changed as it comes."""
+        other = copy.copy(self)
+        other.changes = (*self.changes, change)
+        return other
+
+    def rename_columns(self, renames: Mapping[str, str]) -> LiveDataset:
+        """With columns under new names, old name to new."""
+        return self.map(lambda row: {renames.get(name, name): value for name, value in row.items()})
+
+    def select_columns(self, columns: Iterable[str]) -> LiveDataset:
+        kept = tuple(columns)
+        return self.map(lambda row: {name: row[name] for name in kept if name in row})
+
+
+def follow(source: str | Path | Iterable[Any] | Source, **options: Any) -> LiveDataset:
+    """A training set that grows: a JSON Lines file, a folder of them, an `http(s)://` queue, an iterable of rows, or a `Source`.
+
+    A string may also be the import path of a source, or of a function that makes one, as `my_file.py:make_source`. `options` are
+    those of `LiveDataset`. A file need not exist yet, its folder must. Raises DataError for what is none of these.
+    """
+    if isinstance(source, str | Path):
+        name = str(source).removeprefix(PREFIX)
+        return LiveDataset(_named(name), name, **options)
+    if callable(getattr(source, "poll", None)):
+        return LiveDataset(source, type(source).__name__, **options)  # type: ignore[arg-type]
+    if isinstance(source, Iterable):
+        return LiveDataset(FollowIterable(source), type(source).__name__, **options)
+    raise DataError(f"A {type(source).__name__} cannot be followed; give a file, folder, address, iterable or source.")
+
+
+def _named(name: str) -> Source:
+    if name.startswith(("http://", "https://")):
+        return HttpQueue(name)
+    path = Path(name).expanduser()
+    if path.is_dir() or name.endswith("/"):
+        if not path.is_dir():
+            raise DataError(f"follow:{name}: there is no such folder; make it first, files may come later.")
+        return FollowFolder(path)
+    module = name.rpartition(":")[0]
+    if module and not path.exists():
+        found = names.load(name, "source")
+        made = found() if isinstance(found, type) or not hasattr(found, "poll") else found
+        return FollowIterable(made) if not hasattr(made, "poll") and isinstance(made, Iterable) else made
+    if path.suffix not in (".jsonl", ".ndjson"):
+        raise DataError(f"follow:{name} is no JSON Lines file (.jsonl), folder, http address or file.py:source.")
+    if not path.parent.is_dir():
+        raise DataError(
+            f"follow:{name}: there is no folder {str(path.parent)!r}; make it first, the file may come later."
+        )
+    return FollowFile(path)

@@ -1,0 +1,98 @@
+"""One question in several languages, drawn together: a row becomes one prompt a language."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from covey.data.order import Order, Outcome, Row
+from covey.errors import DataError
+
+LANGUAGE = "language"
+
+
+def question_of(uid: str) -> str:
+    """What the prompts of one question have in common: `0:17` of `0:17/de`."""
+    return uid.partition("/")[0]
+
+
+def columns_of(columns: Collection[str], languages: Sequence[str]) -> list[str]:
+    """The columns that rewards see: `answer_de` is `answer`, and `language` names the language."""
+    names = [_plain(column, languages) for column in columns]
+    return list(dict.fromkeys([*names, LANGUAGE]))
+
+
+def in_language(row: Row, language: str, languages: Sequence[str]) -> Row:
+    """The row with `prompt_de` as `prompt`, `answer_de` as `answer` and so on, and without other languages' columns."""
+    plain = {name: value for name, value in row.items() if _plain(name, languages) == name}
+    own = {_plain(name, languages): value for name, value in row.items() if name.endswith(f"_{language}")}
+    return {**plain, **own, LANGUAGE: language}
+
+
+def refuse_missing_languages(columns: Collection[str] | None, languages: Sequence[str]) -> None:
+    """Raise DataError unless each language has its column; one of them may be `prompt` itself. `columns` None: not told."""
+    missing = [one for one in languages if f"prompt_{one}" not in (columns or ())]
+    if columns is not None and len(missing) > 1:
+        raise DataError(
+            f"group_languages={list(languages)} needs a column of prompts for each language, but one at most (column prompt); "
+            f"{', '.join(f'prompt_{one}' for one in missing)} are missing among {', '.join(columns)}."
+        )
+
+
+def _plain(column: str, languages: Sequence[str]) -> str:
+    base, _, end = column.rpartition("_")
+    return base if base and end in languages else column
+
+
+class Together:
+    """Another order, whose rows come once a language, one after the other; uids are `epoch:row/language`."""
+
+    def __init__(self, base: Order, languages: Sequence[str]) -> None:
+        self.base, self.languages = base, tuple(languages)
+        self._before: Mapping[str, Any] = base.state_dict()
+        """The base order's state before the row that is being asked."""
+        self._current: tuple[str, Row] | None = None
+        self._asked = 0
+
+    @property
+    def num_rows(self) -> int | None:
+        return self.base.num_rows
+
+    @property
+    def epoch(self) -> float:
+        return self.base.epoch
+
+    def next(self) -> tuple[str, Row]:
+        """The uid and the row in the next language."""
+        if self._current is None:
+            self._before = self.base.state_dict()
+            self._current, self._asked = self.base.next(), 0
+        uid, row = self._current
+        language = self.languages[self._asked]
+        self._asked += 1
+        if self._asked == len(self.languages):
+            self._current = None
+        return f"{uid}/{language}", in_language(row, language, self.languages)
+
+    def learn(self, outcomes: Mapping[int, Outcome]) -> None:
+        learn = getattr(self.base, "learn", None)
+        if learn is not None:
+            learn(outcomes)
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        commit = getattr(self.base, "commit", None)
+        if commit is not None:
+            commit(state["base"])
+
+    def state_dict(self) -> dict[str, Any]:
+        is_between = self._current is None
+        return {
+            "base": self.base.state_dict() if is_between else self._before,
+            "asked": 0 if is_between else self._asked,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.base.load_state_dict(state["base"])
+        self._current = None
+        for _ in range(int(state["asked"])):
+            self.next()

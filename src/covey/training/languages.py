@@ -1,0 +1,70 @@
+"""`group_languages`: the completions of one question in several languages, judged as one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from covey.data.together import columns_of, question_of, refuse_missing_languages
+from covey.errors import ConfigError
+from covey.monitor import refuse_unknown_columns
+from covey.types import Group
+
+
+def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
+    """Raise CoveyError where the training set lacks a column that a reward, a slice or a language of a group needs."""
+    if dataset is None:
+        return
+    columns = dataset.column_names
+    refuse_unknown_columns(args, columns)
+    if args.group_languages and columns is not None:
+        refuse_missing_languages(columns, args.group_languages)
+        columns = columns_of(columns, args.group_languages)
+    scorer.check(agents.columns(columns))
+
+
+def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:
+    """The languages that share a group, () for none. Raises ConfigError for options that do not go with them."""
+    languages = tuple(args.group_languages or ())
+    if not languages:
+        return ()
+    count = len(languages)
+    if count < 2 or len(set(languages)) < count:
+        raise ConfigError(f"group_languages={list(languages)} must name at least two languages, each once.")
+    if args.num_generations % count:
+        near = max(count, args.num_generations // count * count)
+        raise ConfigError(
+            f"num_generations={args.num_generations} completions do not share out among {count} languages; take {near} or {near + count}."
+        )
+    for name, is_given in (
+        ("dynamic_sampling", args.dynamic_sampling),
+        ("advantage_slices", args.advantage_slices),
+        ("an algorithm that needs a greedy answer", algorithm.needs.greedy),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"group_languages judges a question over its languages, which {name} does not; leave one out."
+            )
+    return languages
+
+
+def questions(groups: Sequence[Group]) -> list[list[int]]:
+    """Places of the groups of each question, in the order of their first ones."""
+    found: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        found.setdefault(question_of(group.prompt.uid), []).append(place)
+    return list(found.values())
+
+
+def joined(groups: Sequence[Group]) -> Group:
+    """The groups of one question as one, for judging only: its prompt is the first one's."""
+    if len(groups) == 1:
+        return groups[0]
+    rewards = [group.rewards for group in groups if group.rewards is not None]
+    return Group(
+        prompt=groups[0].prompt,
+        completions=tuple(one for group in groups for one in group.completions),
+        rewards=torch.cat(rewards) if len(rewards) == len(groups) else None,
+    )
