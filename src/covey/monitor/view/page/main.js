@@ -5,19 +5,25 @@ import { comparePage } from "./compare.js";
 import { curvesPage } from "./curves.js";
 import { fill, h } from "./dom.js";
 import { factsPage } from "./facts.js";
+import { promptsPage } from "./prompts.js";
 import { rolloutsPage } from "./rollouts.js";
 import { runsPage } from "./runs.js";
+import { lengthsPage, policyPage, rewardsPage } from "./spread.js";
 import { chosenRuns, link, place, shared } from "./state.js";
 
 const PAGES = {
   runs: ["Runs", runsPage],
   curves: ["Curves", curvesPage],
   rollouts: ["Rollouts", rolloutsPage],
+  prompts: ["Prompts", promptsPage],
+  lengths: ["Lengths", lengthsPage],
+  policy: ["Policy", policyPage],
+  rewards: ["Rewards", rewardsPage],
   compare: ["Differences", comparePage],
   facts: ["Facts", factsPage],
 };
 const KEYS = [
-  ["1 … 5", "runs, curves, rollouts, differences, facts"],
+  ["1 … 9", "runs, curves, rollouts, prompts, lengths, policy, rewards, differences, facts"],
   ["j  k", "next, previous in a list"],
   ["Enter", "open"],
   ["n  p", "next, previous group"],
