@@ -96,7 +96,7 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
     rewards, algorithm, hardware, git = (found.get(name) for name in ("rewards", "algorithm", "hardware", "git"))
     rows: list[tuple[object, Any]] = [
         ("model", run.config.get("model") or run.config.get("model_name_or_path") or _name(found.get("model"))),
-        ("algorithm", _name(algorithm)),
+        ("algorithm", _algorithm(run, algorithm)),
         ("rewards", ", ".join(_name(one) for one in rewards) if isinstance(rewards, list) else _name(rewards)),
         ("data", _brief(found.get("dataset"))),
         ("began", found.get("created")),
@@ -106,6 +106,15 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
         ("commit", git.get("commit") if isinstance(git, Mapping) else None),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _algorithm(run: Run, found: Any) -> str:
+    """The preset that was named; else the parts that decide most."""
+    named = run.config.get("algorithm")
+    if isinstance(named, str):
+        return named
+    told = _name(found)
+    return f"GRPO, loss_type {run.config.get('loss_type')}" if told.endswith(":Algorithm") or not told else told
 
 
 def _name(value: Any) -> str:

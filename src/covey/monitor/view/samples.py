@@ -143,7 +143,7 @@ def sample_of(index: GroupIndex, step: int, *, has_tokens: bool) -> Sample:
         lengths=_numbers(table, "num_tokens"),
         is_cut=np.asarray(pc.equal(table["finish"], "length").fill_null(False).to_numpy()),
         rewards={name.removeprefix("reward/") if name != "reward" else "reward (total)": _numbers(table, name)
-                 for name in (*rewards, "reward") if name in table.column_names},
+                 for name in (*rewards, *(("reward",) if len(rewards) != 1 else ())) if name in table.column_names},
         advantages=_numbers(table, "advantage"),
         by_position=tokens[0],
         histograms=tokens[1],

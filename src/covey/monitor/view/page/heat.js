@@ -1,6 +1,6 @@
 // Heat maps and histograms: rows of cells on a canvas, numbers on pointing, values as CSV.
 
-import { fill, h, short } from "./dom.js";
+import { axisTexts, fill, h, short } from "./dom.js";
 
 const [LEFT, RIGHT, TOP, BOTTOM] = [64, 10, 8, 34];
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -70,8 +70,11 @@ export const stretch = (edges, at, isWhole) => {
   return `${short(low)} to ${short(high)}`;
 };
 
+/** What stands beside bins that are too narrow for both their ends: where each begins. */
+export const begins = (edges) => axisTexts(edges.slice(0, -1)).map((text, at) => (edges[at] === null ? "<" : text));
+
 /** Columns are steps, rows are bins from low to high, `cells[step][bin]`; each column is coloured by its own sum, or all by the largest (`isAbsolute`). */
-export function heatMap(title, note, { steps, rows, cells, unit, isAbsolute = false }) {
+export function heatMap(title, note, { steps, rows, marks = rows, cells, unit, isAbsolute = false }) {
   const known = cells.flatMap((row) => row ?? []).filter((value) => value !== null);
   const [low, top] = [Math.min(...known, Infinity), Math.max(...known, 0)];
   const range = top - low || 1;
@@ -90,7 +93,7 @@ export function heatMap(title, note, { steps, rows, cells, unit, isAbsolute = fa
         ctx.fillStyle = shade(BLUE, part(row, value));
         ctx.fillRect(box.left + place * w, box.top + box.height - (bin + 1) * k, Math.max(1, w - 0.5), Math.max(1, k - 0.5));
       }));
-      side(ctx, box, rows);
+      side(ctx, box, marks);
       bottom(ctx, box, steps.map((step) => short(step)), "step");
     },
     tell(x, y, box) {
@@ -102,7 +105,7 @@ export function heatMap(title, note, { steps, rows, cells, unit, isAbsolute = fa
 }
 
 /** Bars by bin; a second list is drawn beside the first in another colour. */
-export function histogram(title, note, { rows, lists, what }) {
+export function histogram(title, note, { rows, marks = rows, lists, what }) {
   const totals = lists.map(({ counts }) => counts.reduce((sum, one) => sum + one, 0) || 1);
   const shares = lists.map(({ counts }, at) => counts.map((count) => count / totals[at]));
   const top = Math.max(...shares.flat(), 1e-9);
@@ -123,7 +126,7 @@ export function histogram(title, note, { rows, lists, what }) {
         const tall = (share / top) * box.height;
         ctx.fillRect(box.left + bin * w + (which * w) / lists.length, box.top + box.height - tall, Math.max(1, w / lists.length - 1), tall);
       }));
-      bottom(ctx, box, rows, what);
+      bottom(ctx, box, marks, what);
     },
     tell(x, y, box) {
       const bin = Math.floor(((x - box.left) / box.width) * rows.length);

@@ -80,10 +80,10 @@ export function promptsPage(main) {
     const range = Math.max(...shown.map((one) => one.highest), limit) - low || 1;
     return h("span", { class: "visits" }, shown.map((one) => {
       const bar = h("i");
-      bar.style.bottom = `${(100 * (one.lowest - low)) / range}%`;
-      bar.style.height = `${Math.max(6, (100 * (one.highest - one.lowest)) / range)}%`;
+      bar.style.bottom = `${(85 * (one.lowest - low)) / range}%`;
+      bar.style.height = `${15 + (85 * (one.highest - one.lowest)) / range}%`;
       const dot = h("b");
-      dot.style.bottom = `${(92 * (one.reward - low)) / range}%`;
+      dot.style.bottom = `${(88 * (one.reward - low)) / range}%`;
       const said = `step ${one.step}: ${short(one.reward)} (${short(one.lowest)} to ${short(one.highest)})`;
       return h("a", { href: link("rollouts", { run: run(), uid: row.uid, step: one.step, group: one.group }), title: said, "aria-label": said,
         class: one.lowest >= limit - 1e-6 ? "all" : one.highest >= limit - 1e-6 ? "some" : "none" }, bar, dot);

@@ -2,7 +2,7 @@
 
 import { ask, isStale } from "./api.js";
 import { fill, h, later, short } from "./dom.js";
-import { csvOf, heatMap, histogram, matrix, stretch } from "./heat.js";
+import { begins, csvOf, heatMap, histogram, matrix, stretch } from "./heat.js";
 import { areas, line, Plot } from "./plot.js";
 import { amend, chosenRuns, place, shared } from "./state.js";
 
@@ -111,7 +111,7 @@ export function policyPage(main) {
       const rows = told.positions.slice(0, -1).map((_, at) => stretch(told.positions, at, true));
       const bars = (name, title, note, what) => {
         const found = told.histograms[name];
-        return found ? histogram(title, note, { rows: found.counts.map((_, at) => stretch(found.edges, at, false)), lists: [{ name: "", counts: found.counts }], what }) : null;
+        return found ? histogram(title, note, { rows: found.counts.map((_, at) => stretch(found.edges, at, false)), marks: begins(found.edges), lists: [{ name: "", counts: found.counts }], what }) : null;
       };
       const missing = (name, why) => h("p", { class: "soft" }, `${name} is not in the recorded completions: ${why}`);
       return [
@@ -138,7 +138,7 @@ export function rewardsPage(main) {
       const rows = told.edges.slice(0, -1).map((_, at) => stretch(told.edges, at, false));
       return [
         h("figure", {}, h("figcaption", {}, h("b", {}, "correlations"), h("small", {}, `Pearson, over ${short(told.completions)} completions; – does not vary`)), matrix(told.names, told.table)),
-        told.score ? heatMap(`${told.score} by step`, "each step by its own fullest row", { steps: told.steps, rows, cells: told.counts, unit: "completions" }) : null,
+        told.score ? heatMap(`${told.score} by step`, "each step by its own fullest row", { steps: told.steps, rows, marks: begins(told.edges), cells: told.counts, unit: "completions" }) : null,
       ];
     },
   });
