@@ -227,3 +227,16 @@ def _before_and_after(side: Side, about: str) -> list[Confusion]:
 def _counted(pairs: Any) -> list[list[int]]:
     counts = Counter((first > 0, second > 0) for first, second in pairs if first is not None and second is not None)
     return [[counts[one, other] for other in (False, True)] for one in (False, True)]
+
+
+def step_of(run: Run) -> int:
+    """The newest step with metrics; 0 before the first."""
+    return int(run.curve[-1]["step"]) if run.curve else 0
+
+
+def last_values(run: Run) -> dict[str, float]:
+    """The newest held-out rewards, reward, KL and entropy, where there are numbers."""
+    found = {f"held-out reward ({name})": run.mean_at(name, max(rows)) for name, rows in run.evaluated.items() if rows}
+    row = run.curve[-1] if run.curve else {}
+    found |= {name: row[name] for name in ("reward", "kl", "entropy") if isinstance(row.get(name), int | float)}
+    return {name: value for name, value in found.items() if value == value}

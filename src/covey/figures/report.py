@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from covey import __version__
 from covey.errors import RunFolderError, StorageError
 from covey.evaluation.compare.run_data import Run, read_runs
 from covey.figures.draw import as_svg
-from covey.figures.gather import figures_of, interval_at
+from covey.figures.gather import figures_of, interval_at, last_values, step_of
 from covey.figures.page import page_of, table, text
-from covey.figures.run import last_values, step_of
 from covey.runs import metrics, rollouts
 
 _MOST_ALERTS = 40
@@ -69,7 +68,7 @@ def report_of(folder: Path) -> str:
         table(_facts(run)),
     ]
     parts += [_options(run), _evaluations(scores), _curves(run), _alerts(alerts), _samples(run), _card(run, scores)]
-    parts.append(f'<p class="soft">Written by Covey {text(__version__)} from the run folder {text(run.name)}.</p>')
+    parts.append(f'<p class="soft">Written by Covey {text(version("covey"))} from the run folder {text(run.name)}.</p>')
     return page_of(f"Report of {run.name}", "\n".join(part for part in parts if part))
 
 
@@ -257,7 +256,5 @@ def _card(run: Run, scores: Sequence[Mapping[str, Any]]) -> str:
     facts = "\n".join(f"* {name}: {value}" for name, value in _facts(run))
     held = "\n".join(f"| {one['set']} | {one['step']} | {one['mean']:.4g}{_ends(one)} |" for one in scores[-4:])
     evaluated = f"\n\n## Evaluation\n\n| set | step | mean reward |\n|---|--:|--:|\n{held}" if held else ""
-    card = f"# {run.name}\n\nPost-trained with [Covey].\n\n## Training\n\n{facts}{evaluated}\n".replace(
-        "[Covey]", f"Covey {__version__}"
-    )
+    card = f"# {run.name}\n\nPost-trained with Covey {version('covey')}.\n\n## Training\n\n{facts}{evaluated}\n"
     return f"<h2>Model card</h2><p>Text for a README.md beside the weights; intended use, limits and licence are yours to add.</p><pre>{text(card)}</pre>"

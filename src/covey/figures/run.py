@@ -9,7 +9,7 @@ from typing import Any
 from covey.errors import RunFolderError
 from covey.evaluation.compare import run_data
 from covey.figures.draw import as_svg
-from covey.figures.gather import figures_of
+from covey.figures.gather import figures_of, last_values, step_of
 from covey.figures.page import table
 from covey.figures.picture import Picture
 from covey.runs import metrics, rollouts
@@ -110,19 +110,6 @@ class Run:
         run = self._read()
         told = ", ".join(f"{name} {value:.3g}" for name, value in last_values(run).items())
         return f"Run({str(self.path)!r}: {run.manifest.get('state')}, step {step_of(run)}{', ' if told else ''}{told})"
-
-
-def step_of(run: run_data.Run) -> int:
-    """The newest step with metrics; 0 before the first."""
-    return int(run.curve[-1]["step"]) if run.curve else 0
-
-
-def last_values(run: run_data.Run) -> dict[str, float]:
-    """The newest held-out rewards, reward, KL and entropy, where there are numbers."""
-    found = {f"held-out reward ({name})": run.mean_at(name, max(rows)) for name, rows in run.evaluated.items() if rows}
-    row = run.curve[-1] if run.curve else {}
-    found |= {name: row[name] for name in ("reward", "kl", "entropy") if isinstance(row.get(name), int | float)}
-    return {name: value for name, value in found.items() if value == value}
 
 
 def _brief(steps: Sequence[int]) -> str:
