@@ -164,7 +164,7 @@ def _evaluations(scores: Sequence[Mapping[str, Any]]) -> str:
     if not scores:
         return "<h2>Evaluation</h2><p>The run was not evaluated on held-out questions.</p>"
     shown = [scores[0], *scores[1:-1][-8:], scores[-1]] if len(scores) > 10 else scores
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             one["set"],
             one["step"],

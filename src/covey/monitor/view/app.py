@@ -143,7 +143,7 @@ def spread(library: Library, request: Request) -> Any:
 
 def prompts(library: Library, request: Request) -> Any:
     """A part of the list of prompts with their history; all of them as CSV with `csv=1`."""
-    about = {
+    about: dict[str, Any] = {
         "state": one_of(request, "state", ("all", *STATES, "forgotten"), "all"),
         "sort": one_of(request, "sort", list(ORDERS), "last seen"),
         "threshold": number(request, "threshold"),
