@@ -183,6 +183,23 @@ def browse(page: Page, waits: Waits, turn: int) -> None:
     waits.add("rollouts: open a group", 1000 * (time.perf_counter() - start), QUICK)
 
 
+def spreads(page: Page, waits: Waits, address: str) -> None:
+    """The pages of prompts, lengths, policy and rewards, and what is chosen on them; a page is complete with its whole sample."""
+    waits.add("prompts: first rows", ready(page, f"{address}#prompts", "prompts"), READY)
+    for state in ("flaky", "forgotten", "all"):
+        press = lambda state=state: page.get_by_role("button", name=f"{state} ", exact=False).first.click()
+        waits.add(f"prompts: '{state}'", after(page, press, "prompts"), QUICK)
+    order = lambda: page.get_by_label("Order").select_option("biggest loss")
+    waits.add("prompts: order 'biggest loss'", after(page, order, "prompts"), QUICK)
+    for key, name in (("5", "lengths"), ("6", "policy"), ("7", "rewards")):
+        waits.add(
+            f"{name}: from another page (key)", after(page, lambda key=key: page.keyboard.press(key), "spread"), READY
+        )
+    waits.add("lengths: again (key)", after(page, lambda: page.keyboard.press("5"), "spread"), QUICK)
+    waits.add("policy: again (key)", after(page, lambda: page.keyboard.press("6"), "spread"), QUICK)
+    waits.add("rewards: again (key)", after(page, lambda: page.keyboard.press("7"), "spread"), QUICK)
+
+
 def page_memory(browser: Browser, page: Page) -> tuple[float, float]:
     """Megabytes: the JavaScript heap of the page, and what the largest process that draws pages holds."""
     session = page.context.new_cdp_session(page)
@@ -230,6 +247,8 @@ def measure(browser: Browser, folder: Path, repeats: int) -> tuple[Waits, list[s
                 waits.add("later visit: the list of groups", ready(page, f"{server.address}#rollouts", "listed"), READY)
                 browse(page, waits, turn)
                 listed = page_memory(browser, page)
+            with visit(browser) as page:
+                spreads(page, waits, server.address)
         told.append("server {:.0f} MB resident after all of it, at most {:.0f}".format(*server.memory()))
     told.append("page of curves: JavaScript {:.0f} MB, process {:.0f} MB".format(*drawn))
     told.append("page of rollouts: JavaScript {:.0f} MB, process {:.0f} MB".format(*listed))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from covey.config.grpo_config import batch_arithmetic
     from covey.ensembles import Ensemble, Member
     from covey.errors import CoveyError
+    from covey.figures import Run, plot
     from covey.rollout import NativeSampler, SamplingParams
     from covey.training.trainer import GRPOTrainer
     from covey.training.warm_up import SFTTrainer, sft_config
@@ -31,9 +32,11 @@ _WHERE = {
     "GRPOTrainer": "covey.training.trainer",
     "Member": "covey.ensembles",
     "NativeSampler": "covey.rollout",
+    "Run": "covey.figures",
     "SFTTrainer": "covey.training.warm_up",
     "SamplingParams": "covey.rollout",
     "batch_arithmetic": "covey.config.grpo_config",
+    "plot": "covey.figures",
     "sft_config": "covey.training.warm_up",
 }
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
@@ -46,12 +49,14 @@ __all__ = [
     "GRPOTrainer",
     "Member",
     "NativeSampler",
+    "Run",
     "SFTTrainer",
     "SamplingParams",
     "algorithms",
     "batch_arithmetic",
     "data",
     "errors",
+    "plot",
     "rewards",
     "rollout",
     "runs",

@@ -17,7 +17,7 @@ from covey.types import Alert, Completion, Group, Prompt
 
 pytestmark = pytest.mark.slow  # a browser
 NONSENSE = re.compile(r"\[object|undefined|NaN")
-PAGES = ("runs", "curves", "rollouts", "compare", "facts")
+PAGES = ("runs", "curves", "rollouts", "prompts", "lengths", "policy", "rewards", "compare", "facts")
 SAID = "the reward fell"
 
 

@@ -27,6 +27,8 @@ VERBS = {
     "serve-vllm": "start a vLLM server whose weights a run can update and prove",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
+    "plot": "curves, reward shares and verdicts of runs as a picture or a page",
+    "report": "one page of a run to send to somebody",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "serve": "an OpenAI-compatible endpoint of a model or a run",
     "export": "what a run leaves for other tools: preference pairs for DPO or a reward model",

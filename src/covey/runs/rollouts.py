@@ -254,3 +254,14 @@ def _texts(values: Iterable[str | None]) -> pa.Array:
 
 def _or_null(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def read_columns(path: Path, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of one file with only the columns whose names begin so. RunFolderError for a file that cannot be read."""
+    try:
+        with pq.ParquetFile(path) as file:
+            names = [name for name in file.schema_arrow.names if name.startswith(tuple(prefixes))]
+            rows: list[dict[str, Any]] = file.read(columns=names).to_pylist()
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise RunFolderError(f"{path} cannot be read as rollouts ({error}); the other steps still can.") from error
+    return rows

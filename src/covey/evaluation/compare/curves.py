@@ -51,10 +51,10 @@ class Curve:
 
 def curves_of(sides: Sequence[Side], results: Sequence[Result]) -> list[Curve]:
     """Held-out curves of every result, then those of training; quantities that a side does not have are left out."""
-    found = [_held_out(sides, result) for result in results]
+    found = [held_out(sides, result) for result in results]
     for name, title in TRAINING.items():
         last = max((row["step"] for side in sides for run in side.runs for row in run.curve), default=0)
-        lines = [line_of([_training(run, name, last) for run in side.runs]) for side in sides]
+        lines = [line_of([training_points(run, name, last) for run in side.runs]) for side in sides]
         if all(line.steps for line in lines):
             found.append(Curve(name=name, title=title, scale=1.0, lines=lines))
     return found
@@ -85,7 +85,7 @@ def _band(values: Sequence[float]) -> tuple[float, float, float]:
     return found.value, found.low, found.high
 
 
-def _held_out(sides: Sequence[Side], result: Result) -> Curve:
+def held_out(sides: Sequence[Side], result: Result) -> Curve:
     lines = [line_of([_evaluations(run, result.set_name, result.score) for run in side.runs]) for side in sides]
     name = f"{result.set_name}/{result.score.column}"
     return Curve(name=name, title=f"held-out {result.title}", scale=result.scale, lines=lines)
@@ -103,18 +103,18 @@ def _evaluations(run: Run, set_name: str, score: Score) -> Points:
     return points
 
 
-def _training(run: Run, name: str, last: int) -> Points:
+def training_points(run: Run, name: str, last: int) -> Points:
     """One metric, averaged over stretches of steps, the same in every run, so that at most 60 points are drawn."""
     width = max(1, math.ceil(last / _MOST_POINTS))
     stretches: dict[int, list[float]] = {}
     for row in run.curve:
-        value = _number(row, name)
+        value = number_of(row, name)
         if value is not None:
             stretches.setdefault((row["step"] - 1) // width, []).append(value)
     center = (width + 1) / 2
     return [(place * width + center, sum(held) / len(held)) for place, held in sorted(stretches.items())]
 
 
-def _number(row: Mapping[str, object], name: str) -> float | None:
+def number_of(row: Mapping[str, object], name: str) -> float | None:
     value = row.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

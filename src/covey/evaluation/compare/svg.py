@@ -10,11 +10,11 @@ from covey.evaluation.compare.curves import Curve, Line
 from covey.process.terminal import safe
 
 WIDTH, HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 34
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 34
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind readers tell apart."""
-_DASHES = ("none", "7 3", "2 3", "9 3 2 3")
-_STYLE = (
+DASHES = ("none", "7 3", "2 3", "9 3 2 3")
+STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#333}.grid{stroke:#8885;stroke-width:1}.title{font-weight:600}"
     "@media(prefers-color-scheme:dark){text{fill:#ddd}}"
 )
@@ -25,15 +25,15 @@ def svg_of(curve: Curve, titles: Sequence[str]) -> str:
     titles = [safe(title, keep_lines=False) for title in titles]
     heading = escape(safe(curve.title, keep_lines=False))
     span_x, span_y = _spans(curve)
-    frame = _Frame(span_x, span_y)
-    parts = [_grid(frame)]
+    frame = Frame(span_x, span_y)
+    parts = [grid(frame)]
     for i, line in enumerate(curve.lines):
         parts.append(
-            _drawn(line, curve.scale, frame, _COLOURS[i % len(_COLOURS)], _DASHES[i // len(_COLOURS) % 4], titles[i])
+            _drawn(line, curve.scale, frame, COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % 4], titles[i])
         )
-    legend, x = [], float(_LEFT)
+    legend, x = [], float(LEFT)
     for i, title in enumerate(titles):
-        colour = _COLOURS[i % len(_COLOURS)]
+        colour = COLOURS[i % len(COLOURS)]
         shown = title if len(title) <= 24 else f"{title[:23]}…"
         legend.append(
             f'<line x1="{x:.0f}" y1="26" x2="{x + 16:.0f}" y2="26" stroke="{colour}" stroke-width="3"/>'
@@ -42,12 +42,12 @@ def svg_of(curve: Curve, titles: Sequence[str]) -> str:
         x += 34 + 6.6 * len(shown)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{heading} by step"><style>{_STYLE}</style>'
-        f'<text class="title" x="{_LEFT}" y="14">{heading}</text>{"".join(legend)}{"".join(parts)}</svg>'
+        f'aria-label="{heading} by step"><style>{STYLE}</style>'
+        f'<text class="title" x="{LEFT}" y="14">{heading}</text>{"".join(legend)}{"".join(parts)}</svg>'
     )
 
 
-class _Frame:
+class Frame:
     """From values to places in the picture."""
 
     def __init__(self, x: tuple[float, float], y: tuple[float, float]) -> None:
@@ -55,12 +55,12 @@ class _Frame:
 
     def x(self, value: float) -> float:
         low, high = self.x_span
-        return _LEFT + (value - low) / (high - low) * (WIDTH - _LEFT - _RIGHT)
+        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         low, high = self.y_span
         inside = min(max(value, low), high)
-        return HEIGHT - _BOTTOM - (inside - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM)
+        return HEIGHT - BOTTOM - (inside - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
 
 def _spans(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -77,18 +77,19 @@ def _spans(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
     return (first, last if last > first else first + 1), (low, high)
 
 
-def _drawn(line: Line, scale: float, frame: _Frame, colour: str, dash: str, title: str) -> str:
+def _drawn(line: Line, scale: float, frame: Frame, colour: str, dash: str, title: str) -> str:
     middle = [(step, value * scale) for step, value in zip(line.steps, line.middle, strict=True)]
     upper = [(step, value * scale) for step, value in zip(line.steps, line.high, strict=True)]
     lower = [(step, value * scale) for step, value in zip(line.steps, line.low, strict=True)]
     parts = []
-    if len(middle) == 1 and len(line.runs) > 1:  # one evaluation: a band has no width there, a bar is seen
+    if len(middle) == 1 and upper[0] > lower[0]:  # one evaluation: a band has no width there, a bar is seen
         ends = _places([lower[0], upper[0]], frame)
         parts.append(f'<polyline points="{ends}" stroke="{colour}" stroke-width="6" stroke-opacity="0.3"/>')
-    if len(line.runs) > 1:
+    has_band = any(high > low for low, high in zip(line.low, line.high, strict=True))
+    if len(line.runs) > 1 or has_band:
         around = _places([*upper, *reversed(lower)], frame)
         parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="0.15"/>')
-        for run in line.runs:
+        for run in line.runs if len(line.runs) > 1 else ():
             thin = _places([(step, value * scale) for step, value in run], frame)
             parts.append(f'<polyline points="{thin}" fill="none" stroke="{colour}" stroke-opacity="0.35"/>')
     parts.append(
@@ -103,19 +104,19 @@ def _drawn(line: Line, scale: float, frame: _Frame, colour: str, dash: str, titl
     return "".join(parts)
 
 
-def _places(points: Sequence[tuple[float, float]], frame: _Frame) -> str:
+def _places(points: Sequence[tuple[float, float]], frame: Frame) -> str:
     return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
 
 
-def _grid(frame: _Frame) -> str:
+def grid(frame: Frame) -> str:
     parts = []
     for value in ticks(*frame.y_span):
         y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
     for value in ticks(*frame.x_span):
         parts.append(f'<text x="{frame.x(value):.1f}" y="{HEIGHT - 14}" text-anchor="middle">{value:g}</text>')
-    parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 2}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">step</text>')
     return "".join(parts)
 
 

@@ -21,8 +21,10 @@ from covey.errors import CoveyError
 from covey.monitor.view import browsing
 from covey.monitor.view.access import Guard
 from covey.monitor.view.curves import AXES, as_csv, curve_of, mean_of
+from covey.monitor.view.distributions import correlations_of, lengths_of, policy_of
 from covey.monitor.view.groups import SORTS
 from covey.monitor.view.phases import phases_of
+from covey.monitor.view.prompts import ORDERS, STATES
 from covey.monitor.view.query import flag, number, one_of, text, whole
 from covey.monitor.view.reading import Library, RunView, differences
 from covey.runs import pictures
@@ -90,7 +92,7 @@ def values(library: Library, request: Request) -> Any:
     names, wanted = request.query_params.getlist("run"), request.query_params.getlist("metric")
     pairs = [(library.get(name), metric) for metric in wanted for name in names][:_MOST_CURVES]
     text = as_csv({f"{run.name}: {metric}": run.column(metric) for run, metric in pairs})
-    return Response(text, media_type="text/csv", headers={"content-disposition": 'attachment; filename="covey.csv"'})
+    return _csv(text, "covey.csv")
 
 
 def alerts(library: Library, request: Request) -> Any:
@@ -139,6 +141,48 @@ def spread(library: Library, request: Request) -> Any:
     return browsing.spread_of(library.get(text(request, "run")).groups, whole(request, "points", 200, low=2, high=2000))
 
 
+def prompts(library: Library, request: Request) -> Any:
+    """A part of the list of prompts with their history; all of them as CSV with `csv=1`."""
+    about: dict[str, Any] = {
+        "state": one_of(request, "state", ("all", *STATES, "forgotten"), "all"),
+        "sort": one_of(request, "sort", list(ORDERS), "last seen"),
+        "threshold": number(request, "threshold"),
+    }
+    found = library.get(text(request, "run")).prompts
+    if flag(request, "csv"):
+        return _csv(found.as_csv(**about), "prompts.csv")
+    start, most = whole(request, "start", 0, low=0, high=2**53), whole(request, "most", 50, low=1, high=_MOST_ROWS)
+    return found.rows(**about, start=start, most=most) | {"orders": list(ORDERS)}
+
+
+def lengths(library: Library, request: Request) -> Any:
+    """How the lengths of completions are spread over the steps."""
+    samples, about = _samples(library, request)
+    return lengths_of(samples) | about
+
+
+def correlations(library: Library, request: Request) -> Any:
+    """How rewards go together, and how one of them (`score`) is spread over the steps."""
+    samples, about = _samples(library, request)
+    return correlations_of(samples, text(request, "score", "") or None) | about
+
+
+def policy(library: Library, request: Request) -> Any:
+    """Entropy and ratio by token position, and their histograms."""
+    samples, about = _samples(library, request, has_tokens=True)
+    return policy_of(samples) | about
+
+
+def _samples(library: Library, request: Request, *, has_tokens: bool = False) -> tuple[Any, Any]:
+    run = library.get(text(request, "run"))
+    most = whole(request, "most", 24, low=2, high=60)
+    return run.samples.read(most, number(request, "from"), number(request, "to"), has_tokens=has_tokens)
+
+
+def _csv(content: str, name: str) -> Response:
+    return Response(content, media_type="text/csv", headers={"content-disposition": f'attachment; filename="{name}"'})
+
+
 def phases(library: Library, request: Request) -> Any:
     """Where the time and the memory of the steps between `from` and `to` went."""
     run = library.get(text(request, "run"))
@@ -160,7 +204,23 @@ def diff(library: Library, request: Request) -> Any:
 
 _CALLS: dict[str, Callable[[Library, Request], Any]] = {
     call.__name__: call
-    for call in (runs, series, values, alerts, rollouts, rollout, image, spread, phases, facts, diff)
+    for call in (
+        runs,
+        series,
+        values,
+        alerts,
+        rollouts,
+        rollout,
+        image,
+        spread,
+        phases,
+        facts,
+        diff,
+        prompts,
+        lengths,
+        correlations,
+        policy,
+    )
 }
 
 

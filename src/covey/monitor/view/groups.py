@@ -156,6 +156,15 @@ class GroupIndex:
                 del self._matches[oldest]
             return known
 
+    def mark_of(self, step: int) -> Mark | None:
+        """Which version of a step's file is indexed; None where it is not."""
+        return self._seen.get(step)
+
+    def reward_columns(self, step: int) -> list[str]:
+        """The columns of single rewards in a step's file, in its order. OSError, ValueError or pa.ArrowException for no such file."""
+        with open(open_plain(self.path_of(step), depth=2), "rb") as opened, pq.ParquetFile(opened) as file:
+            return [name for name in file.schema_arrow.names if name.startswith("reward/")]
+
     def steps(self) -> list[int]:
         """Steps whose file is indexed, in order."""
         with self._lock:

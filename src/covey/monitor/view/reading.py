@@ -17,7 +17,9 @@ from covey.evaluation.compare import sides
 from covey.monitor.view.discovery import find_runs
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.heldout import HeldOut
+from covey.monitor.view.prompts import PromptIndex
 from covey.monitor.view.records import Records, alert_of, event_of, is_step, text_of
+from covey.monitor.view.samples import Samples
 from covey.monitor.view.series import SeriesIndex
 from covey.runs import evaluations, manifest, status
 
@@ -50,6 +52,8 @@ class RunView:
         self.evaluated = SeriesIndex(path / evaluations.LOG)
         self.held_out = HeldOut(path / evaluations.FOLDER)
         self.groups = GroupIndex(path / "rollouts")
+        self.prompts = PromptIndex(self.groups)
+        self.samples = Samples(self.groups)
         self.alerts = Records(path / "alerts.jsonl", alert_of)
         self.events = Records(path / "events.jsonl", event_of)
         self.family: str | None = None

@@ -5,19 +5,25 @@ import { comparePage } from "./compare.js";
 import { curvesPage } from "./curves.js";
 import { fill, h } from "./dom.js";
 import { factsPage } from "./facts.js";
+import { promptsPage } from "./prompts.js";
 import { rolloutsPage } from "./rollouts.js";
 import { runsPage } from "./runs.js";
+import { lengthsPage, policyPage, rewardsPage } from "./spread.js";
 import { chosenRuns, link, place, shared } from "./state.js";
 
 const PAGES = {
   runs: ["Runs", runsPage],
   curves: ["Curves", curvesPage],
   rollouts: ["Rollouts", rolloutsPage],
+  prompts: ["Prompts", promptsPage],
+  lengths: ["Lengths", lengthsPage],
+  policy: ["Policy", policyPage],
+  rewards: ["Rewards", rewardsPage],
   compare: ["Differences", comparePage],
   facts: ["Facts", factsPage],
 };
 const KEYS = [
-  ["1 … 5", "runs, curves, rollouts, differences, facts"],
+  ["1 … 9", "runs, curves, rollouts, prompts, lengths, policy, rewards, differences, facts"],
   ["j  k", "next, previous in a list"],
   ["Enter", "open"],
   ["n  p", "next, previous group"],
@@ -45,6 +51,7 @@ export function say(text, isBad = false) {
 function drawLinks(name) {
   fill(document.getElementById("nav"), Object.entries(PAGES).map(([key, [label]]) =>
     h("a", { href: link(key, key === "runs" ? {} : { run: chosenRuns() }), "aria-current": key === name ? "page" : null }, label)));
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone the row of pages is wider than the screen
 }
 
 async function show() {

@@ -1,0 +1,44 @@
+"""`covey plot`: curves, reward shares and verdicts of runs as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+_FLAGS = (
+    Flag(name="runs", help="Run folders, or folders of runs; runs that differ in the seed alone are one line with a band.", type="list[str]", group="what"),
+    Flag(name="metrics", help="Metrics to draw, as metrics.jsonl names them; the usual figures when left out.", type="list[str]", group="what"),
+    Flag(name="each", help="Draw every run by itself, also those that differ in the seed alone.", type=bool, default=False, group="what"),
+    Flag(name="output", short="o", help="File to write: .svg, .html, .png or .pdf (the last two need matplotlib).", default="plot.svg", group="output"),
+)  # fmt: skip
+
+
+def run(given: Given) -> None:
+    """Draw and write."""
+    from covey.figures.picture import check_name, plot
+
+    if not given.get("runs"):
+        raise ConfigError("covey plot needs runs: covey plot runs/a runs/b -o curves.svg.")
+    path = Path(given.get("output", "plot.svg"))
+    check_name(path)
+    picture = plot(given["runs"], given.get("metrics") or (), each=bool(given.get("each")))
+    output.say(f"wrote {picture.save(path)}: {len(picture.figures)} figures of {', '.join(picture.titles)}")
+
+
+verb = Verb(
+    name="plot",
+    usage="RUNS... [-o FILE] [options]",
+    sentence="Curves with bands over seeds, reward shares and verdicts of runs, as a picture or a page.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("runs",),
+    examples=(
+        "covey plot runs/a -o curves.svg",
+        "covey plot runs/base-* runs/fast-* -o comparison.html",
+        "covey plot runs/a --metrics reward kl -o figure.png",
+    ),
+)

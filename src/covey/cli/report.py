@@ -1,0 +1,39 @@
+"""`covey report`: a run as one page to send to somebody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+_FLAGS = (
+    Flag(name="run", help="Run folder.", group="what"),
+    Flag(name="output", short="o", help="HTML file to write; RUN-report.html here when left out.", group="output"),
+)
+
+
+def run(given: Given) -> None:
+    """Write the page."""
+    from covey.figures.report import write_report
+
+    folder = given.get("run")
+    if not folder:
+        raise ConfigError("covey report needs a run: covey report runs/a -o report.html.")
+    path = Path(given.get("output") or f"{Path(folder).resolve().name}-report.html")
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{path} is no HTML file; a report is HTML: -o report.html.")
+    output.say(f"wrote {write_report(Path(folder), path)}")
+
+
+verb = Verb(
+    name="report",
+    usage="RUN [-o FILE]",
+    sentence="One page of a run that needs nothing beside it: what ran, curves, evaluation with intervals, alerts, samples, model card.",
+    flags=lambda: _FLAGS,
+    run=run,
+    positional=("run",),
+    examples=("covey report runs/a -o report.html",),
+)

@@ -1,0 +1,260 @@
+"""A run as one page to send to somebody: what ran, how it learned, what it scores, what went wrong, what the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from covey.errors import RunFolderError, StorageError
+from covey.evaluation.compare.run_data import Run, read_runs
+from covey.figures.draw import as_svg
+from covey.figures.gather import figures_of, interval_at, last_values, step_of
+from covey.figures.page import page_of, table, text
+from covey.runs import metrics, rollouts
+
+_MOST_ALERTS = 40
+_LONGEST = 3000
+_MOST_CARD = 200_000
+_OPTIONS = (
+    *(
+        "learning_rate",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_generations",
+        "num_iterations",
+    ),
+    *(
+        "max_steps",
+        "num_train_epochs",
+        "max_completion_length",
+        "temperature",
+        "beta",
+        "epsilon",
+        "loss_type",
+        "scale_rewards",
+    ),
+    *("seed", "use_peft", "bf16"),
+)
+
+
+def write_report(folder: Path, path: Path) -> Path:
+    """Write the page. RunFolderError for what is no run, StorageError when it cannot be written."""
+    page = report_of(folder)
+    path = path.expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return path
+
+
+def report_of(folder: Path) -> str:
+    """The page as text. RunFolderError for a folder that is no run, or holds several."""
+    runs = read_runs(str(folder))
+    if len(runs) > 1:
+        raise RunFolderError(
+            f"{folder} holds {len(runs)} runs; give one, such as {runs[0].path}, or compare them with covey compare --html."
+        )
+    run = runs[0]
+    alerts = list(metrics.iterate(run.path / "alerts.jsonl"))
+    scores = _scores(run)
+    parts = [
+        f"<h1>{text(run.name)}</h1>",
+        f'<p class="lead">{text(_summary(run, scores, alerts))}</p>',
+        "<h2>What ran</h2>",
+        table(_facts(run)),
+    ]
+    parts += [_options(run), _evaluations(scores), _curves(run), _alerts(alerts), _samples(run), _card(run, scores)]
+    parts.append(f'<p class="soft">Written by Covey {text(version("covey"))} from the run folder {text(run.name)}.</p>')
+    return page_of(f"Report of {run.name}", "\n".join(part for part in parts if part))
+
+
+def _summary(run: Run, scores: Sequence[Mapping[str, Any]], alerts: Sequence[Mapping[str, Any]]) -> str:
+    said = f"{str(run.manifest.get('state', 'unknown')).capitalize()} at step {step_of(run)}"
+    finals = {score["set"]: score for score in scores}
+    for name, score in finals.items():
+        first = next(one for one in scores if one["set"] == name)
+        said += f"; held-out reward on {name} {score['mean']:.3g}{_ends(score)}"
+        said += f", from {first['mean']:.3g} at step {first['step']}" if first["step"] != score["step"] else ""
+    if not finals and (rewards := last_values(run).get("reward")) is not None:
+        said += f"; training reward {rewards:.3g} (no held-out evaluation)"
+    serious = sum(alert.get("severity") != "info" for alert in alerts)
+    return f"{said}. {serious or 'No'} warning{'s' if serious != 1 else ''}."
+
+
+def _ends(score: Mapping[str, Any]) -> str:
+    return f" (95% {score['ends'][0]:.3g} to {score['ends'][1]:.3g})" if score["ends"] else ""
+
+
+def _facts(run: Run) -> list[tuple[object, ...]]:
+    found = run.manifest
+    seconds = sum(float(row["seconds/step"]) for row in run.curve if isinstance(row.get("seconds/step"), int | float))
+    rewards, algorithm, hardware, git = (found.get(name) for name in ("rewards", "algorithm", "hardware", "git"))
+    rows: list[tuple[object, Any]] = [
+        ("model", run.config.get("model") or run.config.get("model_name_or_path") or _name(found.get("model"))),
+        ("algorithm", _algorithm(run, algorithm)),
+        ("rewards", ", ".join(_name(one) for one in rewards) if isinstance(rewards, list) else _name(rewards)),
+        ("data", _brief(found.get("dataset"))),
+        ("began", found.get("created")),
+        ("time in steps", f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"),
+        ("hardware", _brief(hardware)),
+        ("versions", _brief(found.get("versions"))),
+        ("commit", git.get("commit") if isinstance(git, Mapping) else None),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _algorithm(run: Run, found: Any) -> str:
+    """The preset that was named; else the parts that decide most."""
+    named = run.config.get("algorithm")
+    if isinstance(named, str):
+        return named
+    told = _name(found)
+    return f"GRPO, loss_type {run.config.get('loss_type')}" if told.endswith(":Algorithm") or not told else told
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, Mapping):
+        fields = value.get("fields")
+        inner = fields.get("name") if isinstance(fields, Mapping) else None
+        return str(value.get("name") or inner or value.get("type") or "")
+    return "" if value is None else str(value)
+
+
+def _brief(value: Any) -> str:
+    """The plain entries of a mapping in one line."""
+    if not isinstance(value, Mapping):
+        return "" if value is None else str(value)
+    plain = {name: one for name, one in value.items() if isinstance(one, str | int | float) and str(one) != ""}
+    return ", ".join(f"{name} {one}" for name, one in list(plain.items())[:12])
+
+
+def _options(run: Run) -> str:
+    rows: list[tuple[object, ...]] = [(name, run.config[name]) for name in _OPTIONS if run.config.get(name) is not None]
+    rest: list[tuple[object, ...]] = [
+        (name, value) for name, value in sorted(run.config.items()) if name not in _OPTIONS and value is not None
+    ]
+    if not rows and not rest:
+        return ""
+    return f"<details open><summary>main options</summary>{table(rows)}</details><details><summary>all other options ({len(rest)})</summary>{table(rest)}</details>"
+
+
+def _scores(run: Run) -> list[dict[str, Any]]:
+    """Every evaluation, in order of sets and steps, with its interval over questions where the answers were kept."""
+    found = []
+    for name, rows in sorted(run.evaluated.items()):
+        for step in sorted(rows):
+            mean = run.mean_at(name, step)
+            if mean == mean:
+                found.append({"set": name, "step": step, "mean": mean, "ends": _interval(run, name, step)})
+    return found
+
+
+def _interval(run: Run, name: str, step: int) -> tuple[float, float] | None:
+    try:
+        return interval_at(run, name, step)
+    except RunFolderError:  # a damaged file of answers; the mean is known all the same
+        return None
+
+
+def _evaluations(scores: Sequence[Mapping[str, Any]]) -> str:
+    if not scores:
+        return "<h2>Evaluation</h2><p>The run was not evaluated on held-out questions.</p>"
+    shown = [scores[0], *scores[1:-1][-8:], scores[-1]] if len(scores) > 10 else scores
+    rows: list[tuple[object, ...]] = [
+        (
+            one["set"],
+            one["step"],
+            f"{one['mean']:.4g}",
+            f"{one['ends'][0]:.4g} to {one['ends'][1]:.4g}" if one["ends"] else "not known",
+        )
+        for one in shown
+    ]
+    left = (
+        f"<p class=soft>{len(scores) - len(shown)} evaluations between are left out.</p>"
+        if len(shown) < len(scores)
+        else ""
+    )
+    return f"<h2>Evaluation</h2>{table(rows, ('set', 'step', 'mean reward', '95% interval over questions'))}{left}"
+
+
+def _curves(run: Run) -> str:
+    try:
+        titles, figures = figures_of([run])
+    except RunFolderError as error:
+        return f"<h2>Curves</h2><p>{text(error)}</p>"
+    style = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr));gap:1rem"
+    drawn = "".join(f"<figure>{as_svg(figure, titles)}</figure>" for figure in figures)
+    return f'<h2>Curves</h2><p class="soft">Band: 95% interval over the held-out questions.</p><div style="{style}">{drawn}</div>'
+
+
+def _alerts(alerts: Sequence[Mapping[str, Any]]) -> str:
+    if not alerts:
+        return "<h2>Alerts</h2><p>None.</p>"
+    told = []
+    for alert in alerts[-_MOST_ALERTS:]:
+        severity = alert.get("severity") if alert.get("severity") in ("error", "warning", "info") else "info"
+        advice = alert.get("try_this")
+        tries = (
+            f"<br><span class=soft>Try: {text('; '.join(map(str, advice)))}</span>"
+            if isinstance(advice, list) and advice
+            else ""
+        )
+        told.append(
+            f'<div class="alert {severity}"><b>step {text(alert.get("step"))}, {text(alert.get("rule"))}</b>: {text(alert.get("said"))}{tries}</div>'
+        )
+    left = (
+        f"<p class=soft>The {len(alerts) - _MOST_ALERTS} before are left out.</p>" if len(alerts) > _MOST_ALERTS else ""
+    )
+    return f"<h2>Alerts</h2>{left}{''.join(told)}"
+
+
+def _samples(run: Run) -> str:
+    """The best and the worst completion of three groups, of the first and of the last step that was kept."""
+    kept = rollouts.steps(run.path / "rollouts")
+    if not kept:
+        return ""
+    told = []
+    for step in dict.fromkeys((kept[0], kept[-1])):
+        try:
+            rows = rollouts.read(run.path / "rollouts" / f"step-{step:06d}.parquet")
+        except RunFolderError as error:
+            told.append(f"<p>{text(error)}</p>")
+            continue
+        groups: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            groups.setdefault(row["group"], []).append(row)
+        chosen = list(groups.values())[:3]
+        told.append(f"<h3>Step {step}</h3>{''.join(map(_sample, chosen))}")
+    return f'<h2>Samples</h2><p class="soft">The first three groups; of each the best and the worst completion.</p>{"".join(told)}'
+
+
+def _sample(group: Sequence[Mapping[str, Any]]) -> str:
+    scored = sorted(group, key=lambda row: float("-inf") if row.get("reward") is None else row["reward"])
+    chosen = [scored[-1], scored[0]] if scored[0].get("reward") != scored[-1].get("reward") else [scored[-1]]
+    parts = []
+    for row in chosen:
+        reward = "not scored" if row.get("reward") is None else f"reward {row['reward']:.4g}"
+        cut = ", cut off at the limit" if row.get("finish") == "length" else ""
+        parts.append(f"<div><b>{reward}{cut}</b><pre dir=auto>{_cut(row.get('completion'))}</pre></div>")
+    return f"<p><b>prompt</b></p><pre dir=auto>{_cut(group[0].get('prompt'))}</pre>{''.join(parts)}"
+
+
+def _cut(value: Any) -> str:
+    said = "" if value is None else str(value)
+    return text(said[:_LONGEST]) + (f" … ({len(said) - _LONGEST:,} more characters)" if len(said) > _LONGEST else "")
+
+
+def _card(run: Run, scores: Sequence[Mapping[str, Any]]) -> str:
+    """The model card that the run wrote, else one made of what is known."""
+    for path in (run.path / "model" / "README.md", run.path / "README.md"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_CARD:
+            return f"<h2>Model card</h2><pre>{text(path.read_text(encoding='utf-8', errors='replace'))}</pre>"
+    facts = "\n".join(f"* {name}: {value}" for name, value in _facts(run))
+    held = "\n".join(f"| {one['set']} | {one['step']} | {one['mean']:.4g}{_ends(one)} |" for one in scores[-4:])
+    evaluated = f"\n\n## Evaluation\n\n| set | step | mean reward |\n|---|--:|--:|\n{held}" if held else ""
+    card = f"# {run.name}\n\nPost-trained with Covey {version('covey')}.\n\n## Training\n\n{facts}{evaluated}\n"
+    return f"<h2>Model card</h2><p>Text for a README.md beside the weights; intended use, limits and licence are yours to add.</p><pre>{text(card)}</pre>"
