@@ -27,6 +27,7 @@ VERBS = {
     "features": "describe a data set's rows in columns: length, language, how often a model solves them",
     "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
+    "why": "a bad step made again with one thing changed at a time: which change removes the trouble",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "serve": "an OpenAI-compatible endpoint of a model or a run",
     "export": "what a run leaves for other tools: merged weights, an adapter, GGUF; preference pairs",
