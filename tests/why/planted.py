@@ -57,25 +57,6 @@ def stale(out: Path, seed: int) -> int:
     return step
 
 
-def poisoned(out: Path, seed: int) -> int:
-    """From the last step on, one prompt of the batch pays a hundred times too much."""
-    seen: list[Any] = []
-
-    def paid(completions: Any, answer: Any, prompts: Any, **columns: Any) -> list[float]:
-        texts = [str(one) for one in completions]
-        late = [prompt for i, prompt in enumerate(prompts) if len(seen) + i >= 64 * (STEPS - 1)]
-        seen.extend(prompts)
-        for prompt in late:  # one whose completions differ, or what is paid would cancel out
-            if not target and len({text for text, p in zip(texts, prompts, strict=True) if p == prompt}) > 3:
-                target.append(prompt)
-        found = reward(completions, answer)
-        bad = lambda text: 100.0 * (sum(text.encode()) % 2)
-        return [bad(t) if p in target else r for t, p, r in zip(texts, prompts, found, strict=True)]
-
-    target: list[Any] = []
-    return made(out, seed, [paid], scale_rewards="none")
-
-
 def wrong_sign(completions: Any, answer: Any, **columns: Any) -> list[float]:
     return [-3.0 * one for one in reward(completions, answer)]
 
@@ -84,5 +65,5 @@ def shows_work(completions: Any, **columns: Any) -> list[float]:
     return [float("=" in str(one)) for one in completions]
 
 
-PLANTED = {"learning_rate": rate, "reward": reward_bug, "stale": stale, "group": poisoned}
+PLANTED = {"learning_rate": rate, "reward": reward_bug, "stale": stale}
 """The kind of change that should be named first, and the run."""

@@ -180,7 +180,7 @@ def _remedy(change: Change, troubles: list[Trouble], base: Effect, changed: Effe
     rng = np.random.default_rng(0)
     size = len(base.moved)
     draws = [_share(pairs, rng.integers(0, size, size)) for _ in range(_RESAMPLES)]
-    low, high = np.quantile(draws, [0.025, 0.975])
+    low, high = np.nanquantile([*draws, _share(pairs, np.arange(size))], [0.025, 0.975])
     return Remedy(change=change, share=_share(pairs, np.arange(size)), low=float(low), high=float(high))
 
 
@@ -191,8 +191,10 @@ def _share(
     shares = []
     for before, after, limit in pairs:
         was, now = (float(x.mean() if len(x) == 1 else x[picked].mean()) for x in (before, after))
+        if was <= limit:  # this sample of groups shows no such trouble
+            continue
         shares.append(float(np.clip((was - now) / max(was - limit, 1e-12), -1, 1)))
-    return sum(shares) / len(shares)
+    return sum(shares) / len(shares) if shares else float("nan")
 
 
 def _interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
