@@ -20,7 +20,7 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"names", "files", "process"},
     {"models", "data"},
     {"algorithms", "config", "images", "kernels", "rewards"},
-    {"rollout", "learner", "runs", "testing", "merging"},
+    {"rollout", "learner", "runs", "testing", "merging", "exporting"},
     {"evaluation", "environments", "ensembles"},
     {"monitor", "serving", "figures"},
     {"training"},

@@ -16,6 +16,7 @@ from covey.runs.console import open_closed
 
 VERBS = {
     "demo": "see a small model learn by GRPO on this machine, in minutes, without network",
+    "init": "a project to start from: data, a reward, a configuration, tests that pass",
     "train": "post-train a model on your data with your rewards",
     "sft": "fine-tune a model on right answers, before or without a reward",
     "tune": "try options in many runs, end the hopeless early, keep the best",
@@ -29,10 +30,12 @@ VERBS = {
     "compare": "what differs between runs, how they learnt, and which is better, over seeds",
     "plot": "curves, reward shares and verdicts of runs as a picture or a page",
     "report": "one page of a run to send to somebody",
+    "why": "a bad step made again with one thing changed at a time: which change removes the trouble",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "serve": "an OpenAI-compatible endpoint of a model or a run",
-    "export": "what a run leaves for other tools: preference pairs for DPO or a reward model",
+    "export": "what a run leaves for other tools: merged weights, an adapter, GGUF; preference pairs",
     "merge": "an adapter added into its base, or several models or adapters merged into one",
+    "checkpoints": "those of a run: list, verify, prune, repair",
     "faults": "kill, starve and poison a tiny real run in every known way; what each costs",
     "env": "versions and devices, for a bug report; env check examines an environment",
     "completion": "verbs and options for the Tab key of bash, zsh or fish",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from covey.cli import output
+from covey.cli.export_model import model_verb
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, DataError, did_you_mean
@@ -93,12 +94,19 @@ _VERBS = {"pairs": _pairs}
 
 
 def verb(arguments: Sequence[str]) -> int:
-    """`covey export pairs ...`. Returns the exit code."""
+    """`covey export pairs ...`, or a model where `--format` says so. Returns the exit code."""
     name = arguments[0] if arguments else "--help"
     if name in _VERBS:
         return _VERBS[name](arguments[1:])
+    if any(word.partition("=")[0] == "--format" for word in arguments):
+        return model_verb(arguments)
     if name in ("--help", "-h", "--help-all"):
-        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in _VERBS.values()]
-        output.result("\n".join(["usage: covey export pairs RUN ...", "", *lines, "", "covey export pairs --help shows the options."]))  # fmt: skip
+        shown = (model_verb, *_VERBS.values())
+        lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in shown]
+        model_verb([name] if arguments else ["--help"])
+        output.result("\n".join(["", *lines, "", "covey export pairs --help shows the options of pairs."]))
         return 0 if arguments else 2
-    raise ConfigError(f"covey export has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")
+    raise ConfigError(
+        f"covey export has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}; a model needs --format merged, "
+        "adapter or gguf."
+    )

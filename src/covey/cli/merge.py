@@ -41,7 +41,7 @@ def run(given: Given) -> None:
             raise ConfigError(
                 f"{given['model'][0]} holds whole weights and no adapter (adapter_config.json): use it as it is."
             )
-        return _add(folders[0], out, given)
+        return add_adapter(folders[0], out, given)
     if all(adapters):
         return _merge_adapters(folders, out, given)
     from covey.cli.merge_models import merge
@@ -49,10 +49,10 @@ def run(given: Given) -> None:
     return merge(folders, out, given, _asked_dtype(given))
 
 
-def _add(folder: Path, out: Path, given: Given) -> None:
+def add_adapter(folder: Path, out: Path, given: Given) -> None:
     """Load, add, compare, write."""
-    base = given.get("base") or _base_of(folder)
-    merged, apart = _merged(base, folder, given)
+    base = given.get("base") or base_of(folder)
+    merged, apart = merged_model(base, folder, given)
     _write(out, merged, folder, given)
     if given.get("json"):
         output.result_json({"out": str(out), "base": base, "adapter": str(folder), "logits_apart": apart})
@@ -78,7 +78,7 @@ def _merge_adapters(folders: Sequence[Path], out: Path, given: Given) -> None:
         output.result(f"{len(folders)} adapters merged: {out} ({exact})")
 
 
-def _base_of(folder: Path) -> str:
+def base_of(folder: Path) -> str:
     described = read_json(folder / "adapter_config.json", ModelError)
     if not isinstance(described, dict):
         raise ModelError(
@@ -90,7 +90,7 @@ def _base_of(folder: Path) -> str:
     return str(name)
 
 
-def _merged(base: str, folder: Path, given: Given) -> tuple[Any, float]:
+def merged_model(base: str, folder: Path, given: Given) -> tuple[Any, float]:
     """The base model with the adapter in its weights, and how far their logits are apart. Added in float32."""
     import torch
 

@@ -88,7 +88,7 @@ def commit(staging: Path) -> Path:
     os.rename(staging, final)
     sync_folder(run_dir)
     if wrong := problems(final):
-        fate = _quarantine(final)
+        fate = set_aside(final)
         raise StorageError(f"{final} was written but reads back wrong ({'; '.join(wrong)}). {fate}Check the disk.")
     if displaced is not None and _LEFTOVER.fullmatch(displaced.name):
         remove_tree(displaced)
@@ -130,7 +130,7 @@ def latest(run_dir: Path, *, quarantine: bool = False) -> Path | None:
             continue
         if wrong := problems(path):
             damaged.append(path.name)
-            fate = _quarantine(path) if quarantine else ""
+            fate = set_aside(path) if quarantine else ""
             warnings.warn(f"{path} is damaged: {'; '.join(wrong)}. {fate}The one before is tried.", stacklevel=2)
             continue
         if foreign:
@@ -165,10 +165,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def prune(run_dir: Path, keep: int | None, *, best: str | None = None, verified: Path | None = None) -> list[Path]:
-    """Delete the oldest checkpoints beyond `keep` (None or 0: keep all) and return them.
+    """Delete the checkpoints that `excess` names and return them. A delete that fails is a warning."""
+    return [path for path in excess(run_dir, keep, best=best, verified=verified) if _delete(path)]
 
-    Never deleted: `best`, the newest one that verifies (`verified`, when the caller has just checked it), anything newer, and
-    whatever Covey did not write. With none that verifies nothing is deleted. A delete that fails is a warning.
+
+def excess(run_dir: Path, keep: int | None, *, best: str | None = None, verified: Path | None = None) -> list[Path]:
+    """The oldest checkpoints beyond `keep` (None or 0: keep all).
+
+    Never among them: `best`, the newest one that verifies (`verified`, when the caller has just checked it), anything newer, and
+    whatever Covey did not write. With none that verifies there is none.
     """
     ours = [path for path in checkpoints(run_dir) if is_ours(path) and not path.is_symlink()]
     if not keep or keep < 0 or len(ours) <= keep:
@@ -178,8 +183,8 @@ def prune(run_dir: Path, keep: int | None, *, best: str | None = None, verified:
         return []
     ours = [path for path in ours if step_of(path) <= step_of(verified)]
     safe = {verified.name} | ({Path(best).name} if best else set())
-    excess = max(0, len(ours) - max(keep, sum(path.name in safe for path in ours)))
-    return [path for path in [path for path in ours if path.name not in safe][:excess] if _delete(path)]
+    number = max(0, len(ours) - max(keep, sum(path.name in safe for path in ours)))
+    return [path for path in ours if path.name not in safe][:number]
 
 
 def clear_leftovers(run_dir: Path) -> None:
@@ -212,7 +217,7 @@ def _named(path: Path) -> Path:
     return path
 
 
-def _quarantine(path: Path) -> str:
+def set_aside(path: Path) -> str:
     """Rename a bad checkpoint, so that nothing takes it for a good one, and say so; it is never deleted."""
     numbers: Iterator[str] = ("" if n == 1 else f"-{n}" for n in range(1, 10_000))
     target = next(t for n in numbers if not (t := path.with_name(f"{path.name}.corrupt{n}")).exists())

@@ -67,6 +67,11 @@ def problems(folder: Path) -> list[str]:
     return found
 
 
+def is_as_written(folder: Path, name: str, entry: Mapping[str, Any]) -> bool:
+    """Whether a file of a checkpoint has the size and the checksum of an entry of a manifest."""
+    return _problem(folder, name, entry) is None
+
+
 def read(folder: Path) -> dict[str, Any]:
     """The manifest, checked against its own checksum. CheckpointError when it is missing, damaged or of another kind."""
     try:

@@ -4,7 +4,7 @@ Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`
 `num_tokens`, `reward` (the weighted sum that advantages were made of, after normalization and clipping; with
 `multi_objective_aggregation="normalize_then_sum"` they are made of each reward's own advantages, and this is the weighted sum
 of the rewards), `reward/<function>` as it gave it (null: not scored), `advantage`, the data set's columns as JSON,
-`images` (JSON: names of files in `images/`, of prompts with images), `extra/<name>`, and lists with one entry a token: `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
+`images` (JSON: names of files in `images/`, of prompts with images), `extra/<name>`, and lists with one entry a token: `prompt_ids` (of the prompt), `token_ids`, and those that are known of `logprobs`, `old_logp`, `ref_logp`,
 `values`, `mask`, `advantages`, `token/<name>` (`token/entropy`, in nats, of what the learner computed).
 """
 
@@ -92,6 +92,7 @@ def table_of(
         "columns": _texts(json.dumps(to_json(_without_images(group.prompt))) for _, _, group, _ in members),
         **_images(groups),
         **_extras(groups),
+        "prompt_ids": pa.array([list(group.prompt.token_ids) for _, _, group, _ in members], pa.list_(pa.int64())),
         "token_ids": pa.array([done.token_ids.numpy() for _, _, _, done in members], pa.list_(pa.int64())),
         **_token_columns([done for _, _, _, done in members]),
     }

@@ -1,0 +1,182 @@
+"""`covey export RUN --format ...`: a run's model as merged weights, an adapter, or a GGUF file; what is written is read back and compared."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import JSON, Given, Verb
+from covey.errors import ConfigError, ModelError, StorageError, did_you_mean
+
+FORMATS = ("merged", "adapter", "gguf")
+
+
+def run(given: Given) -> None:
+    """Write the model in the format that was asked for, whole or not at all."""
+    from covey.cli.checkpoints import model_folder
+    from covey.models import resolve_source
+
+    kind = given.get("format")
+    if not given.get("model") or not given.get("output"):
+        raise ConfigError(
+            "covey export needs a model and --output: covey export runs/first -o first.gguf --format gguf."
+        )
+    if kind not in FORMATS:
+        near = did_you_mean(str(kind), FORMATS) if kind else ""
+        raise ConfigError(f"--format is one of {', '.join(FORMATS)}.{near}")
+    if given.get("outtype") is not None and kind != "gguf":
+        raise ConfigError("--outtype belongs to --format gguf; weights in other formats have --dtype.")
+    if given.get("dtype") is not None and kind != "merged":
+        raise ConfigError(
+            f"--dtype belongs to --format merged; {'use --outtype' if kind == 'gguf' else 'an adapter is copied'}."
+        )
+    out = Path(given["output"]).expanduser()
+    if out.exists() and (kind == "gguf" or not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; give --output another name, or remove it.")
+    folder = Path(resolve_source(model_folder(given["model"])))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{given['model']} is no folder here; give a run, a checkpoint or a folder with a model or an adapter."
+        )
+    {"merged": _merged, "adapter": _adapter, "gguf": _gguf}[kind](folder, out, given)
+
+
+def _merged(folder: Path, out: Path, given: Given) -> None:
+    from covey.models import load_model, load_tokenizer
+    from covey.training.recording import write_model
+
+    if _is_adapter(folder):
+        from covey.cli.merge import add_adapter
+
+        return add_adapter(folder, out, given)
+    model = load_model(str(folder), {"dtype": given.get("dtype") or "auto"}, trust_remote_code=_trusts(given))
+    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(given))
+    _whole(out, lambda unfinished: write_model(unfinished, model, tokenizer))
+    back = load_model(str(out), {"dtype": "auto"}, trust_remote_code=_trusts(given)).state_dict()
+    for name, weight in model.state_dict().items():
+        if not bool((back[name] == weight).all()):
+            raise ModelError(f"{out} was written but {name} reads back unlike it was. Check the disk.")
+    _told(out, given, {"format": "merged", "tensors": len(back)}, f"{len(back)} tensors, read back equal")
+
+
+def _adapter(folder: Path, out: Path, given: Given) -> None:
+    """The adapter's files and the tokenizer's, byte by byte, and nothing of the optimizer."""
+    if not _is_adapter(folder):
+        raise ConfigError(
+            f"{folder} holds whole weights and no adapter (adapter_config.json); use --format merged or gguf."
+        )
+    from covey.cli.merge import base_of
+    from covey.runs.storage import checksum
+
+    base = base_of(folder)
+    names = [path.name for path in sorted(folder.iterdir()) if path.is_file() and _is_of_adapter(path.name)]
+
+    def copy(unfinished: Path) -> None:
+        unfinished.mkdir(parents=True)
+        for name in names:
+            shutil.copyfile(folder / name, unfinished / name)
+
+    _whole(out, copy)
+    for name in names:
+        if checksum(folder / name) != checksum(out / name):
+            raise ModelError(f"{out / name} was written but reads back unlike it was. Check the disk.")
+    _told(out, given, {"format": "adapter", "base": base, "files": names}, f"{len(names)} files, for {base}")
+
+
+def _gguf(folder: Path, out: Path, given: Given) -> None:
+    from covey.exporting.gguf import expect_exportable, load_gguf, write_gguf
+    from covey.models import load_model, load_tokenizer
+    from covey.runs.storage import temporary_beside
+
+    load_gguf()
+    outtype = given.get("outtype") or "f16"
+    if _is_adapter(folder):
+        from covey.cli.merge import base_of, merged_model
+
+        model, _ = merged_model(given.get("base") or base_of(folder), folder, given)
+    else:
+        model = load_model(str(folder), {"dtype": "auto"}, trust_remote_code=_trusts(given))
+    expect_exportable(model.config.get_text_config(), outtype)
+    tokenizer = load_tokenizer(model, folder, trust_remote_code=_trusts(given))
+    unfinished = temporary_beside(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        done = write_gguf(unfinished, model, tokenizer, name=out.stem, outtype=outtype)
+        unfinished.rename(out)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    facts = {
+        "format": "gguf",
+        "outtype": outtype,
+        "tensors": done.num_tensors,
+        "bytes": done.size,
+        "error": done.largest_error,
+    }
+    said = f"{done.num_tensors} tensors, {done.size / 1e6:.1f} MB, read back: the largest error of a weight is {done.largest_error:.1e}"
+    _told(out, given, facts, said)
+
+
+def _whole(out: Path, write: Any) -> None:
+    from covey.runs.storage import temporary_beside
+
+    unfinished = temporary_beside(out)
+    try:
+        write(unfinished)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _told(out: Path, given: Given, facts: dict[str, Any], said: str) -> None:
+    if given.get("json"):
+        output.result_json({"out": str(out), **facts})
+    else:
+        output.result(f"{out}: {said}")
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def _is_of_adapter(name: str) -> bool:
+    return name.startswith("adapter_") or name in (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+        *("merges.txt", "chat_template.jinja", "processor_config.json", "preprocessor_config.json", "README.md"),
+    )
+
+
+def _trusts(given: Given) -> bool:
+    return bool(given.get("trust_remote_code"))
+
+
+model_verb = Verb(
+    name="export",
+    usage="RUN | CHECKPOINT | MODEL --format merged|adapter|gguf -o OUT [options]",
+    sentence="A trained model as other programs take it; what is written is read back and compared.",
+    examples=(
+        "covey export runs/first --format gguf -o first.gguf",
+        "covey export runs/first --format gguf --outtype q8_0 -o first-q8.gguf",
+        "covey export runs/lora --format adapter -o adapter",
+    ),
+    positional=("model",),
+    run=run,
+    flags=lambda: (
+        Flag(name="model", help="A run, a checkpoint, or a folder with a model or an adapter.", group="what"),
+        Flag(name="format", help="merged: weights and tokenizer as transformers reads them; adapter: the adapter alone; gguf: one file for llama.cpp.", group="what"),
+        Flag(name="output", short="o", help="Folder, or file for gguf, to write; it must not be there yet.", group="what"),
+        Flag(name="outtype", help="gguf: f32, f16, bf16 or q8_0; f16 when left out.", group="model"),
+        Flag(name="dtype", help="merged: float32, bfloat16 or float16; as stored when left out.", group="model"),
+        Flag(name="base", help="The model that the adapter belongs to; default: what the adapter says.", group="what"),
+        Flag(name="trust_remote_code", help="Run Python code that comes with the model.", type=bool, group="model", is_common=False),
+        JSON,
+    ),
+)  # fmt: skip

@@ -1,0 +1,82 @@
+"""`covey init DIR`: a project that works, to be changed: data, a reward, a configuration, tests."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+from covey.cli import output, project
+from covey.cli.flags import Flag
+from covey.cli.verb import JSON, Given, Verb
+from covey.errors import ConfigError, StorageError
+
+_TRAIN, _TEST = 512, 64
+_DEMO = {"learning_rate": "6.0e-4", "batch": 128, "length": 32, "minutes": "minutes on a CPU"}
+_OTHERS = {"learning_rate": "1.0e-6", "batch": 32, "length": 256, "minutes": "on a GPU"}
+
+
+def run(given: Given) -> None:
+    """Write the project, whole or not at all. Raises ConfigError where something is there already."""
+    if not given.get("folder"):
+        raise ConfigError("covey init needs a folder for the project: covey init my-project.")
+    folder = Path(given["folder"]).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already and not empty; choose a new folder for the project.")
+    files = _files(folder.resolve().name, given.get("model") or "demo")
+    _write(folder, files)
+    if given.get("json"):
+        output.result_json({"folder": str(folder), "files": sorted(files)})
+        return
+    output.result(f"{folder}: {', '.join(sorted(files))}")
+    output.say(f"next: cd {shlex.quote(str(folder))} && pytest && covey train run.yaml --output-dir runs/first")
+
+
+def _files(name: str, model: str) -> dict[str, str]:
+    """Contents by path. The data are arithmetic word problems, made from a seed; no calculation is in both files."""
+    from covey.demo.task import rows
+
+    values = _DEMO if model == "demo" else _OTHERS
+    lines = lambda split, count: "".join(f"{json.dumps(row)}\n" for row in rows(split, count))
+    return {
+        "data/train.jsonl": lines("train", _TRAIN),
+        "data/test.jsonl": lines("test", _TEST),
+        "reward.py": project.REWARD,
+        "test_project.py": project.TEST,
+        "run.yaml": project.CONFIG.format(model=json.dumps(model), **values),
+        "README.md": project.README.format(name=name, **values),
+        ".gitignore": project.GITIGNORE,
+    }
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    from covey.runs.storage import temporary_beside
+
+    unfinished = temporary_beside(folder.resolve())
+    try:
+        for name, text in files.items():
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / name).write_text(text, encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+verb = Verb(
+    name="init",
+    usage="FOLDER [options]",
+    sentence="A project to start from: data, a reward, a configuration, and tests that pass. Everything in it is yours to change.",
+    examples=("covey init my-project", "covey init my-project --model Qwen/Qwen2.5-0.5B-Instruct"),
+    positional=("folder",),
+    run=run,
+    flags=lambda: (
+        Flag(name="folder", help="Folder to make; it must be new or empty.", group="what"),
+        Flag(name="model", help="Model that run.yaml trains: a folder, a hub id, or demo for the one that ships with Covey.", default="demo", group="what"),
+        JSON,
+    ),
+)  # fmt: skip

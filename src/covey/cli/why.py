@@ -1,0 +1,64 @@
+"""`covey why RUN --step N`: a recorded step made again with one thing changed at a time; which change removes the trouble."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from covey.cli import output
+from covey.cli.flags import Flag
+from covey.cli.verb import JSON, Given, Verb
+from covey.errors import ConfigError
+
+
+def run(given: Given) -> None:
+    """Diagnose a step and show the ranking."""
+    if not given.get("run") or given.get("step") is None:
+        raise ConfigError("covey why needs a run and a step: covey why runs/train-1 --step 120.")
+    from covey.doctor.why.causes import diagnose, is_named
+    from covey.doctor.why.recorded import load
+
+    recorded = load(Path(given["run"]).expanduser(), given["step"])
+    found = diagnose(recorded)
+    if given.get("json"):
+        output.result_json({
+            "step": recorded.step,
+            "troubles": [{"said": said, "value": value, "limit": limit} for said, value, limit in found.troubles],
+            "changes": [{"kind": one.change.kind, "said": one.change.said, "removes": one.share, "interval": [one.low, one.high], "named": is_named(one)} for one in found.remedies],
+            "grad_norm": {"replayed": found.replayed[0], "recorded": found.replayed[1]},
+            "left_out": found.left_out,
+        })  # fmt: skip
+        return
+    was = "" if found.replayed[1] is None else f" (recorded: {found.replayed[1]:.4g})"
+    output.result(f"step {recorded.step} made again: gradient norm {found.replayed[0]:.4g}{was}")
+    if not found.troubles:
+        output.result(
+            "nothing is wrong with this step by what is measured here: how far it moves the policy, how stale its completions"
+        )
+        output.result("are, its gradient beside those before, and what it does to each reward.")
+        return
+    for said, value, limit in found.troubles:
+        output.result(output.row("WARN", "trouble", f"{said}: {value:.3g}, at most {limit:.3g} is usual"))
+    for one in found.remedies:
+        mark = "OK  " if is_named(one) else "-   "
+        output.result(
+            f"{mark}{one.change.said} removes {100 * one.share:.0f}% of it (95%: {100 * one.low:.0f} to {100 * one.high:.0f})"
+        )
+    if not any(map(is_named, found.remedies)):
+        output.result("no single change removes it")
+    for said in found.left_out:
+        output.say(f"not tried: {said}")
+
+
+verb = Verb(
+    name="why",
+    usage="RUN --step N [options]",
+    sentence="Makes a recorded step again with one thing changed at a time, and says which change removes the trouble.",
+    examples=("covey why runs/train-1 --step 120",),
+    positional=("run",),
+    run=run,
+    flags=lambda: (
+        Flag(name="run", help="Folder of a run of whole weights, with the checkpoint before the step and the step's rollouts.", group="what"),
+        Flag(name="step", help="The step to make again, from 1 on.", type=int, group="what"),
+        JSON,
+    ),
+)  # fmt: skip

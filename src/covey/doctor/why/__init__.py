@@ -1,0 +1,1 @@
+"""Diagnosis by counterfactual: a recorded step made again with one thing changed at a time."""

@@ -1,0 +1,208 @@
+"""What is wrong with a step, and which single change removes it: each replayed, compared, ranked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from covey.algorithms import Algorithm
+from covey.doctor.why.recorded import Recorded
+from covey.doctor.why.replay import Effect, Made, Replay
+from covey.training.credit import with_advantages
+from covey.types import Group
+
+MOST_MOVED = 0.05
+"""Nats a token that one update may move the policy; PPO's usual target over a whole rollout is 0.01 to 0.02."""
+MOST_STALE = 0.02
+"""Nats a token between what drew the completions and the policy that learns from them."""
+SPIKE = 5.0
+"""Times the median gradient norm of the steps before."""
+_FEWEST_BEFORE = 3
+_GROUPS_TRIED = 4
+_FEWEST_GROUPS = 4
+_RESAMPLES = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """One thing that is wrong, in words, and how a replay is asked whether it still is."""
+
+    said: str
+    measure: Callable[[Effect], np.ndarray[Any, Any]]
+    """[P], or [1] where it is no mean over groups."""
+    limit: float
+    """Below it all is well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One thing changed."""
+
+    kind: str
+    """learning_rate, reward, group, stale, scale, reference or clip."""
+    said: str
+    apply: Callable[[list[Group], Algorithm], Made]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change with the share of the trouble that it removes: 1 brings every measure below its limit."""
+
+    change: Change
+    share: float
+    low: float
+    high: float
+    """95% bootstrap interval over groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What is wrong with a step, and the changes that were tried, best first."""
+
+    troubles: tuple[tuple[str, float, float], ...]
+    """In words, value, limit."""
+    remedies: tuple[Remedy, ...]
+    replayed: tuple[float, float | None]
+    """Gradient norm of the replay, and as the run recorded it."""
+    left_out: tuple[str, ...]
+
+
+def diagnose(recorded: Recorded) -> Diagnosis:
+    """Make the step as it was, name what is wrong, then try each change."""
+    replay = Replay(recorded)
+    base = replay.effect(lambda groups, algorithm: (groups, algorithm, 1.0, None))
+    troubles = list(_troubles(recorded, base))
+    remedies = (
+        [_remedy(change, troubles, base, replay.effect(change.apply)) for change in _changes(recorded, replay)]
+        if troubles
+        else []
+    )
+    order = {"stale": 0, "group": 1, "reward": 2, "scale": 3, "reference": 4, "clip": 5, "learning_rate": 6}
+    ranked = sorted(remedies, key=lambda one: (-round(one.share, 1), order[one.change.kind], -one.share))
+    told = recorded.metrics.get("grad_norm")
+    left = (
+        ()
+        if recorded.can_judge
+        else ("rewards off and unscaled advantages: judged again, advantages differ from the recorded ones",)
+    )
+    values = tuple((one.said, float(one.measure(base).mean()), one.limit) for one in troubles)
+    return Diagnosis(troubles=values, remedies=tuple(ranked), replayed=(base.grad_norm, told), left_out=left)
+
+
+def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
+    if base.stale.mean() > MOST_STALE:
+        yield Trouble(
+            said="completions were drawn by another policy than the one that learns (nats a token)",
+            measure=lambda e: e.stale,
+            limit=MOST_STALE,
+        )
+    if base.moved.mean() > MOST_MOVED:
+        yield Trouble(
+            said="the update moves the policy too far (nats a token)", measure=lambda e: e.moved, limit=MOST_MOVED
+        )
+    before = recorded.earlier["grad_norm"]
+    if len(before) >= _FEWEST_BEFORE and base.grad_norm > (limit := SPIKE * statistics.median(before)):
+        yield Trouble(
+            said=f"the gradient's norm is over {SPIKE:g} times the median of the steps before",
+            measure=lambda e: np.array([e.grad_norm]),
+            limit=limit,
+        )
+    for name, gains in base.gains.items():
+        if len(base.gains) > 1 and _interval(gains)[1] < 0:
+            yield Trouble(
+                said=f"the update lowers the reward {name} (to first order; shown as minus its change)",
+                measure=lambda e, name=name: -e.gains[name],
+                limit=0.0,
+            )  # type: ignore[misc]
+
+
+def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:
+    yield Change(kind="learning_rate", said="the learning rate halved", apply=lambda g, a: (g, a, 0.5, None))
+    yield Change(kind="learning_rate", said="a tenth of the learning rate", apply=lambda g, a: (g, a, 0.1, None))
+    if before := recorded.earlier["grad_norm"]:
+        bound = statistics.median(before)
+        yield Change(
+            kind="clip",
+            said=f"the gradient clipped at {bound:.3g}, the median so far",
+            apply=lambda g, a: (g, a, 1.0, bound),
+        )
+    aged = replay.staleness()
+    fresh = [(rows <= MOST_STALE).nonzero().flatten().tolist() for rows in aged]
+    if sum(map(len, fresh)) < sum(group.size for group in recorded.groups):
+        keep = lambda g, a: ([one.take(i) for one, i in zip(g, fresh, strict=True) if i], a, 1.0, None)
+        yield Change(kind="stale", said="completions drawn by another policy left out", apply=keep)
+    weight = [0.0 if g.advantages is None else float(g.advantages.abs().max()) for g in recorded.groups]
+    loud = [i for i in range(len(weight)) if weight[i] > 0]
+    few = len(loud) < _FEWEST_GROUPS  # without one of so few there is hardly an update, whatever the cause
+    for index in [] if few else sorted(loud, key=lambda i: -weight[i])[:_GROUPS_TRIED]:
+        uid = recorded.groups[index].prompt.uid
+        without = lambda g, a, index=index: ([*g[:index], *g[index + 1 :]], a, 1.0, None)
+        yield Change(kind="group", said=f"the group of prompt {uid} left out", apply=without)
+    if recorded.algorithm.kl is not None:
+        yield Change(
+            kind="reference",
+            said="a fresh reference (the policy before the update)",
+            apply=lambda g, a: (_fresh_reference(g, replay), a, 1.0, None),
+        )
+    if recorded.can_judge:
+        yield from _judged_anew(recorded)
+
+
+def _judged_anew(recorded: Recorded) -> Iterator[Change]:
+    for index, name in enumerate(recorded.reward_names):
+        if len(recorded.reward_names) > 1 and recorded.weights[index] != 0:
+            weights = recorded.weights.clone()
+            weights[index] = 0.0
+            off = lambda g, a, weights=weights: (with_advantages(g, a, weights), a, 1.0, None)
+            yield Change(kind="reward", said=f"the reward {name} off", apply=off)
+    advantage = recorded.algorithm.advantage
+    if getattr(advantage, "scale", "none") not in ("none", False):
+        plain = replace(advantage, scale="none")  # type: ignore[type-var]
+        anew = lambda g, a: (with_advantages(g, a.replace(advantage=plain), recorded.weights), a, 1.0, None)
+        yield Change(kind="scale", said="advantages not divided by their deviation", apply=anew)
+
+
+def _fresh_reference(groups: list[Group], replay: Replay) -> list[Group]:
+    return [
+        replace(
+            group, completions=tuple(replace(c, ref_logp=logp) for c, logp in zip(group.completions, rows, strict=True))
+        )
+        for group, rows in zip(groups, replay.before, strict=True)
+    ]
+
+
+def _remedy(change: Change, troubles: list[Trouble], base: Effect, changed: Effect) -> Remedy:
+    pairs = [(t.measure(base), t.measure(changed), t.limit) for t in troubles]
+    rng = np.random.default_rng(0)
+    size = len(base.moved)
+    draws = [_share(pairs, rng.integers(0, size, size)) for _ in range(_RESAMPLES)]
+    low, high = np.nanquantile([*draws, _share(pairs, np.arange(size))], [0.025, 0.975])
+    return Remedy(change=change, share=_share(pairs, np.arange(size)), low=float(low), high=float(high))
+
+
+def _share(
+    pairs: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float]], picked: np.ndarray[Any, Any]
+) -> float:
+    """Mean over troubles of how much of the excess over the limit is gone, each between -1 and 1."""
+    shares = []
+    for before, after, limit in pairs:
+        was, now = (float(x.mean() if len(x) == 1 else x[picked].mean()) for x in (before, after))
+        if was <= limit:  # this sample of groups shows no such trouble
+            continue
+        shares.append(float(np.clip((was - now) / max(was - limit, 1e-12), -1, 1)))
+    return sum(shares) / len(shares) if shares else float("nan")
+
+
+def _interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
+    picks = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
+    low, high = np.quantile(values[picks].mean(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def is_named(remedy: Remedy) -> bool:
+    """Whether a change removes most of the trouble, and not by chance."""
+    return remedy.share >= 0.5 and remedy.low > 0

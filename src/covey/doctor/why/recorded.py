@@ -1,0 +1,190 @@
+"""A step as the run folder holds it: the batch from `rollouts/`, weights and optimizer from the checkpoint before it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.algorithms import Algorithm
+from covey.config import GRPOConfig
+from covey.config.options import HONOURED
+from covey.errors import CheckpointError, ConfigError, RunFolderError
+from covey.learner import Learner
+from covey.process.world import World
+from covey.runs import checkpoint, checksums, manifest, rollouts
+from covey.runs.metrics import read as read_metrics
+from covey.training.build import RunInputs, build_algorithm, build_learner
+from covey.training.credit import with_advantages
+from covey.training.loading import load_for_training
+from covey.types import Completion, Group, Prompt
+
+_OF_THE_CALL = frozenset({"output_dir", "report_to", "resume_from_checkpoint", "model_init_kwargs", "run_name"})
+_SAME = 1e-4
+"""Judged again, advantages may differ from the recorded ones by this much, relative to the largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Everything that step `step` was made of."""
+
+    step: int
+    groups: tuple[Group, ...]
+    reward_names: tuple[str, ...]
+    weights: Tensor
+    """[R] of the rewards."""
+    algorithm: Algorithm
+    learner: Learner
+    state: Mapping[str, Any]
+    """The checkpoint's tree."""
+    can_judge: bool
+    """Advantages come out as recorded when the rewards are judged again."""
+    metrics: Mapping[str, float]
+    """Of this step, as the run wrote them."""
+    earlier: Mapping[str, Sequence[float]]
+    """Of the steps before."""
+
+
+def load(run_dir: Path, step: int) -> Recorded:
+    """Read a step. Raises RunFolderError, CheckpointError or ConfigError where the folder lacks what a replay needs."""
+    described = manifest.read(run_dir / manifest.NAME)
+    if described is None:
+        raise RunFolderError(f"{run_dir} holds no run.json of a run; give the folder of a run, such as runs/train-1.")
+    if step < 1:
+        raise ConfigError(f"--step {step}: the first step of a run is 1.")
+    folder = run_dir / f"checkpoint-{step - 1}"
+    path = run_dir / "rollouts" / f"step-{step:06d}.parquet"
+    if not folder.is_dir() or not path.is_file():
+        have = sorted(
+            set(rollouts.steps(run_dir / "rollouts"))
+            & {checkpoint.step_of(c) + 1 for c in checkpoint.checkpoints(run_dir)}
+        )
+        known = f"It has both for step {', '.join(map(str, have[-5:]))}. " if have else ""
+        lack = [str(one.relative_to(run_dir)) for one in (folder, path) if not one.exists()]
+        raise RunFolderError(
+            f"{run_dir} lacks {' and '.join(lack)}, which step {step} is made again from. {known}A run resumed from an earlier "
+            "checkpoint with --save-steps 1 --rollout-log-steps 1 --save-total-limit 0 takes the same steps and keeps both."
+        )
+    if wrong := checksums.problems(folder):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}.")
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds an adapter; covey why makes steps of whole weights again, not yet of adapters."
+        )
+    args = _options(described, run_dir)
+    tree = checkpoint.load_state(folder)
+    algorithm = build_algorithm(args)
+    if (
+        algorithm.critic is not None
+        or algorithm.needs.distribution
+        or (algorithm.kl and algorithm.kl.where == "reward")
+    ):
+        raise ConfigError(
+            f"{algorithm.name} learns from a critic, whole distributions or a KL in the reward, which rollouts do not record; covey why "
+            "cannot make its steps again."
+        )
+    algorithm = algorithm.resolve(tree["state"]["controllers"])
+    rows = rollouts.read(path)
+    names = tuple(name.removeprefix("reward/") for name in rows[0] if name.startswith("reward/"))
+    weights = torch.tensor(args.reward_weights or [1.0] * len(names))
+    groups = groups_of(rows, names)
+    rated, can_judge = _judged(groups, algorithm, weights)
+    told = [row for row in read_metrics(run_dir / "metrics.jsonl") if isinstance(row.get("step"), int)]
+    before = [row for row in told if row["step"] < step]
+    return Recorded(
+        step=step,
+        groups=tuple(rated if can_judge else groups),
+        reward_names=names,
+        weights=weights,
+        algorithm=algorithm,
+        learner=_learner(args, algorithm, folder),
+        state=tree,
+        can_judge=can_judge,
+        metrics=next((row for row in told if row["step"] == step), {}),
+        earlier={"grad_norm": [row["grad_norm"] for row in before if isinstance(row.get("grad_norm"), float)]},
+    )
+
+
+def groups_of(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> list[Group]:
+    """The groups of a file of rollouts. Raises RunFolderError for one without the prompts' tokens or the advantages."""
+    if any(name not in rows[0] for name in ("prompt_ids", "advantage")):
+        raise RunFolderError(
+            "These rollouts hold no tokens of prompts or no advantages: an earlier version of Covey wrote them."
+        )
+    members: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        members.setdefault(row["group"], []).append(row)
+    return [_group(group, reward_names) for group in members.values()]
+
+
+def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Group:
+    first = rows[0]
+    number = lambda value: math.nan if value is None else value
+    tensor = lambda values: None if values is None else torch.tensor(values, dtype=torch.float32)
+    prompt = Prompt(uid=first["prompt_uid"], token_ids=tuple(first["prompt_ids"]), text=first["prompt"], columns=json.loads(first["columns"]))  # fmt: skip
+    completions = tuple(
+        Completion(
+            token_ids=torch.tensor(row["token_ids"], dtype=torch.int64),
+            text=row["completion"],
+            finish=row["finish"],
+            logprobs=tensor(row.get("logprobs")),
+            old_logp=tensor(row.get("old_logp")),
+            ref_logp=tensor(row.get("ref_logp")),
+            mask=None if row.get("mask") is None else torch.tensor(row["mask"]),
+            version=row["version"],
+            source=row["source"],
+        )
+        for row in rows
+    )
+    return Group(
+        prompt=prompt,
+        completions=completions,
+        rewards=torch.tensor(
+            [[number(row[f"reward/{name}"]) for name in reward_names] for row in rows], dtype=torch.float32
+        ),
+        advantages=torch.tensor([number(row["advantage"]) for row in rows], dtype=torch.float32).nan_to_num(0.0),
+    )
+
+
+def _judged(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tuple[list[Group], bool]:
+    """The groups judged again, and whether that gives the recorded advantages."""
+    again = with_advantages(groups, algorithm, weights)
+    apart, largest = 0.0, 1e-6
+    for new, old in zip(again, groups, strict=True):
+        if new.advantages is None or old.advantages is None or new.advantages.ndim != 1:
+            return groups, False
+        apart = max(apart, float((new.advantages - old.advantages).abs().max()))
+        largest = max(largest, float(old.advantages.abs().max()))
+    return again, apart <= _SAME * largest
+
+
+def _options(described: Mapping[str, Any], run_dir: Path) -> GRPOConfig:
+    kept = {k: v for k, v in (described.get("config") or {}).items() if k in HONOURED and k not in _OF_THE_CALL}
+    if str(kept.get("algorithm")).startswith("Algorithm("):
+        raise ConfigError(
+            f"{run_dir} was trained by an algorithm that a script built; covey why needs one that options name."
+        )
+    return GRPOConfig(output_dir=str(run_dir), report_to="none", **kept)
+
+
+def _learner(args: GRPOConfig, algorithm: Algorithm, folder: Path) -> Learner:
+    world = World.of(args)
+    loaded = load_for_training(str(folder), args, world.device)
+    scorer: Any = None  # rewards are recorded, none is called
+    given = RunInputs(
+        args=args,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        eos_ids=loaded.eos_ids,
+        algorithm=algorithm.replace(kl=None),  # the reference's log-probabilities are recorded
+        scorer=scorer,
+        train_dataset=None,
+        world=world,
+    )
+    return build_learner(given, args.max_steps if args.max_steps > 0 else 1, (None, None), is_off_policy=True)

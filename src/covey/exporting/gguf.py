@@ -1,0 +1,205 @@
+"""A model of the Llama or Qwen family as one GGUF file, which is read back and compared before it counts as written.
+
+The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. Names of tensors and keys come from the `gguf` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from covey.errors import ConfigError, ModelError
+from covey.exporting.gguf_tokenizer import vocabulary_of
+
+ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+"""`model_type` of transformers: its name in gguf."""
+OUTTYPES = ("f32", "f16", "bf16", "q8_0")
+_FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_MOST_ROUNDING = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8, "q8_0": 0.5 / 127 + 2.0**-11}
+"""Largest error of a weight: of itself for f16 and bf16, of the largest in its block of 32 for q8_0."""
+_LEAST_STEP = {"f32": 0.0, "f16": 2.0**-25, "bf16": 0.0, "q8_0": 127 * 2.0**-25}
+"""Largest error, beside, of numbers or scales so small that float16 rounds them to a multiple of 2**-24."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written and read back."""
+
+    path: Path
+    num_tensors: int
+    size: int
+    """Bytes."""
+    largest_error: float
+    """Of a weight, relative to the largest weight of its tensor."""
+
+
+def load_gguf() -> Any:
+    """The `gguf` package. Raises ConfigError where it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError("GGUF files need the gguf package: pip install 'covey[gguf]'.") from error
+    return gguf
+
+
+def expect_exportable(config: Any, outtype: str) -> str:
+    """The gguf name of the architecture. Raises ConfigError or ModelError where no faithful file can be made."""
+    if outtype not in OUTTYPES:
+        raise ConfigError(f"outtype {outtype!r} is not one of {', '.join(OUTTYPES)}.")
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        raise ModelError(
+            f"GGUF is written for {', '.join(ARCHITECTURES)}, not for {kind!r}; export --format merged and convert that with "
+            "llama.cpp's own script."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(
+            f"This model scales its rotary embedding ({rope['rope_type']}), which is not written to GGUF here; export --format merged "
+            "and convert that with llama.cpp's own script."
+        )
+    if getattr(config, "use_sliding_window", False):
+        raise ModelError("This model uses sliding-window attention, which llama.cpp does not compute for its family.")
+    return ARCHITECTURES[kind]
+
+
+def write_gguf(path: Path, model: Any, tokenizer: Any, *, name: str, outtype: str) -> Written:
+    """Write `path` from a model with its weights in memory, read it back, and compare every tensor.
+
+    `outtype`: f32, f16, bf16, or q8_0 (8 bits and a scale for 32 weights); vectors are f32 always. Raises ModelError for an
+    architecture or a tokenizer that would not be the same in llama.cpp, and where what is read back differs by more than rounding.
+    """
+    gguf = load_gguf()
+    config = model.config.get_text_config()
+    kind = expect_exportable(config, outtype)
+    vocabulary = vocabulary_of(tokenizer, model.get_input_embeddings().num_embeddings)
+    arch = gguf.MODEL_ARCH[kind]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _add_header(gguf, writer, config, name, outtype, len(vocabulary.tokens))
+    _add_vocabulary(writer, vocabulary)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for own, weight in _weights(model):
+        stem, _, ending = own.rpartition(".")
+        theirs = names.get_name(stem)
+        if theirs is None:
+            raise ModelError(
+                f"{own} has no place in a GGUF file of this family; the model has parts that llama.cpp does not."
+            )
+        data, raw = _encoded(gguf, weight, outtype)
+        writer.add_tensor(f"{theirs}.{ending}", data, raw_dtype=raw)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+    return _compared(gguf, path, model, names, outtype)
+
+
+def _add_header(gguf: Any, writer: Any, config: Any, name: str, outtype: str, size: int) -> None:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_name(name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(_rope_theta(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(size)
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[outtype]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _rope_theta(config: Any) -> float:
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return float(rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0))
+
+
+def _add_vocabulary(writer: Any, vocabulary: Any) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(list(vocabulary.tokens))
+    writer.add_token_types(list(vocabulary.types))
+    writer.add_token_merges(list(vocabulary.merges))
+    for add, value in (
+        (writer.add_bos_token_id, vocabulary.bos),
+        (writer.add_eos_token_id, vocabulary.eos),
+        (writer.add_pad_token_id, vocabulary.pad),
+        (writer.add_chat_template, vocabulary.chat_template),
+    ):
+        if value is not None:
+            add(value)
+    writer.add_add_bos_token(vocabulary.adds_bos)
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names and float32 weights as llama.cpp wants them; a tied output layer is left out, as it reads the embedding."""
+    config = model.config.get_text_config()
+    state: Mapping[str, Tensor] = model.state_dict()
+    for name, weight in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        weight = weight.detach().float().cpu()
+        if config.model_type == "llama" and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            is_query = ".q_proj." in name
+            weight = _interleaved(weight, config.num_attention_heads if is_query else config.num_key_value_heads)
+        yield name, weight
+
+
+def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of a head as llama.cpp's Llama rotates them: pairs (2i, 2i + 1), where transformers rotates (i, i + d/2)."""
+    return (
+        weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
+
+
+def _encoded(gguf: Any, weight: Tensor, outtype: str) -> tuple[np.ndarray[Any, Any], Any]:
+    """The bytes of a tensor and their type; None where numpy knows the type."""
+    is_small = weight.ndim < 2 or (outtype == "q8_0" and weight.shape[-1] % 32)
+    values = np.ascontiguousarray(weight.numpy())
+    if is_small or outtype == "f32":
+        return values, None
+    if outtype == "f16":
+        if np.abs(values).max() > np.finfo(np.float16).max:
+            raise ModelError("A weight is too large for f16; use --outtype bf16 or f32.")
+        return values.astype(np.float16), None
+    kind = gguf.GGMLQuantizationType[outtype.upper()]
+    return gguf.quantize(values, kind), kind
+
+
+def _compared(gguf: Any, path: Path, model: Any, names: Any, outtype: str) -> Written:
+    """Every tensor of the file against the model's. Raises ModelError where one differs by more than its type rounds."""
+    reader = gguf.GGUFReader(path)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    largest, count = 0.0, 0
+    for own, weight in _weights(model):
+        stem, _, ending = own.rpartition(".")
+        tensor = found.get(f"{names.get_name(stem)}.{ending}")
+        if tensor is None:
+            raise ModelError(f"{path} was written but lacks {own}.")
+        kind = tensor.tensor_type.name.lower()
+        back = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        back = back.reshape(weight.shape)
+        scale = weight.reshape(-1, 32).abs().amax(-1, keepdim=True) if kind == "q8_0" else weight.abs().reshape(-1, 1)
+        apart = (back - weight).abs()
+        allowed = scale * _MOST_ROUNDING[kind] + _LEAST_STEP[kind]
+        if not bool((apart.reshape(scale.shape[0], -1) <= allowed * 1.001).all()):
+            raise ModelError(f"{path} was written but {own} reads back unlike it was; not kept.")
+        largest = max(largest, float(apart.max() / weight.abs().max().clamp_min(1e-30)))
+        count += 1
+    if count != len(found):
+        raise ModelError(f"{path} was written but holds {len(found)} tensors instead of {count}; not kept.")
+    return Written(path=path, num_tensors=count, size=path.stat().st_size, largest_error=largest)
