@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from covey.ensembles import Ensemble, Member
     from covey.errors import CoveyError
     from covey.rollout import NativeSampler, SamplingParams
+    from covey.training.together import train_together
     from covey.training.trainer import GRPOTrainer
     from covey.training.warm_up import SFTTrainer, sft_config
 
@@ -35,6 +36,7 @@ _WHERE = {
     "SamplingParams": "covey.rollout",
     "batch_arithmetic": "covey.config.grpo_config",
     "sft_config": "covey.training.warm_up",
+    "train_together": "covey.training.together",
 }
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
 
@@ -57,6 +59,7 @@ __all__ = [
     "runs",
     "sft_config",
     "testing",
+    "train_together",
     "types",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -53,6 +53,7 @@ from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
+from covey.training.taking_turns import to_the_end
 from covey.training.trl_interface import TRLInterface
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,10 @@ class GRPOTrainer(TRLInterface):
         transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
         After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
         """
+        return to_the_end(self.turns(resume_from_checkpoint))
+
+    def turns(self, resume_from_checkpoint: str | bool | None = None) -> Generator[None, None, lean.TrainOutput]:
+        """`train()` that pauses after every step, so that others can take a step meanwhile (`train_together`)."""
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
@@ -164,7 +169,7 @@ class GRPOTrainer(TRLInterface):
             self.started_at = state.step
             rows = {"steps to train": self.state.max_steps, "rows of train_dataset": length_of(self.train_dataset)}
             self.world.expect_same(rows)
-            state = self._run(parts, state)
+            state = yield from self._run(parts, state)
             summary = parts.session.end(state)
             if parts.session.is_asked_to_stop:
                 stop.adopt(self.world.gather([stop.name]))
@@ -353,12 +358,12 @@ class GRPOTrainer(TRLInterface):
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
-    def _run(self, parts: Parts, state: TrainState) -> TrainState:
+    def _run(self, parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
         """The loop; whatever ends it early on purpose leaves a checkpoint of the last whole step."""
         parts.session.latest = state
         try:
             parts.session.begin(state)
-            return loop.run(parts, state)
+            return (yield from loop.run(parts, state))
         except BaseException as error:
             is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
             saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)
