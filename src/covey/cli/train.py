@@ -15,8 +15,8 @@ from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
 from covey.cli.fields import config_flags, other_flags
-from covey.cli.together import Outcome
 from covey.cli.flags import Flag
+from covey.cli.together import Outcome
 from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.config import options
 from covey.errors import ConfigError

@@ -77,7 +77,7 @@ def refuse_unshareable(configs: Sequence[GRPOConfig]) -> None:
     """Raise ConfigError for runs that cannot take turns in one process."""
     if not configs:
         raise ConfigError("There is no run to train; give at least one.")
-    places = [str(Path(config.output_dir).expanduser().resolve()) for config in configs]
+    places = [str(Path(str(config.output_dir)).expanduser().resolve()) for config in configs]
     for place in places:
         if places.count(place) > 1:
             raise ConfigError(f"Two runs have the output_dir {place}; give each its own.")
