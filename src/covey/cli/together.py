@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,6 @@ def run(
     from covey.runs.signals import StopRequest
     from covey.training.taking_turns import Member, take_turns
 
-    is_seeds = not given.get("vary")
     folder = Path(str(wanted["output_dir"])).expanduser()
     runs = {name: {**own, **wanted, **changes} for name, changes in _runs(given, wanted, flags, types).items()}
     runs = {name: _alone(options, folder / name) for name, options in runs.items()}
@@ -89,40 +88,63 @@ def run(
     kept = {name: value for name, value in own.items() if name not in NEVER or name == "vary"}
     rest = {name: value for name, value in wanted.items() if name not in {"seed", *NEVER}}
     series.claim(folder, yaml.safe_load(as_yaml(rest, kept)), "several runs")
-    results = _read(folder, is_seeds)
-    failed: dict[str, int] = {}
+    book = _Book(folder, is_seeds=not given.get("vary"))
     base = SharedBase(given["model"])
-
-    def ended(member: Member[Outcome]) -> None:
-        if member.error is not None:
-            failed[member.name] = _told(member.name, member.error, folder)
-        elif member.result is not None and not member.result.stopped_by:
-            place, outcome = folder / member.name, member.result
-            results[member.name] = {
-                "run": str(place), "steps": outcome.steps, "seconds": outcome.metrics["train_runtime"],
-                "metrics": dict(outcome.metrics),
-            }  # fmt: skip
-            _write(folder, results, is_seeds)
-
     lock = FolderLock(folder)
     lock.take()
     try:
-        for name in (waiting := [name for name in runs if name not in results]):
+        for name in (waiting := [name for name in runs if name not in book.results]):
             series.make_way(folder / name)
         output.say(f"{len(waiting)} runs on one base, a step of each in turn: {', '.join(waiting) or 'all have ended'}")
         with StopRequest() as stop, stop.for_all():
-            take_turns([Member(name, member_of(runs[name], base)) for name in waiting], ended)
+            take_turns([Member(name, member_of(runs[name], base)) for name in waiting], book.ended)
     finally:
         lock.release()
     if stop.requested:
         output.say(f"Stopped; every run has its checkpoint. Go on with: {series.again(sys.argv, folder)}")
         return stop.exit_code
-    found = {name: results[name] for name in runs if name in results}
-    if is_seeds:
-        seeds.report(folder, {_number(name): result for name, result in found.items()}, given)
-    else:
-        _report(folder, found, given)
-    return next(iter(failed.values()), 0)
+    book.report(runs, given)
+    return next(iter(book.failed.values()), 0)
+
+
+class _Book:
+    """How the runs of a folder have ended, in memory and in its file; seeds as `covey train --seeds` writes them, so that
+    either goes on with the other's."""
+
+    def __init__(self, folder: Path, is_seeds: bool) -> None:
+        self.folder, self.is_seeds = folder, is_seeds
+        self.failed: dict[str, int] = {}
+        """Exit code by run."""
+        path = folder / (seeds.RESULTS if is_seeds else RESULTS)
+        found = json.loads(path.read_text()) if path.is_file() else {}
+        self.results: Results = {f"seed-{name}" if is_seeds else name: result for name, result in found.items()}
+
+    def ended(self, member: Any) -> None:
+        """Write down how this `Member` has ended; one that was stopped is not over."""
+        if member.error is not None:
+            self.failed[member.name] = _told(member.name, member.error, self.folder)
+        elif not member.result.stopped_by:
+            metrics = dict(member.result.metrics)
+            self.results[member.name] = {
+                "run": str(self.folder / member.name), "steps": member.result.steps, "seconds": metrics["train_runtime"],
+                "metrics": metrics,
+            }  # fmt: skip
+            self._write()
+
+    def report(self, names: Iterable[str], given: Given) -> None:
+        found = {name: self.results[name] for name in names if name in self.results}
+        if self.is_seeds:
+            seeds.report(self.folder, {_number(name): result for name, result in found.items()}, given)
+        else:
+            _report(self.folder, found, given)
+
+    def _write(self) -> None:
+        from covey.runs.storage import write_atomically
+
+        if self.is_seeds:
+            seeds.write(self.folder, {_number(name): result for name, result in self.results.items()})
+        else:
+            write_atomically(self.folder / RESULTS, json.dumps(self.results, indent=1).encode())
 
 
 def _runs(
@@ -210,22 +232,6 @@ def _told(name: str, error: Exception, folder: Path) -> int:
         traceback.print_exception(error, file=file)
     output.say(f"warning: {name} failed: {error} ({log}). The other runs go on; the same command tries it again.")
     return error.exit_code if isinstance(error, CoveyError) else 1
-
-
-def _read(folder: Path, is_seeds: bool) -> Results:
-    path = folder / (seeds.RESULTS if is_seeds else RESULTS)
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    return {f"seed-{name}" if is_seeds else name: result for name, result in found.items()}
-
-
-def _write(folder: Path, results: Results, is_seeds: bool) -> None:
-    """As `covey train --seeds` does for seeds, so that either goes on with the other's."""
-    from covey.runs.storage import write_atomically
-
-    if is_seeds:
-        seeds.write(folder, {_number(name): result for name, result in results.items()})
-    else:
-        write_atomically(folder / RESULTS, json.dumps(results, indent=1).encode())
 
 
 def _number(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ def train_together(
     A run that fails does not end the others; its error is raised after they ended. After a stop signal every run saves a
     checkpoint, and KeyboardInterrupt or SystemExit(75) is raised. Raises ConfigError for runs that cannot share a process.
     """
+    # PEFT writes into the configuration that it is given
     together = [{**common, **run} for run in runs]
+    together = [{**run, "peft_config": copy.deepcopy(run.get("peft_config"))} for run in together]
     for number, run in enumerate(together):
         if not isinstance(run.get("args"), GRPOConfig):
             raise ConfigError(f"runs[{number}] has no args; give it a covey.GRPOConfig with an output_dir of its own.")
