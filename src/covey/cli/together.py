@@ -190,13 +190,22 @@ def _varied(
     for combination in itertools.product(*several.values()):
         changes = dict(zip(several, combination, strict=True))
         name = ",".join(f"{option}={_short(value)}" for option, value in changes.items())
+        if name in found:
+            raise ConfigError(
+                f"--vary gives two runs the name {name}; let their values differ in the last part of a path."
+            )
         found[name] = typed(changes, types)
     return found
 
 
 def _short(value: Any) -> str:
     """A value as part of a folder's name: of a path its end."""
-    return (f"{value:g}" if isinstance(value, float) else str(value)).replace("\\", "/").rsplit("/", 1)[-1]
+    return (
+        (f"{value:g}" if isinstance(value, float) else str(value))
+        .replace("\\", "/")
+        .rsplit("/", 1)[-1]
+        .replace(":", "-")
+    )
 
 
 def _alone(options: Mapping[str, Any], place: Path) -> dict[str, Any]:

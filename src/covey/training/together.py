@@ -84,6 +84,11 @@ def refuse_unshareable(configs: Sequence[GRPOConfig]) -> None:
     for place in places:
         if places.count(place) > 1:
             raise ConfigError(f"Two runs have the output_dir {place}; give each its own.")
+    uploads = [config.hub_model_id for config in configs if config.push_to_hub and config.hub_model_id]
+    if len(set(uploads)) < len(uploads):
+        raise ConfigError(
+            "Two runs would upload to the same hub_model_id; leave it out, and each takes its folder's name."
+        )
     for config in configs:
         if config.world_size > 1:
             raise ConfigError(
