@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
+from covey.process import lean
 from covey.runs import rng
 
 T = TypeVar("T")
@@ -18,6 +19,21 @@ def to_the_end(turns: Generator[Any, None, T]) -> T:
             next(turns)
         except StopIteration as ended:
             return ended.value
+
+
+class TakesTurns:
+    """The trainer's `train`, which is all of its turns."""
+
+    turns: Callable[..., Generator[None, None, lean.TrainOutput]]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
+        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
+
+        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
+        transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
+        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
+        """
+        return to_the_end(self.turns(resume_from_checkpoint))
 
 
 class Member(Generic[T]):

@@ -53,7 +53,7 @@ from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
-from covey.training.taking_turns import to_the_end
+from covey.training.taking_turns import TakesTurns
 from covey.training.trl_interface import TRLInterface
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 _NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
 
 
-class GRPOTrainer(TRLInterface):
+class GRPOTrainer(TakesTurns, TRLInterface):
     """Post-trains a causal language model with GRPO or any algorithm of its family.
 
     Takes TRL 1.16's arguments: `model` (a hub id, a folder, or a loaded model, PEFT included), `reward_funcs` (callables,
@@ -140,15 +140,6 @@ class GRPOTrainer(TRLInterface):
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
-        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
-
-        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
-        transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
-        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
-        """
-        return to_the_end(self.turns(resume_from_checkpoint))
 
     def turns(self, resume_from_checkpoint: str | bool | None = None) -> Generator[None, None, lean.TrainOutput]:
         """`train()` that pauses after every step, so that others can take a step meanwhile (`train_together`)."""
