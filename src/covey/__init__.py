@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from covey.errors import CoveyError
     from covey.figures import Run, plot
     from covey.rollout import NativeSampler, SamplingParams
+    from covey.training.together import train_together
     from covey.training.trainer import GRPOTrainer
     from covey.training.warm_up import SFTTrainer, sft_config
 
@@ -38,6 +39,7 @@ _WHERE = {
     "batch_arithmetic": "covey.config.grpo_config",
     "plot": "covey.figures",
     "sft_config": "covey.training.warm_up",
+    "train_together": "covey.training.together",
 }
 _MODULES = ("algorithms", "data", "errors", "rewards", "rollout", "runs", "testing", "types")
 
@@ -62,6 +64,7 @@ __all__ = [
     "runs",
     "sft_config",
     "testing",
+    "train_together",
     "types",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -28,7 +29,7 @@ def load_model(
     `model` is a folder, a hub id, `"demo"` for the model that ships with Covey, or a loaded model, which is returned
     as it is. Raises ModelError when the folder lacks a file or the id cannot be found.
     """
-    if not isinstance(model, (str, Path)):
+    if not isinstance(model, (str, Path, SharedBase)):
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is of type {type(model).__name__}; give a folder, a hub id or a loaded model.")
         if init_kwargs:
@@ -36,6 +37,8 @@ def load_model(
                 "model_init_kwargs is given, but the model is already loaded; pass the model's name, or drop the option."
             )
         return model
+    if isinstance(model, SharedBase):
+        return model.take(init_kwargs, trust_remote_code=trust_remote_code)
     source = resolve_source(model)
     kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     kwargs["dtype"] = dtype_of(kwargs.get("dtype"))
@@ -50,6 +53,40 @@ def load_model(
             "not whole, or of another kind of model."
         )
     return loaded
+
+
+class SharedBase:
+    """A frozen base model that several adapters share: give it to each trainer as its model.
+
+    `source` is loaded once, by the first run. Each run gets modules of its own over the same weight tensors, so that an
+    adapter, gradient checkpointing or a mode that one of them sets is not seen by the others. Weights are not copied.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        self.source = source
+        self._base: Any = None
+        self._options: dict[str, Any] = {}
+
+    def take(self, init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> Any:
+        """The model for one more run. Raises ConfigError where it is to be loaded with other options than the first time."""
+        options = {**(init_kwargs or {}), "trust_remote_code": trust_remote_code}
+        if self._base is None:
+            before = torch.get_rng_state()
+            loaded = load_model(self.source, init_kwargs, trust_remote_code=trust_remote_code)
+            if has_adapter(loaded) or getattr(loaded, "_hf_peft_config_loaded", False):
+                raise ConfigError(f"{self.source} is an adapter; runs share a whole model: give its base, or merge it.")
+            if not torch.equal(before, torch.get_rng_state()):
+                raise ModelError(
+                    f"Loading {self.source} draws random numbers, which a run that shares it would miss; train its runs alone."
+                )
+            self._base, self._options = loaded, options
+        changed = sorted(name for name in {*options, *self._options} if options.get(name) != self._options.get(name))
+        if changed:
+            raise ConfigError(
+                f"Runs on one base load it alike, but {', '.join(changed)} differs; give them the same value, or train them alone."
+            )
+        weights = {id(weight): weight for weight in self._base.parameters()}
+        return copy.deepcopy(self._base, weights)
 
 
 def auto_class(source: str, trust_remote_code: bool = False) -> Any:

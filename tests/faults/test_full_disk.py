@@ -107,13 +107,13 @@ def test_the_command_line_ends_with_74_where_the_disk_takes_no_model(
 
     make, options, reason = TROUBLES[trouble]
     disk = mounted(options.replace("12m", "120m"))
-    real = GRPOTrainer.train
+    real = GRPOTrainer.turns
 
-    def train(self: Any, **given: Any) -> Any:
+    def turns(self: Any, **given: Any) -> Any:
         self.add_callback(Trouble(1, disk, make))
         return real(self, **given)
 
-    monkeypatch.setattr(GRPOTrainer, "train", train)
+    monkeypatch.setattr(GRPOTrainer, "turns", turns)
     words = [
         "train",
         "demo",

@@ -15,8 +15,11 @@ from covey.errors import RunFolderError
 RECIPE = "train.yaml"
 """In a run's folder: every option of the command that started it, as `--config` reads them."""
 NEVER = frozenset(
-    {"from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source"}
-)
+    {
+        "from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source", "adapters",
+        "share_base", "vary",
+    }
+)  # fmt: skip
 """What belongs to one call, not to the run."""
 _PATHS = (
     "model",

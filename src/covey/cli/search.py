@@ -12,8 +12,11 @@ from covey.errors import ConfigError, did_you_mean
 from covey.files.bounded import yaml_of
 
 _FIXED = frozenset(
-    {"output_dir", "resume", "json", "from_run", "trust_source", "seeds", "dry_run", "print_config", "config", "seed"}
-)
+    {
+        "output_dir", "resume", "json", "from_run", "trust_source", "seeds", "dry_run", "print_config", "config", "seed", "adapters",
+        "share_base", "vary",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,18 @@ class Dimension:
         return isinstance(value, int | float) and self.low <= value <= self.high
 
 
+def choices(words: Sequence[str], flags: Sequence[Flag], flag: str) -> dict[str, tuple[Any, ...]]:
+    """Values by option, of words such as `learning_rate=1e-5,1e-4`. Raises ConfigError naming the word after `flag`."""
+    known = {one.name: one for one in flags}
+    found: dict[str, tuple[Any, ...]] = {}
+    for word in words:
+        name, values = _named(word, known, flag, "name=a,b,c")
+        if name in found:
+            raise ConfigError(f"{flag} names {name} twice; keep one.")
+        found[name] = _choices(name, values).choices
+    return found
+
+
 def dimensions(words: Sequence[str], flags: Sequence[Flag]) -> list[Dimension]:
     """One for each word. Raises ConfigError naming the word and how it is written."""
     found = [_dimension(word, {flag.name: flag for flag in flags}) for word in words]
@@ -64,14 +79,21 @@ def dimensions(words: Sequence[str], flags: Sequence[Flag]) -> list[Dimension]:
     return found
 
 
-def _dimension(word: str, known: Mapping[str, Flag]) -> Dimension:
+def _named(word: str, known: Mapping[str, Flag], flag: str, forms: str) -> tuple[str, str]:
+    """Name and values of a word `name=values`."""
     name, is_pair, values = word.partition("=")
     name = name.strip().removeprefix("--").replace("-", "_")
     if not is_pair or not values:
-        raise ConfigError(f"--search {word}: write name=low:high, name=low:high:log, or name=a,b,c.")
+        raise ConfigError(f"{flag} {word}: write {forms}.")
     if name in _FIXED or name not in known:
-        why = "cannot be searched" if name in _FIXED else "is not an option of covey train"
-        raise ConfigError(f"--search {word}: {name} {why}.{'' if name in _FIXED else did_you_mean(name, known)}")
+        verb = "searched" if flag == "--search" else "varied"
+        why = f"cannot be {verb}" if name in _FIXED else "is not an option of covey train"
+        raise ConfigError(f"{flag} {word}: {name} {why}.{'' if name in _FIXED else did_you_mean(name, known)}")
+    return name, values
+
+
+def _dimension(word: str, known: Mapping[str, Flag]) -> Dimension:
+    name, values = _named(word, known, "--search", "name=low:high, name=low:high:log, or name=a,b,c")
     flag = known[name]
     return (
         _range(word, name, values, flag)

@@ -66,10 +66,10 @@ def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
                         break
                     continue
                 results[number] = dict(ended.result)
-                _write(folder, results)
+                write(folder, results)
     finally:
         lock.release()
-    _report(folder, {number: results[number] for number in numbers if number in results}, given)
+    report(folder, {number: results[number] for number in numbers if number in results}, given)
     return codes[0] if codes else 0
 
 
@@ -92,7 +92,7 @@ def begin(folder: Path, options: Mapping[str, Any]) -> Results:
     return {int(number): result for number, result in found.items()}
 
 
-def _write(folder: Path, results: Results) -> None:
+def write(folder: Path, results: Results) -> None:
     from covey.runs.storage import write_atomically
 
     write_atomically(folder / RESULTS, json.dumps({str(n): r for n, r in sorted(results.items())}, indent=1).encode())
@@ -103,7 +103,7 @@ def summary(results: Results) -> dict[str, Estimate]:
     from covey.evaluation.intervals import mean_of_few
 
     names = shown_metrics([result["metrics"] for result in results.values()])
-    values = {name: [_number(result["metrics"].get(name)) for result in results.values()] for name in names}
+    values = {name: [number_of(result["metrics"].get(name)) for result in results.values()] for name in names}
     return {name: mean_of_few(several) for name, several in values.items()}
 
 
@@ -114,11 +114,11 @@ def shown_metrics(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["eval_reward", *(held_out if len(held_out) > 1 else [])] if "eval_reward" in names else ["reward"]
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _report(folder: Path, results: Results, given: Given) -> None:
+def report(folder: Path, results: Results, given: Given) -> None:
     found = summary(results)
     if given.get("json"):
         estimates = {
@@ -132,7 +132,7 @@ def _report(folder: Path, results: Results, given: Given) -> None:
     names = list(found)
     output.result(f"{'seed':<6}{'steps':>7}  " + "  ".join(f"{name:>18}" for name in names))
     for number, result in sorted(results.items()):
-        values = "  ".join(f"{_number(result['metrics'].get(name)):>18.4g}" for name in names)
+        values = "  ".join(f"{number_of(result['metrics'].get(name)):>18.4g}" for name in names)
         output.result(f"{number:<6}{result['steps']:>7}  {values}")
     for name, e in found.items():
         sure = f"95% {e.low:.4g} to {e.high:.4g}" if math.isfinite(e.low) else "one seed says nothing of the next"

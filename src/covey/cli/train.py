@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.cli import early, header, output, rerun, seeds
+from covey.cli import early, header, output, rerun, seeds, together
 from covey.cli.adapter import adapter, refuse_bad_adapter
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
 from covey.cli.fields import config_flags, other_flags
 from covey.cli.flags import Flag
+from covey.cli.together import Outcome
 from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.config import options
 from covey.errors import ConfigError
@@ -47,6 +48,9 @@ _WHAT = (
     Flag(name="from_run", help="Repeat the run in this folder; other flags change what they name.", group="run"),
     Flag(name="trust_source", help="With --from-run: run a reward or an algorithm of your own though its file has changed, without asking.", type=bool, group="run", is_common=False),
     Flag(name="seeds", help="Train with so many seeds, one after another, and show their mean with its interval.", type=int, group="run"),
+    Flag(name="adapters", help="Train so many LoRA adapters, a seed each, on one base in one process.", type=int, group="run"),
+    Flag(name="vary", help="Train an adapter for each value, on one base in one process: NAME=A,B,C; several give every combination.", type=list[str], group="run"),
+    Flag(name="share_base", help="With --seeds: train them side by side on one base in one process; needs --lora-r.", type=bool, group="run"),
     Flag(name="dry_run", help="Show the options, the batch arithmetic and an estimate of memory, and stop.", type=bool, group="run"),
     Flag(name="print_config", help="Print every option as YAML that --config reads, and stop.", type=bool, group="run"),
     Flag(name="prompt_column", help="Column that holds the prompt: text or chat messages.", default="prompt", group="data"),
@@ -119,7 +123,8 @@ def run(given: Given) -> int:
         refuse_missing(given)
         early.refuse_missing_places(given)
     dataset = None
-    if not given.get("print_config") and not given.get("dry_run") and given.get("seeds") is None:
+    is_one = given.get("seeds") is None and not together.is_asked(given)
+    if not given.get("print_config") and not given.get("dry_run") and is_one:
         header.show_header(given, wanted)
         dataset = load_prompts(given["dataset"], given, limit=given.get("max_prompts"), live=True)
         header.show_rows(dataset)
@@ -146,12 +151,19 @@ def run(given: Given) -> int:
     if chosen.get("from_run"):
         rerun.refuse_other_run(chosen, config, dataset)
     own = {name: value for name, value in given.items() if name in _OWN}
+    if together.is_asked(given):
+        load = functools.partial(_load_rows, dataset=dataset)
+        known = {flag.name: flag for flag in (*other_flags(), *flags())}
+        types = {**{flag.name: flag.type for flag in _WHAT}, **config_types()}
+        member = functools.partial(_member, load=load)
+        return together.run(given, wanted, own, config_options, member, known, types)
     if given.get("seeds") is not None:
         return seeds.run(given, wanted, own)
     refuse_other_options(config, given, dataset)
     held_out = given.get("eval_dataset")
     eval_dataset = load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
-    return _train(config, given, dataset, eval_dataset, peft_config, rerun.recorder(wanted, own))
+    made = _turns(config, given, dataset, eval_dataset, peft_config, rerun.recorder(wanted, own))
+    return _finish(config, given, made)
 
 
 def config_options(given: Given) -> dict[str, Any]:
@@ -185,11 +197,14 @@ def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
     expect_resumable(saved[-1] if saved else None, config, dataset, tells=False)
 
 
-def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any) -> int:
+def _turns(
+    config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any, model: Any = None
+) -> Generator[None, None, Outcome]:
+    """One run, from the trainer's making to its last evaluation; pauses after every step."""
     from covey.training.trainer import GRPOTrainer
 
     trainer = GRPOTrainer(
-        model=given["model"],
+        model=given["model"] if model is None else model,
         reward_funcs=list(given.get("reward") or ()) or None,
         args=config,
         train_dataset=dataset,
@@ -203,18 +218,48 @@ def _train(config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_conf
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops
     trainer.raises_when_stopped = False
-    trained = trainer.train(resume_from_checkpoint=given.get("resume"))
+    trained = yield from trainer.turns(resume_from_checkpoint=given.get("resume"))
     if trainer.stopped_by:
-        again = resume_command(sys.argv, config.output_dir)
-        output.say(f"Stopped by {trainer.stopped_by} after step {trained.global_step}; go on with: {again}")
-        return trainer.exit_code
+        return Outcome(trained.global_step, {}, trainer.stopped_by, trainer.exit_code)
     trainer.save_model(str(Path(config.output_dir) / FINAL))
     metrics = {**_last(trainer.state.log_history), **trained.metrics, **_of_best(config, trainer.state)}
     if eval_dataset is not None and _last_evaluation(trainer.state.log_history) < trained.global_step:
         metrics |= trainer.evaluate()
-    if trainer.is_world_process_zero():
-        _report(config, given, trained.global_step, metrics, has_trained=trained.global_step > trainer.started_at)
+    has_trained, tells = trained.global_step > trainer.started_at, trainer.is_world_process_zero()
+    return Outcome(trained.global_step, metrics, has_trained=has_trained, tells=tells)
+
+
+def _finish(config: Any, given: Given, turns: Generator[None, None, Outcome]) -> int:
+    """Train one run alone, and say how it ended."""
+    from covey.training.taking_turns import to_the_end
+
+    ended = to_the_end(turns)
+    if ended.stopped_by:
+        again = resume_command(sys.argv, config.output_dir)
+        output.say(f"Stopped by {ended.stopped_by} after step {ended.steps}; go on with: {again}")
+        return ended.exit_code
+    if ended.tells:
+        _report(config, given, ended.steps, ended.metrics, has_trained=ended.has_trained)
     return 0
+
+
+def _load_rows(given: Given, dataset: Any) -> tuple[Any, Any]:
+    """The prompts to train on, loaded before, and the held-out ones."""
+    held_out = given.get("eval_dataset")
+    return dataset, load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
+
+
+def _member(given: Given, base: Any, load: Any) -> Generator[None, None, Outcome]:
+    """One of several runs on one base, as `covey train` alone would make it; resumes where it stopped."""
+    from covey.config import GRPOConfig
+
+    wanted = config_options(given)
+    config = GRPOConfig(**wanted)
+    rows, held_out = load(given)
+    refuse_other_options(config, given, rows)
+    own = {name: value for name, value in given.items() if name in _OWN}
+    record = rerun.recorder(wanted, own)
+    return (yield from _turns(config, given, rows, held_out, adapter(given), record, model=base))
 
 
 def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any], *, has_trained: bool) -> None:

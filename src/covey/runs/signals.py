@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,12 +26,17 @@ class StopRequest:
     patience. Launchers also forward a SIGINT that the process has already received itself, so one that follows within half
     a second counts as the same. SIGHUP, a terminal that was closed, is ignored meanwhile, unless something handles it.
 
+    Where several runs share a process, `for_all` makes one request theirs: those that are entered inside install nothing.
+
     Handlers that were there before are called too and put back on leaving; a signal that was ignored stays ignored. Off the
     main thread, where Python permits no handlers, nothing is installed. A child process made by fork falls back to what was
     there before.
 
     Example: `with StopRequest() as stop: ...; sys.exit(stop.exit_code)`.
     """
+
+    _of_all: StopRequest | None = None
+    """The request that every other one in this process listens to; None: each listens to signals itself."""
 
     def __init__(self, names: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")) -> None:
         self.signal: signal.Signals | None = None
@@ -41,11 +47,24 @@ class StopRequest:
         """Handler of the signal that ends rewards past their time limit, before any did."""
         self._owner = os.getpid()
         self._interrupted_at: float | None = None
+        self._heard_by: StopRequest | None = None
+        """The request of all runs, when this is one of theirs."""
 
     @property
     def requested(self) -> bool:
         """Whether a signal asked to stop."""
+        if self.signal is None and self._heard_by is not None:
+            self.signal = self._heard_by.signal
         return self.signal is not None
+
+    @contextmanager
+    def for_all(self) -> Iterator[None]:
+        """While entered, requests that are entered listen to this one instead of to signals. They may end in any order."""
+        before, StopRequest._of_all = StopRequest._of_all, self
+        try:
+            yield
+        finally:
+            StopRequest._of_all = before
 
     @property
     def name(self) -> str | None:
@@ -73,6 +92,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._owner = os.getpid()
+        if StopRequest._of_all is not None:
+            self._heard_by = StopRequest._of_all
+            return self
         if threading.current_thread() is threading.main_thread():
             self._timer = signal.getsignal(_TIMER) if _TIMER is not None else None
             for number in self._signals:

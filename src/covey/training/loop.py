@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,9 +25,13 @@ from covey.training.state import TrainState
 from covey.types import Group, Mean, Prompt
 
 
-@collecting_new_garbage_only()
-def run(parts: Parts, state: TrainState) -> TrainState:
-    """Train until `parts.total_steps`, or until the session asks to stop. One turn is one optimizer step."""
+def run(parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
+    """Train until `parts.total_steps`, or until the session asks to stop. One turn is one optimizer step, and pauses after it."""
+    with collecting_new_garbage_only():
+        return (yield from turns(parts, state))
+
+
+def turns(parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
     parts.sampler.load(parts.learner.policy.model, version=state.step)
     while state.step < parts.total_steps and not parts.session.should_stop:
         started = time.perf_counter()
@@ -40,6 +44,7 @@ def run(parts: Parts, state: TrainState) -> TrainState:
             break
         except NumericsError as error:
             state = after_spoiled(parts, state, error)
+        yield
     return state
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -54,6 +54,7 @@ from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
+from covey.training.taking_turns import TakesTurns
 from covey.training.trl_interface import TRLInterface
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 _NO_CHECKPOINT_AFTER = (InvariantError, SpoiledError, StorageError)
 
 
-class GRPOTrainer(TRLInterface):
+class GRPOTrainer(TakesTurns, TRLInterface):
     """Post-trains a causal language model with GRPO or any algorithm of its family.
 
     Takes TRL 1.16's arguments: `model` (a hub id, a folder, or a loaded model, PEFT included), `reward_funcs` (callables,
@@ -141,13 +142,8 @@ class GRPOTrainer(TRLInterface):
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
-        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
-
-        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
-        transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
-        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
-        """
+    def turns(self, resume_from_checkpoint: str | bool | None = None) -> Generator[None, None, lean.TrainOutput]:
+        """`train()` that pauses after every step, so that others can take a step meanwhile (`train_together`)."""
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
@@ -165,7 +161,7 @@ class GRPOTrainer(TRLInterface):
             self.started_at = state.step
             rows = {"steps to train": self.state.max_steps, "rows of train_dataset": length_of(self.train_dataset)}
             self.world.expect_same(rows)
-            state = self._run(parts, state)
+            state = yield from self._run(parts, state)
             summary = parts.session.end(state)
             if parts.session.is_asked_to_stop:
                 stop.adopt(self.world.gather([stop.name]))
@@ -352,12 +348,12 @@ class GRPOTrainer(TRLInterface):
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
-    def _run(self, parts: Parts, state: TrainState) -> TrainState:
+    def _run(self, parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
         """The loop; whatever ends it early on purpose leaves a checkpoint of the last whole step."""
         parts.session.latest = state
         try:
             parts.session.begin(state)
-            return loop.run(parts, state)
+            return (yield from loop.run(parts, state))
         except BaseException as error:
             is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
             saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)

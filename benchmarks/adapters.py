@@ -1,0 +1,88 @@
+"""Adapters on one base beside runs of their own: processor time, wall time and peak memory, and whether their bits are equal.
+
+    python benchmarks/adapters.py
+    python benchmarks/adapters.py --adapters 4 --steps 3 --hidden 640 --layers 10
+
+The base has random weights and the demo's tokenizer and task. `together` is one process (`covey train --adapters N`), `alone`
+is N processes one after another (`covey train --seed S`), each with one thread. The peak is that of a process's resident memory;
+N runs alone at the same time would need N times theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from covey.demo import model_path
+
+MIB = 1024**2
+
+
+def make_base(place: Path, hidden: int, layers: int) -> float:
+    """Write a base model of random weights. Returns its size in MiB."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+            num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=512,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters()) / MIB
+
+
+def measured(words: list[str], log: Path) -> tuple[float, float, float]:
+    """Wall seconds, processor seconds and peak MiB of one `covey train`."""
+    started = time.perf_counter()
+    with log.open("ab") as file:
+        command = [sys.executable, "-m", "covey", "train", *words]
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(log.read_text()[-2000:])
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / MIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("adapters", 4), ("steps", 3), ("hidden", 640), ("layers", 10), ("completions", 16)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        size = make_base(place / "base", given.hidden, given.layers)
+        words = [
+            "demo", "--model", str(place / "base"), "--lora-r", "8", "--max-steps", str(given.steps), "--use-cpu",
+            "--per-device-train-batch-size", str(given.completions), "--num-generations", "8", "--disable-tqdm",
+        ]  # fmt: skip
+        together = measured(
+            [*words, "--adapters", str(given.adapters), "--output-dir", str(place / "a")], place / "log"
+        )
+        seeds = range(given.adapters)
+        alone = [
+            measured([*words, "--seed", str(seed), "--output-dir", str(place / f"s{seed}")], place / "log")
+            for seed in seeds
+        ]
+        name = "model/adapter_model.safetensors"
+        same = [(place / f"a/seed-{i}" / name).read_bytes() == (place / f"s{i}" / name).read_bytes() for i in seeds]
+    walls, processors, peaks = zip(*alone, strict=True)
+    print(f"base of {size:.0f} MiB, {given.adapters} adapters of rank 8, {given.steps} steps of {given.completions}")
+    print(f"{'':<10}{'wall s':>10}{'processor s':>14}{'peak MiB':>12}{'at once MiB':>14}")
+    print(f"{'together':<10}{together[0]:>10.0f}{together[1]:>14.0f}{together[2]:>12.0f}{together[2]:>14.0f}")
+    print(f"{'alone':<10}{sum(walls):>10.0f}{sum(processors):>14.0f}{max(peaks):>12.0f}{sum(peaks):>14.0f}")
+    print(f"adapters equal to those alone, bit by bit: {sum(same)} of {len(same)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Several runs in one process, a step of each in turn: what a run reads and changes of the process is its own meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+from covey.process import lean
+from covey.runs import rng
+
+T = TypeVar("T")
+
+
+def to_the_end(turns: Generator[Any, None, T]) -> T:
+    """Every turn, one after another. Returns what the generator returns."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as ended:
+            return ended.value
+
+
+class TakesTurns:
+    """The trainer's `train`, which is all of its turns."""
+
+    turns: Callable[..., Generator[None, None, lean.TrainOutput]]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
+        """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
+
+        `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
+        transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
+        After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
+        """
+        return to_the_end(self.turns(resume_from_checkpoint))
+
+
+class Member(Generic[T]):
+    """One of several runs: its next turn, and between turns its random generators and its stdout and stderr."""
+
+    def __init__(self, name: str, turns: Generator[None, None, T]) -> None:
+        self.name = name
+        self.turns = turns
+        self.result: T | None = None
+        self.error: Exception | None = None
+        self.has_ended = False
+        self._random: Mapping[str, Any] | None = None
+        self._streams: tuple[Any, Any] | None = None
+
+    def turn(self) -> None:
+        """Go on until the next pause or the end. An error ends this run, and is kept in `error`."""
+        outer = sys.stdout, sys.stderr
+        if self._random is not None:
+            rng.restore(self._random)
+        sys.stdout, sys.stderr = self._streams or (Labelled(outer[0], self.name), Labelled(outer[1], self.name))
+        try:
+            next(self.turns)
+        except StopIteration as ended:
+            self.result, self.has_ended = ended.value, True
+        except Exception as error:  # noqa: BLE001 - kept, and raised or told when the others have ended
+            self.error, self.has_ended = error, True
+        finally:
+            self._random, self._streams = rng.snapshot(), (sys.stdout, sys.stderr)
+            sys.stdout, sys.stderr = outer
+
+
+def take_turns(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:
+    """A turn of each member, again and again, until all have ended; `ended` is told of each.
+
+    The generators of the process are left as they were found. What ends the process (KeyboardInterrupt) closes all members.
+    """
+    before = rng.snapshot()
+    running = list(members)
+    try:
+        while running:
+            for member in running:
+                member.turn()
+                if member.has_ended:
+                    ended(member)
+            running = [member for member in running if not member.has_ended]
+    finally:
+        for member in running:
+            member.turns.close()
+        rng.restore(before)
+
+
+class Labelled:
+    """A text stream that begins each line with the name of a run; never a terminal, whose line only one could redraw."""
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self._stream, self._name = stream, name
+        self._is_new_line = True
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self._stream.write(f"{self._name}: {line}" if self._is_new_line else line)
+            self._is_new_line = line.endswith("\n")
+        return len(text)
+
+    def isatty(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
