@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kit import tiny_model, tiny_tokenizer
 
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
 from covey.rollout.worker import Setup
 from covey.rollout.worker_process import ProcessWorker
 from covey.types import Group, Prompt
+from kit import tiny_model, tiny_tokenizer
 
 PARAMS = SamplingParams(max_tokens=24, seed=5)
 SETUP = Setup(options={"dtype": "float32"}, device="cpu", threads=1, in_flight=True)
@@ -19,12 +19,16 @@ SETUP = Setup(options={"dtype": "float32"}, device="cpu", threads=1, in_flight=T
 
 def prompts(n: int = 3) -> list[Prompt]:
     encode = tiny_tokenizer()
-    return [Prompt(uid=f"0:{i}", token_ids=tuple(encode(f"{i} + {i} =")["input_ids"]), columns={"answer": i}) for i in range(n)]
+    return [
+        Prompt(uid=f"0:{i}", token_ids=tuple(encode(f"{i} + {i} =")["input_ids"]), columns={"answer": i})
+        for i in range(n)
+    ]
 
 
 def content(groups: Iterator[Group]) -> dict[str, list[tuple[list[int], list[float]]]]:
     return {
-        group.prompt.uid: [(one.token_ids.tolist(), one.logprobs.tolist()) for one in group.completions] for group in groups
+        group.prompt.uid: [(one.token_ids.tolist(), one.logprobs.tolist()) for one in group.completions]
+        for group in groups
     }
 
 

@@ -11,9 +11,8 @@ from datasets import Dataset
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-from kit import tiny_model, tiny_tokenizer
-
 from covey import GRPOConfig, GRPOTrainer
+from kit import tiny_model, tiny_tokenizer
 
 
 def reward(completions: list[str], **columns: Any) -> list[float]:
@@ -52,4 +51,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     made = trainer(Path(sys.argv[1]), int(sys.argv[2]), **json.loads(sys.argv[3]))
     made.train(resume_from_checkpoint="auto")
-    print("digest", digest(made.model))
+    sys.stdout.write(f"digest {digest(made.model)}\n")

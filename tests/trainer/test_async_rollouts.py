@@ -35,7 +35,9 @@ def test_staleness_is_bounded_nothing_is_wasted_and_a_checkpoint_holds_what_is_a
     run.train()
     logs = [entry for entry in run.state.log_history if "staleness/max" in entry]
     assert len(logs) == 6
-    assert 1 <= max(entry["staleness/max"] for entry in logs) <= 2 + 1  # a rollout of 2 updates is 1 older at its second
+    assert (
+        1 <= max(entry["staleness/max"] for entry in logs) <= 2 + 1
+    )  # a rollout of 2 updates is 1 older at its second
     assert sum(entry.get("wasted_tokens", 0.0) for entry in logs) == 0
     assert all(0 <= entry["idle/learner"] <= 1 for entry in logs if "idle/learner" in entry)
     drawn = [prompt for step in prompts_by_step(tmp_path) for prompt in step]
@@ -78,7 +80,9 @@ def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_staleness_that_nothing_corrects_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    GRPOConfig(output_dir=str(tmp_path), async_rollouts=True, vllm_importance_sampling_correction=False, report_to="none")
+    GRPOConfig(
+        output_dir=str(tmp_path), async_rollouts=True, vllm_importance_sampling_correction=False, report_to="none"
+    )
     assert "updates from completions of older weights are not corrected" in caplog.text
 
 

@@ -167,7 +167,9 @@ class AsynchronousSampler:
         ]
         return {"flights": flights}
 
-    def load_state_dict(self, state: Mapping[str, Any], again: Callable[[Prompt], Prompt] = lambda prompt: prompt) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], again: Callable[[Prompt], Prompt] = lambda prompt: prompt
+    ) -> None:
         """Go on with the rollouts of a checkpoint: groups that had arrived are kept, the others are drawn, with the same seeds.
 
         `again`: a saved prompt with all its columns.
@@ -266,7 +268,9 @@ class AsynchronousSampler:
         self._deaths += 1
         if self._deaths > DEATHS_IN_A_ROW:
             self.close()
-            raise CoveyError(f"{words}, {self._deaths} times in a row without a finished group; look at the machine's memory.")
+            raise CoveyError(
+                f"{words}, {self._deaths} times in a row without a finished group; look at the machine's memory."
+            )
         logger.warning("%s; another one takes its place and draws its groups again, with the same seeds.", words)
         self._clock.end(place, time.monotonic())
         self._workers[place].close()

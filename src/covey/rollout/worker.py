@@ -234,7 +234,9 @@ def main() -> None:
         os._exit(0)  # the run has ended, however that happened
     except BaseException as error:  # noqa: BLE001 - told to the run, which stops with it
         said = error if isinstance(error, CoveyError) else None
-        connection.send(("failed", type(error).__name__, str(error), type(said) if said else None, traceback.format_exc()))
+        connection.send(
+            ("failed", type(error).__name__, str(error), type(said) if said else None, traceback.format_exc())
+        )
         os._exit(1)
 
 

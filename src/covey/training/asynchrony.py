@@ -52,7 +52,13 @@ def sampler_ahead(
 
 def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
     if agents.are_used:
-        what = "rollout_func" if agents.rollout_func is not None else "environment_factory" if agents.environments else "tools"
+        what = (
+            "rollout_func"
+            if agents.rollout_func is not None
+            else "environment_factory"
+            if agents.environments
+            else "tools"
+        )
         raise ConfigError(
             f"async_rollouts=True samples in another process, where {what} of this one cannot be called; leave one of them out."
         )

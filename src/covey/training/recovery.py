@@ -14,12 +14,13 @@ from covey.learner.soundness import expect_sound, saved_weights, weight_fault
 from covey.learner.update_guard import is_left_out
 from covey.runs import checkpoint, checksums, serialization
 from covey.training.parts import Parts
-from covey.training.recording import restore_history, restore_tree
 from covey.training.prompts import row_of
+from covey.training.recording import restore_history, restore_tree
 from covey.training.state import TrainState
 from covey.types import Event, Group, Prompt, StepReport
 
 logger = logging.getLogger(__name__)
+
 
 def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: StepReport) -> TrainState:
     """The state to go on from: the same one, or an earlier checkpoint's where the guard or an alert asks for it.
