@@ -102,7 +102,7 @@ def times(given: argparse.Namespace) -> None:
     for name, (threads, options) in cases.items():
         run = apart(options=options, steps=given.steps, seed=0, prompts=8, threads=threads, hidden=given.hidden)
         waits = [statistics.median(column) for column in zip(*run["idle"][2:], strict=True)] if run["idle"] else []
-        shown = [f"{share:.0%}" for share in waits] or ["–", "–"]
+        shown = [f"{share:.0%}" for share in waits] or ["-", "-"]
         print(f"| {name} | {statistics.median(run['step_times'][2:]):.3f} | {shown[0]} | {shown[1]} |", flush=True)
 
 
