@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from async_run import digest, prompts_by_step, trainer
+from transformers import TrainerCallback
 
 from covey import GRPOConfig
 from covey.errors import CheckpointError, ConfigError
@@ -52,6 +53,7 @@ def test_staleness_is_bounded_nothing_is_wasted_and_a_checkpoint_holds_what_is_a
     ("options", "said"),
     [
         ({"use_vllm": True}, "use_vllm=True cannot go together"),
+        ({"ema_decay": 0.9}, "ema_decay cannot go together"),
         ({"max_staleness": -1}, "max_staleness=-1 must be at least 0"),
         ({"pipeline_depth": 0}, "pipeline_depth=0 must be at least 1"),
         ({"rollout_placement": "slurm"}, "rollout_placement='slurm' is not known"),
@@ -84,6 +86,44 @@ def test_staleness_that_nothing_corrects_is_told(tmp_path: Path, caplog: pytest.
         output_dir=str(tmp_path), async_rollouts=True, vllm_importance_sampling_correction=False, report_to="none"
     )
     assert "updates from completions of older weights are not corrected" in caplog.text
+
+
+def test_tools_are_refused(tmp_path: Path) -> None:
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: other
+        """
+        return a + b
+
+    with pytest.raises(ConfigError, match="where tools of this one cannot be called"):
+        trainer(tmp_path, 2, tools=[add]).train()
+
+
+@pytest.mark.nightly
+def test_on_ray_the_run_is_the_same_and_a_killed_actor_is_replaced(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    here = trainer(tmp_path / "here", 4, async_rollouts=False, save_strategy="no")
+    here.train()
+    there = trainer(tmp_path / "there", 4, max_staleness=0, rollout_placement="ray", save_strategy="no")
+    killed: list[int] = []
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            if state.global_step == 2:
+                killed.append(there._parts.sampler._workers[0].process_id)
+                os.kill(killed[0], signal.SIGKILL)
+
+    there.add_callback(Kill())
+    try:
+        there.train()
+    finally:
+        ray.shutdown()
+    assert killed
+    assert there._parts.sampler.replaced == 1
+    assert digest(there.model) == digest(here.model)
 
 
 STEPS = 8

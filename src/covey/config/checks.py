@@ -311,6 +311,12 @@ def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"async_rollouts=True runs with one learner process, and there are {config.world_size}; start one, or leave it out."
         )
+    for name in ("ema_decay", "soup_steps"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"async_rollouts=True and {name} cannot go together: an evaluation of averaged weights would write into the rollouts "
+                "that are ahead; leave one of them out."
+            )
     if config.max_staleness and not config.vllm_importance_sampling_correction:
         logger.warning(
             "max_staleness=%d without vllm_importance_sampling_correction: updates from completions of older weights are not corrected.",

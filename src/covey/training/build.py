@@ -267,9 +267,7 @@ def build_sampler(given: RunInputs, check_stop: Interruption) -> Sampler:
     """What draws completions: here, or ahead in processes of its own."""
     args = given.args
     if args.async_rollouts:
-        return sampler_ahead(
-            args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop
-        )
+        return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
     make = partial(
         choose_sampler,
         given.model,
