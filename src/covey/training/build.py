@@ -31,9 +31,9 @@ from covey.rewards import Combiner, Scorer, resolve
 from covey.rollout import Sampler, choose_sampler
 from covey.runs import rollouts
 from covey.training.agents import Agents
+from covey.training.asynchrony import sampler_ahead
 from covey.training.choosing import build_algorithm as build_algorithm
 from covey.training.choosing import given_algorithm as given_algorithm
-from covey.training.asynchrony import sampler_ahead
 from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
 from covey.training.parts import Parts
