@@ -9,7 +9,7 @@ VLLM   := .venv-vllm
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test slow extras nightly gpu test-vllm test-all check pages docs bench soak audit clean
+.PHONY: install demo test slow extras nightly test-ray gpu test-vllm test-all check pages docs bench soak audit clean
 
 install: $(STAMP)
 
@@ -38,6 +38,16 @@ extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task lib
 	.venv-extras/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-extras/here
 	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-extras/here)/covey-development.pth"
 	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "covey[wandb,trackio,mlflow,gym]"
+	touch $@
+
+test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts in actors of a real Ray on this machine
+	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py -k ray
+
+.venv-ray/.installed: pyproject.toml   ## sees the packages of .venv, and keeps Ray to itself
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-ray/here
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-ray/here)/covey-development.pth"
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check "ray>=2.40,<3"
 	touch $@
 
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md

@@ -306,6 +306,41 @@ _COLOCATED = (
 )
 
 
+_ASYNCHRONOUS = (
+    *("max_staleness", "pipeline_depth", "in_flight_weights"),
+    *("rollout_workers", "rollout_device", "rollout_placement"),
+)
+
+
+def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what cannot run ahead; tell what acts only there, and staleness that nothing corrects."""
+    if not config.async_rollouts:
+        for name in _ASYNCHRONOUS:
+            if name in given:
+                logger.warning("%s=%r changes nothing here: it acts with async_rollouts=True.", name, given[name])
+        return
+    if config.rollout_backend == "vllm":
+        raise ConfigError(
+            "async_rollouts=True and use_vllm=True cannot go together: leave one of them out; asynchronous rollouts are written by "
+            "Covey's own sampler."
+        )
+    if config.world_size > 1:
+        raise ConfigError(
+            f"async_rollouts=True runs with one learner process, and there are {config.world_size}; start one, or leave it out."
+        )
+    for name in ("ema_decay", "soup_steps"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"async_rollouts=True and {name} cannot go together: an evaluation of averaged weights would write into the rollouts "
+                "that are ahead; leave one of them out."
+            )
+    if config.max_staleness and not config.vllm_importance_sampling_correction:
+        logger.warning(
+            "max_staleness=%d without vllm_importance_sampling_correction: updates from completions of older weights are not corrected.",
+            config.max_staleness,
+        )
+
+
 def settle_batches(config: Any) -> None:
     """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse what does not divide."""
     share = config.per_device_train_batch_size * config.world_size

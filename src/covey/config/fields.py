@@ -98,6 +98,25 @@ class Options:
     attention: str = option("auto",
         "Attention kernels of the native sampler: torch, triton (CUDA), compiled (a CPU with a C++ compiler), or the fastest (auto).",
         group="sampling", words=("auto", "torch", "triton", "compiled"))
+    async_rollouts: bool = option(False,
+        "Write completions in a process of its own while the learner learns; how far ahead, `max_staleness` says.",
+        group="sampling")
+    max_staleness: int = option(1,
+        "Updates that the weights may be ahead of a rollout's when it is first used; 0: the run without `async_rollouts`, bit for bit.",
+        group="sampling", at_least=0)
+    pipeline_depth: int = option(1, "Rollouts that may be ordered ahead of the one that is trained on.", group="sampling",
+        at_least=1)
+    in_flight_weights: bool = option(True,
+        "Completions that are being written go on under new weights; off: each is written by the weights that began it.",
+        group="sampling")
+    rollout_workers: int = option(1, "Processes, or Ray actors, that share the prompts of asynchronous rollouts.",
+        group="sampling", at_least=1)
+    rollout_device: str | None = option(None,
+        "Device of asynchronous rollouts, such as cuda:1; unset: the CPU, or the GPU behind the learner's where there is one.",
+        group="sampling")
+    rollout_placement: str = option("process",
+        "Where asynchronous rollouts are written: in a process on this machine, or in actors of a Ray cluster (ray).",
+        group="sampling", words=("process", "ray"))
 
     # vLLM
     use_vllm: bool = option(False, "Generate with vLLM.", group="vLLM")

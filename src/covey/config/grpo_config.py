@@ -87,6 +87,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         if checks.is_default_accelerator(self.accelerator_config):
             given.pop("accelerator_config", None)
         alerts.refuse_bad_alerts(self)
+        checks.settle_asynchrony(self, given)
         checks.settle_batches(self)
         checks.warn_inert(given)
 

@@ -98,6 +98,13 @@ class PromptStream:
                 )
         return taken
 
+    def again(self, prompt: Prompt) -> Prompt:
+        """The prompt of this uid with every column of its row, where rows have numbers; else as it is."""
+        row = prompt.uid.partition(":")[2]
+        if self.num_rows is None or not row.isdigit():
+            return prompt
+        return self._prompt(prompt.uid, row_at(self._dataset, int(row), self.name)) or prompt
+
     def learn(self, outcomes: Mapping[str, Outcome]) -> None:
         """Tell the order what became of prompts, by their uid; one that does not learn from it goes on as before."""
         learn = getattr(self._order, "learn", None)

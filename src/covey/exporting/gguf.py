@@ -123,7 +123,8 @@ def _add_header(gguf: Any, writer: Any, config: Any, name: str, outtype: str, si
 
 def _rope_theta(config: Any) -> float:
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return float(rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0))
+    theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+    return float(theta)
 
 
 def _add_vocabulary(writer: Any, vocabulary: Any) -> None:

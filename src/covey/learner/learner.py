@@ -69,6 +69,8 @@ class Learner:
     disable_dropout: bool = False
     uses_sampler_logp: bool = True
     """False when completions were drawn from a truncated or penalised distribution, which the learner's is not."""
+    expects_stale: bool = False
+    """True if completions may be of older weights, so that the policy's log-probabilities are not those that were drawn."""
     overlaps_reduction: bool = True
     """Sum gradients over processes while the last micro-batch's backward runs. False where that computes a gradient in pieces."""
     scaler: Any = None
@@ -184,7 +186,7 @@ class Learner:
         """True if the metrics of a completion without gradient follow from its sampled log-probabilities, without a forward pass."""
         drawn = row.completion
         is_fresh = drawn.old_logp is None and drawn.logprobs is not None and not bool(drawn.logprobs.isnan().any())
-        return is_fresh and self.uses_sampler_logp and not algorithm.needs.whole_step
+        return is_fresh and not self.expects_stale and self.uses_sampler_logp and not algorithm.needs.whole_step
 
     @torch.no_grad()
     def loss(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Metric]:

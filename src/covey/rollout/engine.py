@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -114,6 +115,7 @@ class NativeSampler:
         self.asked_graphs, self.asked_attention, self.float32_head = cuda_graphs, attention, float32_head
         self._take(model)
         self.version = 0
+        self._running: Callable[[], Scheduler | None] = lambda: None
 
     def _take(self, model: Any) -> None:
         """Find the fastest way to run this model that gives its logits."""
@@ -141,6 +143,22 @@ class NativeSampler:
         if policy is not self.model or not self.forward.refresh():
             self._take(policy)
         self.version = version
+
+    @property
+    def is_running(self) -> bool:
+        """Whether completions are being written, so that `change_weights` may be called between two of their tokens."""
+        return self._running() is not None
+
+    def change_weights(self, version: int) -> None:
+        """The completions that are being written go on with the model's weights as they are now: PipelineRL's in-flight updates.
+
+        Their cached keys and values stay. Piché et al. 2025, <https://arxiv.org/abs/2509.19128>.
+        """
+        running = self._running()
+        assert running is not None
+        self.forward.refresh()
+        self.version = version
+        running.change_weights(version)
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
@@ -181,6 +199,7 @@ class NativeSampler:
     def _groups(self, requests: deque[GroupRequest], n: int, params: SamplingParams) -> Iterator[Group]:
         while requests:
             scheduler = self._scheduler(requests, params)
+            self._running = weakref.ref(scheduler)
             failed = None
             while scheduler.is_busy and failed is None:
                 try:

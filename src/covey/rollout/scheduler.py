@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class RunningGroup:
     output_rows: list[int]
     written: dict[int, tuple[int, bool]]
     """Length of each finished completion by output row, and whether it ended by itself."""
+    version: int
+    """Of the weights that began it."""
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Where other weights took over, by output row."""
 
 
 class Scheduler:
@@ -120,6 +124,14 @@ class Scheduler:
     def is_busy(self) -> bool:
         return bool(self.requests or self.num_rows)
 
+    def change_weights(self, version: int) -> None:
+        """What runs goes on with the forward's new weights; keys and values computed so far stay."""
+        self.version = version
+        for slot, output_row, written in self.rows[[SLOT, OUTPUT_ROW, WRITTEN], : self.num_rows].T.tolist():
+            group = self.open[slot]
+            assert group is not None  # a running row belongs to a running group
+            group.spans.setdefault(output_row, []).append((written, version))
+
     def run(self) -> list[Group]:
         """Decode until at least one group is finished."""
         finished: list[Group] = []
@@ -156,7 +168,7 @@ class Scheduler:
         """Rows for the completions of a group; their first token is the prompt's last, computed in the first step."""
         ids, n = request.prompt.token_ids, len(request.keys)
         output_rows = [self.free_output_rows.pop() for _ in range(n)]
-        self.open.append(RunningGroup(request, slot, output_rows, {}))
+        self.open.append(RunningGroup(request, slot, output_rows, {}, self.version))
         rows = slice(self.num_rows, self.num_rows + n)
         column = torch.tensor([ids[-1], len(ids) - 1, 0, request.limit, 0, slot], dtype=torch.int64)
         self.rows[:, rows] = column[:, None].to(self.rows.device)
@@ -333,10 +345,12 @@ class Scheduler:
                 logprobs[i, :length].clone(),
                 "stop" if stopped else "length",
                 tokenizer=self.tokenizer,
-                version=self.version,
+                version=group.version,
+                versions=group.spans.get(output_row, ()),
                 mask=None if mask is None else mask[i, :length].clone(),
             )
-            for i, (length, stopped) in enumerate(group.written[output_row] for output_row in group.output_rows)
+            for i, output_row in enumerate(group.output_rows)
+            for length, stopped in [group.written[output_row]]
         )
 
     def _drop_finished_prompts(self) -> None:

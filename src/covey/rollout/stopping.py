@@ -82,11 +82,15 @@ def completion(
     *,
     tokenizer: Any,
     version: int,
+    versions: Sequence[tuple[int, int]] = (),
     mask: Tensor | None = None,
 ) -> Completion:
-    """A finished completion, its text without special tokens."""
+    """A finished completion, its text without special tokens. Of its spans `versions` those that hold a token stay."""
     text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-    return Completion(token_ids=token_ids, text=text, finish=finish, logprobs=logprobs, version=version, mask=mask)
+    spans = tuple((start, step) for start, step in versions if start < len(token_ids))
+    return Completion(
+        token_ids=token_ids, text=text, finish=finish, logprobs=logprobs, version=version, versions=spans, mask=mask
+    )
 
 
 def checked_eos_ids(eos_ids: Sequence[int] | None, model: Any, tokenizer: Any) -> tuple[int, ...]:

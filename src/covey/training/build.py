@@ -29,9 +29,10 @@ from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Combiner, Scorer, resolve
-from covey.rollout import choose_sampler
+from covey.rollout import Sampler, choose_sampler
 from covey.runs import rollouts
 from covey.training.agents import Agents
+from covey.training.asynchrony import sampler_ahead
 from covey.training.choosing import build_algorithm as build_algorithm
 from covey.training.choosing import given_algorithm as given_algorithm
 from covey.training.evaluator import Evaluator
@@ -259,6 +260,7 @@ def build_learner(
         supervised=build_supervised(algorithm, policy, given.tokenizer, given.eos_ids, template, seed),
         uses_sampler_logp=not (sampling.truncates or args.vllm_structured_outputs_regex)
         and sampling.repetition_penalty == 1.0,
+        expects_stale=args.async_rollouts and args.max_staleness > 0,
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
         overlaps_reduction=not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
@@ -266,6 +268,22 @@ def build_learner(
         after_update=given.after_update,
         **callbacks,
     )
+
+
+def build_sampler(given: RunInputs, check_stop: Interruption) -> Sampler:
+    """What draws completions: here, or ahead in processes of its own."""
+    args = given.args
+    if args.async_rollouts:
+        return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
+    make = partial(
+        choose_sampler,
+        given.model,
+        given.tokenizer,
+        eos_ids=given.eos_ids,
+        check_stop=check_stop,
+        **sampler_options(args, given.world),
+    )
+    return given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
 
 
 def build_parts(
@@ -287,15 +305,7 @@ def build_parts(
     interruption = Interruption(lambda: stop.requested, is_alone=given.world.size == 1)
     policy = build_policy(given)
     steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
-    make = partial(
-        choose_sampler,
-        given.model,
-        given.tokenizer,
-        eos_ids=given.eos_ids,
-        check_stop=interruption,
-        **sampler_options(args, given.world),
-    )
-    sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
+    sampler = build_sampler(given, interruption)
     on_policy = OnPolicyCheck(policy, sampler)
     learner = build_learner(
         given,
@@ -327,6 +337,8 @@ def build_parts(
         num_iterations=args.num_iterations,
         total_steps=counts.total_steps,
         seed=args.seed,
+        max_staleness=args.max_staleness,
+        pipeline_depth=args.pipeline_depth,
     )
 
 

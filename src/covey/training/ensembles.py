@@ -36,6 +36,10 @@ def with_ensemble(parts: Parts, ensemble: Ensemble | None, given: Any) -> Parts:
     """The parts of a run with the ensemble's members loaded; `given`: the run's `RunInputs`."""
     if ensemble is None:
         return parts
+    if given.args.async_rollouts:
+        raise ConfigError(
+            "async_rollouts=True samples from the policy alone, so ensemble would not act; leave one out."
+        )
     model = parts.learner.policy.model
     if any(member.model is model for member in ensemble.members):
         raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")

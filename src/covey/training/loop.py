@@ -17,10 +17,12 @@ from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
 from covey.rollout import Sampler, SamplingParams, sampler_metrics
 from covey.runs import rng
 from covey.training.agents import tool_metrics
+from covey.training.ahead import next_prompts, order_ahead, staleness, used
 from covey.training.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
 from covey.training.ensembles import asked_again, own, rescued, taught
 from covey.training.parts import Parts
-from covey.training.recovery import after_spoiled, after_step, expect_sound_end, take
+from covey.training.prompts import take
+from covey.training.recovery import after_spoiled, after_step, expect_sound_end
 from covey.training.state import TrainState
 from covey.types import Group, Mean, Prompt
 
@@ -53,6 +55,7 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
 
     Raises SpoiledError when training must go back.
     """
+    order_ahead(parts, state)
     batch, waiting = state.popped()
     algorithm = parts.algorithm.resolve(state.controllers)
     seconds = dict(state.rollout_seconds)
@@ -60,7 +63,7 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
         report = parts.learner.step(batch, algorithm, state.step + 1)
     with timed(seconds, "learn"):
         parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
-    report = report.merged(state.rollout_metrics)
+    report = report.merged({**state.rollout_metrics, **staleness(parts, batch, state.step)})
     seconds["step"] = time.perf_counter() - started
     report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
     is_lost = is_left_out(report.events)  # its numbers would make NaN of an adaptive coefficient
@@ -81,10 +84,11 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
     with rewound_on_failure(parts.prompts):
-        drawn = groups = answered(parts, state, parts.prompts_per_rollout, seconds)
+        prompts = next_prompts(parts, state)
+        drawn = groups = answered(parts, state, prompts, seconds)
         for _ in range(parts.dynamic_sampling):
             if dull := sum(not has_signal(group, parts.scorer.weights) for group in groups):
-                more = answered(parts, state, dull, seconds)
+                more = answered(parts, state, take(parts.prompts, dull, state.set_aside), seconds)
                 drawn, groups = [*drawn, *more], with_signal_first([*groups, *more], parts)
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(groups, algorithm)
@@ -105,6 +109,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
         **tool_metrics([one for group in mine for one in group.completions]),
         **parts.session.monitor.measure(mine, parts.scorer.weights, scales),
         **contributions,
+        **used(parts),
     }
     if not parts.has_rewards:
         metrics = {name: value for name, value in metrics.items() if name.startswith(("completions/", "policy/"))}
@@ -112,9 +117,8 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     return state.queued(batches * parts.num_iterations, metrics, seconds)
 
 
-def answered(parts: Parts, state: TrainState, n: int, seconds: dict[str, float]) -> list[Group]:
-    """The next `n` prompts with their scored completions, in the order of the prompts."""
-    prompts = take(parts.prompts, n, state.set_aside)
+def answered(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]) -> list[Group]:
+    """The prompts with their scored completions, in their order."""
     sampling, sampler = parts.sampling_for(state.num_rollouts), parts.ensemble or parts.sampler
     scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
     with timed(seconds, "rollout"):

@@ -13,6 +13,7 @@ from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
+from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.session import Session
 
 
@@ -47,9 +48,15 @@ class Parts:
     """Averaged weights, which evaluations see and the run ends with. None: the policy's own."""
     has_rewards: bool = True
     """False where every completion is right by definition, so that metrics of rewards would say nothing."""
+    max_staleness: int = 0
+    """Updates that the weights may make between the ordering of a rollout and its first use; asynchronous rollouts only."""
+    pipeline_depth: int = 1
+    """Rollouts that may be ordered ahead."""
 
     def close(self) -> None:
         """Give back what a run holds only while it goes on."""
+        if isinstance(self.sampler, AsynchronousSampler):
+            self.sampler.close()
         self.learner.policy.release()
         self.session.monitor.close()
         self.session.display.close()

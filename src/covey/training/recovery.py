@@ -8,20 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from covey.data import PromptStream
-from covey.errors import CheckpointError, DataError, NumericsError, SpoiledError
+from covey.errors import CheckpointError, NumericsError, SpoiledError
 from covey.learner import Learner
 from covey.learner.soundness import expect_sound, saved_weights, weight_fault
 from covey.learner.update_guard import is_left_out
 from covey.runs import checkpoint, checksums, serialization
 from covey.training.parts import Parts
+from covey.training.prompts import row_of
 from covey.training.recording import restore_history, restore_tree
 from covey.training.state import TrainState
 from covey.types import Event, Group, Prompt, StepReport
 
 logger = logging.getLogger(__name__)
-
-_DRAWS_WITHOUT_A_PROMPT = 100_000
 
 
 def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: StepReport) -> TrainState:
@@ -102,7 +100,7 @@ def roll_back(
     restore_history(session, found)
     earlier = guard.policy.roll_back_learning_rate ** (state.roll_backs - restored.roll_backs)
     lower_learning_rate(parts.learner, factor * earlier)
-    aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(_row(prompt) for prompt in set_aside)])
+    aside = dict.fromkeys([*state.set_aside, *restored.set_aside, *(row_of(prompt) for prompt in set_aside)])
     restored = replace(restored, roll_backs=state.roll_backs + 1, bad_steps=0, set_aside=tuple(aside))
     said = (
         f"Back from step {state.step} to {found.name}, with the learning rate times {factor * earlier:g}"
@@ -146,22 +144,6 @@ def lower_learning_rate(learner: Learner, factor: float) -> None:
         schedule._last_lr = [group["lr"] for group in learner.optimizer.param_groups]
 
 
-def take(prompts: PromptStream, n: int, set_aside: Sequence[str]) -> list[Prompt]:
-    """The next `n` prompts that are not set aside. Raises DataError when none is left."""
-    if not set_aside:
-        return prompts.take(n)
-    refused, taken = frozenset(set_aside), list[Prompt]()
-    misses = 0
-    while len(taken) < n:
-        prompt = prompts.take(1)[0]
-        misses = misses + 1 if _row(prompt) in refused else 0
-        if not misses:
-            taken.append(prompt)
-        elif misses >= (prompts.num_rows or _DRAWS_WITHOUT_A_PROMPT):
-            raise DataError("Every prompt of the data set has led to bad numbers and is set aside; look at bad_steps/.")
-    return taken
-
-
 def bad_batch(folder: Path) -> tuple[list[Group], dict[str, Any]]:
     """The groups of a step that was left out, exactly as they were, and what was said of it. `folder`: `bad_steps/step-N`."""
     tree = serialization.read(folder / "batch")
@@ -170,8 +152,3 @@ def bad_batch(folder: Path) -> tuple[list[Group], dict[str, Any]]:
             f"{folder} does not hold the batch of a step; give a folder such as bad_steps/step-000012."
         )
     return list(tree["groups"]), {name: value for name, value in tree.items() if name != "groups"}
-
-
-def _row(prompt: Prompt) -> str:
-    """The row of the data set, whichever epoch drew it."""
-    return prompt.uid.partition(":")[2] or prompt.uid

@@ -87,7 +87,10 @@ class Completion:
     values: Tensor | None = None
     """[T_i] float32, the critic's estimates. None: no critic."""
     version: int = 0
-    """The optimizer step whose weights wrote it."""
+    """The optimizer step whose weights wrote it; those that began it, where the weights changed on the way."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Spans: `(t, step)` for each place where other weights took over, so that token `t` and those behind it are of `step`.
+    Empty: `version` wrote all of it."""
     source: str = "policy"
     """Which model wrote it: the policy, or a member of an ensemble by its name."""
     weight: Tensor | None = None
@@ -105,6 +108,14 @@ class Completion:
     @property
     def is_truncated(self) -> bool:
         return self.finish == "length"
+
+    @property
+    def token_versions(self) -> Tensor:
+        """[T_i] int64, the optimizer step whose weights wrote each token."""
+        of_each = torch.full((self.num_tokens,), self.version, dtype=torch.int64)
+        for start, version in self.versions:
+            of_each[start:] = version
+        return of_each
 
     @property
     def written(self) -> Tensor:

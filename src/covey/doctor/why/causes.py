@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,9 +116,14 @@ def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
         if len(base.gains) > 1 and _interval(gains)[1] < 0:
             yield Trouble(
                 said=f"the update lowers the reward {name} (to first order; shown as minus its change)",
-                measure=lambda e, name=name: -e.gains[name],
+                measure=partial(_loss_of, name=name),
                 limit=0.0,
-            )  # type: ignore[misc]
+            )
+
+
+def _loss_of(effect: Effect, name: str) -> Any:
+    """Minus what the update gains of a reward, to first order."""
+    return -effect.gains[name]
 
 
 def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:

@@ -1,0 +1,314 @@
+"""Rollouts that run ahead: a sampler whose groups are written in other processes while the learner learns.
+
+Which rollouts may run ahead is decided by who calls `ahead` (`covey.training.ahead`); what was ordered is always delivered, so
+nothing that was written is thrown away.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from covey.errors import CoveyError
+from covey.models import unwrapped
+from covey.rollout.prompts import PromptLike, as_prompts
+from covey.rollout.sampler import SamplingParams
+from covey.rollout.stopping import context_of
+from covey.rollout.worker import Order
+from covey.rollout.worker_process import Worker
+from covey.types import Group, Mean, Metric, Prompt
+
+logger = logging.getLogger(__name__)
+
+DEATHS_IN_A_ROW = 3
+"""Workers that may end without a single group before the run does."""
+_LOOK_SECONDS = 0.05
+"""How often a stop signal is looked for while nothing arrives."""
+
+Start = Callable[[Any, int, Callable[[tuple[Any, ...]], None]], Worker]
+"""(model, version, tell) -> a worker that has the model's weights as they are now."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A rollout that was ordered: what was asked for, and what has arrived of it."""
+
+    prompts: tuple[Prompt, ...]
+    n: int
+    params: SamplingParams
+    at_least: int
+    """Version of the oldest weights that may begin a group of it."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """Finished ones, by the uid of their prompt."""
+    is_delivered: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.groups) == len(self.prompts)
+
+    def is_of(self, prompts: Sequence[Prompt], n: int, params: SamplingParams) -> bool:
+        mine = [prompt.uid for prompt in self.prompts]
+        return self.n == n and self.params == params and mine == [prompt.uid for prompt in prompts]
+
+
+class AsynchronousSampler:
+    """A `Sampler` over workers elsewhere. `ahead` orders a rollout; `sample` with the same words delivers it.
+
+    What `sample` is asked for without an order (evaluations, greedy answers) is written behind what was ordered, and waited for.
+    A worker that ends is replaced, and what it had not delivered is drawn again with the same seeds.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, start: Start, workers: int = 1, check_stop: Callable[[], None] = lambda: None
+    ) -> None:
+        self.model, self.tokenizer, self.start, self.num_workers = model, tokenizer, start, workers
+        self.check_stop = check_stop
+        """Called while groups are waited for; what it raises ends the waiting, not the writing."""
+        self.version = 0
+        self.flights: dict[int, Flight] = {}
+        """In the order in which they were ordered."""
+        self._orders = 0
+        self._workers: list[Worker] = []
+        self._inbox: queue.Queue[tuple[int, int, tuple[Any, ...]]] = queue.Queue()
+        self._generation = 0
+        """Counts the workers that were started, so that what a former one said is told apart."""
+        self._ids: list[int] = []
+        self._unpublished: set[int] = set()
+        """Places of workers that have not been given the newest weights."""
+        self._loaded_at: dict[int, float] = {}
+        self._deaths = 0
+        self.replaced = 0
+        """Workers that ended and were replaced, so far."""
+        self._clock = _Clock()
+
+    # -- what a sampler does ----------------------------------------------------------------------------------------
+
+    def load(self, policy: Any, version: int) -> None:
+        """From now on these are the weights: workers take them between two groups or two tokens, as soon as they can."""
+        if policy is not self.model or version < self.version:
+            self.close()
+            self.model = policy
+        self.version = version
+        self._loaded_at = {version: time.monotonic()}
+        self._unpublished = set(range(len(self._workers)))
+        self._pump()
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of `n` completions for each prompt, as they finish."""
+        known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
+        if not known:
+            return
+        ordered = next((key for key, flight in self.flights.items() if flight.is_of(known, n, params)), None)
+        number = self.order(known, n, params, self.version) if ordered is None else ordered
+        try:
+            yield from self._delivered(number, known)
+        except BaseException:
+            if ordered is None:
+                del self.flights[number]
+            raise
+        if ordered is None:
+            del self.flights[number]
+        else:  # it stays until the loop has all that it needs of it: `forget_first`
+            self.flights[number].is_delivered = True
+
+    def _delivered(self, number: int, prompts: Sequence[Prompt]) -> Iterator[Group]:
+        flight, given = self.flights[number], set[str]()
+        while True:
+            for prompt in prompts:
+                if prompt.uid in flight.groups and prompt.uid not in given:
+                    given.add(prompt.uid)
+                    yield replace(flight.groups[prompt.uid], prompt=prompt)
+            if len(given) == len(prompts):
+                return
+            self._wait()
+
+    # -- running ahead ----------------------------------------------------------------------------------------------
+
+    def order(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, at_least: int) -> int:
+        """Ask for groups, to be delivered by `sample` with the same words; returns the order's number."""
+        number, self._orders = self._orders, self._orders + 1
+        self.flights[number] = Flight(tuple(prompts), n, params, at_least)
+        if self._workers:
+            self._pump()
+            for place in range(len(self._workers)):
+                self._send(place, number)
+        else:
+            self._start_all()
+        return number
+
+    def forget_first(self) -> int:
+        """Drop the first order, if there is one. Returns the tokens that were written for it and never delivered."""
+        if not self.flights:
+            return 0
+        flight = self.flights.pop(next(iter(self.flights)))
+        written = sum(one.num_tokens for group in flight.groups.values() for one in group.completions)
+        return 0 if flight.is_delivered else written
+
+    def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait until everything that was ordered has arrived, or until `is_enough()`. Starts no worker."""
+        while self._workers and not is_enough() and any(not flight.is_finished for flight in self.flights.values()):
+            self._wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rollouts that were ordered and not used yet, with the groups that have arrived."""
+        self._pump()
+        flights = [
+            {
+                "prompts": list(flight.prompts),
+                "n": flight.n,
+                "params": asdict(flight.params),
+                "groups": [flight.groups[prompt.uid] for prompt in flight.prompts if prompt.uid in flight.groups],
+            }
+            for flight in self.flights.values()
+        ]
+        return {"flights": flights}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], again: Callable[[Prompt], Prompt] = lambda prompt: prompt
+    ) -> None:
+        """Go on with the rollouts of a checkpoint: groups that had arrived are kept, the others are drawn, with the same seeds.
+
+        `again`: a saved prompt with all its columns.
+        """
+        self.close()
+        self.flights = {}
+        for saved in state["flights"]:
+            prompts = tuple(again(prompt) for prompt in saved["prompts"])
+            flight = Flight(prompts, saved["n"], SamplingParams(**saved["params"]), at_least=0)
+            flight.groups = {group.prompt.uid: group for group in saved["groups"]}
+            self.flights[self._orders] = flight
+            self._orders += 1
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Since the last call: share of time that workers and learner waited, and seconds from new weights to their use."""
+        self._pump()
+        return self._clock.take(max(1, self.num_workers))
+
+    def close(self) -> None:
+        """End the workers; the next order starts new ones."""
+        for worker in self._workers:
+            worker.close()
+        self._workers, self._ids, self._unpublished = [], [], set()
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def _start_all(self) -> None:
+        for place in range(self.num_workers):
+            self._start(place)
+
+    def _start(self, place: int) -> None:
+        """Start the worker of a place with the newest weights, and send it what it has still to deliver."""
+        self._generation += 1
+        own = self._generation
+        worker = self.start(self.model, self.version, lambda said: self._inbox.put((place, own, said)))
+        self._workers[place : place + 1] = [worker]
+        self._ids[place : place + 1] = [own]
+        self._unpublished.discard(place)
+        for number in self.flights:
+            self._send(place, number)
+
+    def _send(self, place: int, number: int) -> None:
+        """A worker's share of an order: every `num_workers`-th prompt, those left out that have arrived."""
+        flight = self.flights[number]
+        share = [p for p in flight.prompts[place :: self.num_workers] if p.uid not in flight.groups]
+        if share:
+            plain = tuple(replace(prompt, columns={}) for prompt in share)
+            at_least = min(flight.at_least, self.version)
+            self._workers[place].send(Order(number, plain, flight.n, flight.params, at_least))
+
+    def _wait(self) -> None:
+        """Until a worker has said something. Raises what `check_stop` raises, and the error of a worker."""
+        if not self._workers:
+            self._start_all()
+        started = time.monotonic()
+        try:
+            self._pump(_LOOK_SECONDS)
+        finally:
+            self._clock.waited += time.monotonic() - started
+        self.check_stop()
+
+    def _pump(self, seconds: float = 0.0) -> None:
+        """Hear what workers have said, waiting so long for the first word, and hand over weights where they can be taken."""
+        for place in sorted(self._unpublished):
+            if self._workers[place].publish(self.version):
+                self._unpublished.discard(place)
+        try:
+            place, own, said = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
+            while True:
+                if place < len(self._ids) and self._ids[place] == own:
+                    self._hear(place, said)
+                place, own, said = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _hear(self, place: int, said: tuple[Any, ...]) -> None:
+        match said:
+            case ("group", number, group):
+                self._deaths = 0
+                if number in self.flights:
+                    self.flights[number].groups[group.prompt.uid] = group
+            case ("began", _, when):
+                self._clock.begin(place, when)
+            case ("done", _, when):
+                self._clock.end(place, when)
+            case ("took", version, when):
+                if version in self._loaded_at:
+                    self._clock.lags.append(max(0.0, when - self._loaded_at[version]))
+            case ("failed", error):
+                self.close()
+                raise error
+            case ("gone", words):
+                self._replace(place, words)
+
+    def _replace(self, place: int, words: str) -> None:
+        self._deaths += 1
+        if self._deaths > DEATHS_IN_A_ROW:
+            self.close()
+            raise CoveyError(
+                f"{words}, {self._deaths} times in a row without a finished group; look at the machine's memory."
+            )
+        logger.warning("%s; another one takes its place and draws its groups again, with the same seeds.", words)
+        self._clock.end(place, time.monotonic())
+        self._workers[place].close()
+        self.replaced += 1
+        self._start(place)
+
+
+@dataclass(eq=False)
+class _Clock:
+    """Who waited for whom since the last look. Seconds of `time.monotonic`, which processes of a machine share."""
+
+    since: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    """Seconds that the learner waited for groups."""
+    busy: float = 0.0
+    """Seconds that workers wrote, together."""
+    running: dict[int, float] = field(default_factory=dict)
+    """When the order that a worker is at was begun, or last looked at."""
+    lags: list[float] = field(default_factory=list)
+
+    def begin(self, place: int, when: float) -> None:
+        self.running[place] = max(when, self.since)
+
+    def end(self, place: int, when: float) -> None:
+        self.busy += max(0.0, when - self.running.pop(place, when))
+
+    def take(self, workers: int) -> dict[str, Metric]:
+        now = time.monotonic()
+        for place in list(self.running):
+            self.end(place, now)
+            self.running[place] = now
+        elapsed = max(now - self.since, 1e-9)
+        lags, self.lags = self.lags, []
+        metrics: dict[str, Metric] = {
+            "idle/learner": Mean(min(1.0, self.waited / elapsed), 1),
+            "idle/sampler": Mean(max(0.0, 1.0 - self.busy / (elapsed * workers)), 1),
+        }
+        if lags:
+            metrics["publish_lag"] = Mean(sum(lags), len(lags))
+        self.since, self.waited, self.busy = now, 0.0, 0.0
+        return metrics

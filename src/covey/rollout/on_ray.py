@@ -1,0 +1,142 @@
+"""A worker as an actor of a Ray cluster, on this machine or another. The only file that imports Ray, and only when it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from covey.errors import ConfigError, CoveyError
+from covey.rollout.worker import Order, Setup, Writer, packed
+from covey.rollout.worker_process import Tell, trained
+
+_LOOK_SECONDS = 0.002
+
+
+class Actor:
+    """What runs in the actor: orders one after the other in one thread, new weights from another."""
+
+    def __init__(self, content: bytes, setup: Setup, version: int) -> None:
+        self.waiting: tuple[int, Mapping[str, Tensor]] | None = None
+        self.took: list[int] = []
+        self.writer = Writer(content, setup, version, self._newest)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def put(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Weights to be taken at the next chance; those that wait already are forgotten."""
+        self.waiting = (version, weights)
+
+    def write(self, order: Order) -> Iterator[bytes]:
+        """("took", version), ("began",), ("group", group) and ("done",), pickled, as they come."""
+        while self.writer.version < order.at_least:
+            self.writer.take_newest()
+            time.sleep(_LOOK_SECONDS)
+        yield pickle.dumps(("began",))
+        for group in self.writer.write(order):
+            while self.took:
+                yield pickle.dumps(("took", self.took.pop(0)))
+            yield pickle.dumps(("group", group))
+        yield pickle.dumps(("done",))
+
+    def _newest(self) -> tuple[int, Mapping[str, Tensor]] | None:
+        found, self.waiting = self.waiting, None
+        if found is not None:
+            self.took.append(found[0])
+        return found
+
+
+class RayWorker:
+    """The run's side of an actor; see `covey.rollout.worker_process.Worker`."""
+
+    def __init__(self, model: Any, tokenizer: Any, version: int, setup: Setup, tell: Tell) -> None:
+        """Start an actor in the cluster of RAY_ADDRESS, or in one on this machine. Raises ConfigError without Ray."""
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(
+                "rollout_placement='ray' needs Ray: pip install 'covey[ray]', or leave it out for a process."
+            ) from error
+        if not ray.is_initialized():
+            with _signals_kept():
+                ray.init(log_to_driver=False, include_dashboard=False)
+        self.ray, self.model, self.tell, self.is_closed = ray, model, tell, False
+        needs = {"num_gpus": 1} if setup.device.startswith("cuda") else {"num_cpus": setup.threads}
+        made = ray.remote(max_concurrency=2, **needs)(Actor)
+        try:
+            self.actor = made.remote(ray.put(packed(model, tokenizer)), setup, version)
+            self.process_id: int = ray.get(self.actor.process_id.remote())
+        except ray.exceptions.RayTaskError as error:
+            raise _plain(error) from error
+        except ray.exceptions.RayError as error:
+            raise CoveyError(f"Ray could not start an actor that samples: {_first_line(error)}") from error
+        self.orders: queue.Queue[Order | None] = queue.Queue()
+        threading.Thread(target=self._work, name="covey-ray", daemon=True).start()
+
+    def publish(self, version: int) -> bool:
+        """Put the weights into Ray's object store, for the actor to take at its next chance."""
+        weights = {name: value.cpu().clone() for name, value in trained(self.model).items()}
+        self.actor.put.remote(version, self.ray.put(weights))
+        return True
+
+    def send(self, order: Order) -> None:
+        self.orders.put(order)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.orders.put(None)
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            self.ray.kill(self.actor, no_restart=True)
+
+    def _work(self) -> None:
+        try:
+            while (order := self.orders.get()) is not None:
+                for reference in self.actor.write.options(num_returns="streaming").remote(order):
+                    said = pickle.loads(self.ray.get(reference))  # from an actor of the run's own
+                    self._say(order.number, said)
+        except self.ray.exceptions.RayTaskError as error:
+            if not self.is_closed:
+                self.tell(("failed", _plain(error)))
+        except self.ray.exceptions.RayError as error:
+            if not self.is_closed:
+                self.tell(("gone", f"the actor that samples ended ({_first_line(error)})"))
+
+    def _say(self, number: int, said: tuple[Any, ...]) -> None:
+        now = time.monotonic()  # of this machine: clocks of others mean nothing here
+        match said:
+            case ("group", group):
+                self.tell(("group", number, group))
+            case ("took", version):
+                self.tell(("took", version, now))
+            case (what,):
+                self.tell((what, number, now))
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it starts; a run has its own way to stop."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _plain(error: Any) -> CoveyError:
+    """What the actor raised, as itself where Covey raised it."""
+    cause = error.cause
+    if isinstance(cause, CoveyError):
+        return cause
+    return CoveyError(f"the actor that samples ended with {type(cause).__name__}: {_first_line(cause)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

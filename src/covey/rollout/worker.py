@@ -1,0 +1,246 @@
+"""A sampler in a process of its own, with its own copy of the weights: takes orders, writes groups, takes new weights between tokens.
+
+    python -m covey.rollout.worker DESCRIPTOR
+
+serves the connection whose file descriptor is given until it is closed; `covey.rollout.worker_process` starts it. What is written here
+knows nothing of how orders and weights arrive, so the same `Writer` runs in a Ray actor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.errors import CoveyError, ModelError
+from covey.rollout.backends import choose_sampler
+from covey.rollout.engine import NativeSampler
+from covey.rollout.sampler import Sampler, SamplingParams
+from covey.types import Group, Prompt
+
+ALIGNMENT = 64
+"""Bytes that a tensor's place in the shared memory is a multiple of."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Groups that a worker is asked for."""
+
+    number: int
+    prompts: tuple[Prompt, ...]
+    """Without the columns that only rewards need."""
+    n: int
+    params: SamplingParams
+    at_least: int
+    """The version of the oldest weights that may begin them."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is made with, beside the model."""
+
+    options: Mapping[str, Any]
+    """Keyword arguments of `choose_sampler`."""
+    device: str
+    threads: int
+    """Of its arithmetic, on a CPU."""
+    in_flight: bool
+    """Whether completions that are being written go on under newer weights."""
+
+
+class Writer:
+    """A sampler that looks for newer weights between groups, and between tokens where its completions can go on under them."""
+
+    def __init__(
+        self, packed: bytes, setup: Setup, version: int, newest: Callable[[], tuple[int, Mapping[str, Tensor]] | None]
+    ) -> None:
+        """`newest()`: version and weights that are newer than those taken, or None. It is called between tokens."""
+        torch.set_num_threads(setup.threads)
+        self.model, tokenizer = unpacked(packed, setup.device)
+        self.places = dict(self.model.named_parameters())
+        self.newest, self.in_flight = newest, setup.in_flight
+        self.version = version
+        self.sampler: Sampler = choose_sampler(
+            self.model, tokenizer, check_stop=self._between_tokens, **dict(setup.options)
+        )
+        self.sampler.load(self.model, version)
+
+    def take_newest(self) -> None:
+        """Sample with the newest weights from now on; nothing may be written meanwhile."""
+        if (found := self.newest()) is not None:
+            self._put(*found)
+            self.sampler.load(self.model, self.version)
+
+    def write(self, order: Order) -> Iterator[Group]:
+        """The groups of an order, as they finish."""
+        self.take_newest()
+        yield from self.sampler.sample(order.prompts, order.n, order.params)
+
+    def _between_tokens(self) -> None:
+        can_change = self.in_flight and isinstance(self.sampler, NativeSampler) and self.sampler.is_running
+        found = self.newest() if can_change else None
+        if found is not None and isinstance(self.sampler, NativeSampler):
+            self._put(*found)
+            self.sampler.change_weights(self.version)
+
+    @torch.no_grad()
+    def _put(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self.places[name].copy_(value)
+        self.version = version
+
+
+# -- the model on its way ---------------------------------------------------------------------------------------------
+
+
+def _left_out(*_: Any, **__: Any) -> None:
+    """In place of a function that only training calls, and that cannot leave its process."""
+
+
+class _Pickler(pickle.Pickler):
+    """Functions made within functions stay behind: hooks of gradient checkpointing, which sampling has no use for."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_local = isinstance(value, FunctionType) and "<" in value.__qualname__
+        is_of_training = type(value).__module__.startswith("covey.kernels")
+        return "_left_out" if is_local else (_left_out, ()) if is_of_training else NotImplemented
+
+
+_PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="covey.rollout.worker")
+
+
+def packed(model: Any, tokenizer: Any) -> bytes:
+    """Model and tokenizer as they are now, for another process. Raises ModelError for a model that cannot leave this one."""
+    file = io.BytesIO()
+    try:
+        torch.save({"model": model, "tokenizer": tokenizer}, file, pickle_module=_PICKLE)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied to the process that samples ({error}); leave async_rollouts out."
+        ) from error
+    return file.getvalue()
+
+
+def unpacked(sent: bytes, device: str) -> tuple[Any, Any]:
+    """What `packed` packed, the model on `device`."""
+    from transformers.dynamic_module_utils import init_hf_modules
+
+    init_hf_modules()  # code that came with a model is found by its name
+    found = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)  # bytes of the run itself
+    model = found["model"].requires_grad_(False).eval()
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if hook is _left_out]:
+                del hooks[key]
+    return model, found["tokenizer"]
+
+
+def layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, int], int]:
+    """The byte at which each tensor begins in one block of memory, and the bytes of all."""
+    starts: dict[str, int] = {}
+    end = 0
+    for name, (shape, dtype) in shapes.items():
+        starts[name] = end
+        size = torch.Size(shape).numel() * dtype.itemsize
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, max(end, ALIGNMENT)
+
+
+def views(path: str, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """Tensors by name in the memory that processes share through the file `path`."""
+    starts, size = layout(shapes)
+    block = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    out = {}
+    for name, (shape, dtype) in shapes.items():
+        length = torch.Size(shape).numel() * dtype.itemsize
+        out[name] = block[starts[name] : starts[name] + length].view(dtype).view(shape)
+    return out
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+class _Served:
+    """One connection: orders and versions of weights in, groups out."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        first = connection.recv()
+        self.orders: deque[Order] = deque()
+        self.shared = views(first["weights"], first["shapes"])
+        self.announced: int | None = None
+        self.writer = Writer(connection.recv_bytes(), first["setup"], first["version"], self._newest)
+        connection.send(("ready", time.monotonic()))
+
+    def serve(self) -> None:
+        """Until the connection is closed."""
+        while True:
+            while not self.orders:
+                self._receive()
+                if self.announced is not None and not self.orders:
+                    self.writer.take_newest()
+            order = self.orders.popleft()
+            while self.writer.version < order.at_least:
+                self._receive()
+                self.writer.take_newest()
+            self.connection.send(("began", order.number, time.monotonic()))
+            for group in self.writer.write(order):
+                self.connection.send(("group", order.number, _sendable(group)))
+            self.connection.send(("done", order.number, time.monotonic()))
+
+    def _receive(self) -> None:
+        message = self.connection.recv()
+        if isinstance(message, Order):
+            self.orders.append(message)
+        else:
+            self.announced = message
+
+    def _newest(self) -> tuple[int, Mapping[str, Tensor]] | None:
+        while self.connection.poll():
+            self._receive()
+        if self.announced is None:
+            return None
+        version, self.announced = self.announced, None
+        taken = {name: value.clone() for name, value in self.shared.items()}
+        self.connection.send(("took", version, time.monotonic()))
+        return version, taken
+
+
+def _sendable(group: Group) -> bytes:
+    """Pickled with the bytes of its tensors: torch's own way to send them would hand over descriptors of files."""
+    return pickle.dumps(group)
+
+
+def main() -> None:
+    """Serve the connection whose file descriptor is the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
+    connection = Connection(int(sys.argv[1]))
+    try:
+        _Served(connection).serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the run has ended, however that happened
+    except BaseException as error:  # noqa: BLE001 - told to the run, which stops with it
+        said = error if isinstance(error, CoveyError) else None
+        connection.send(
+            ("failed", type(error).__name__, str(error), type(said) if said else None, traceback.format_exc())
+        )
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    from covey.rollout import worker  # pickled names are those of the module, not of __main__
+
+    worker.main()

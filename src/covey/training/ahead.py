@@ -1,0 +1,83 @@
+"""Rollouts ahead of the learner: which may be ordered, whose prompts come next, and how stale their tokens are.
+
+Paced, not discarded: a rollout is ordered only once its first update will be at most `max_staleness` updates behind the newest
+weights, so everything that is ordered is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from covey.errors import CheckpointError
+from covey.rollout.asynchronous import AsynchronousSampler
+from covey.training.parts import Parts
+from covey.training.prompts import take
+from covey.training.state import TrainState
+from covey.types import Group, Max, Mean, Metric, Prompt, Sum
+
+
+def order_ahead(parts: Parts, state: TrainState) -> None:
+    """Order the coming rollouts that staleness and depth allow, before the learner begins its next update."""
+    sampler = parts.sampler
+    if not isinstance(sampler, AsynchronousSampler) or not state.pending:
+        return
+    updates = parts.batches_per_rollout * parts.num_iterations
+    while len(sampler.flights) < parts.pipeline_depth:
+        until_used = len(state.pending) + len(sampler.flights) * updates
+        if until_used > parts.max_staleness or state.step + until_used >= parts.total_steps:
+            return
+        prompts = take(parts.prompts, parts.prompts_per_rollout, state.set_aside)
+        sampling = parts.sampling_for(state.num_rollouts + len(sampler.flights))
+        sampler.order(prompts, parts.num_generations, sampling, at_least=state.step)
+
+
+def next_prompts(parts: Parts, state: TrainState) -> Sequence[Prompt]:
+    """The prompts of the rollout that was ordered first, or the next ones of the data."""
+    if isinstance(parts.sampler, AsynchronousSampler) and parts.sampler.flights:
+        return next(iter(parts.sampler.flights.values())).prompts
+    return take(parts.prompts, parts.prompts_per_rollout, state.set_aside)
+
+
+def used(parts: Parts) -> dict[str, Metric]:
+    """Called once a rollout has all that it needs: its order is dropped. Returns what there is to tell of the time."""
+    sampler = parts.sampler
+    if not isinstance(sampler, AsynchronousSampler):
+        return {}
+    wasted = sampler.forget_first()
+    return {**sampler.take_metrics(), "wasted_tokens": Sum(float(wasted))}
+
+
+def staleness(parts: Parts, batch: Sequence[Group], step: int) -> dict[str, Metric]:
+    """Updates between the weights that wrote a token and those that learn from it, over the tokens of a batch."""
+    if not isinstance(parts.sampler, AsynchronousSampler):
+        return {}
+    ages = [step - one.token_versions[one.written] for group in batch for one in group.completions]
+    flat = torch.cat([torch.zeros(0, dtype=torch.int64), *ages])
+    if not flat.numel():
+        return {}
+    return {
+        "staleness/mean": Mean(float(flat.sum()), int(flat.numel())),
+        "staleness/max": Max(float(flat.max())),
+    }
+
+
+def in_flight(parts: Parts) -> dict[str, Any] | None:
+    """The rollouts that are ahead, for a checkpoint: waited for, unless the run was asked to stop. None: nothing runs ahead."""
+    if not isinstance(parts.sampler, AsynchronousSampler):
+        return None
+    parts.sampler.finish(parts.interruption.is_asked)
+    return parts.sampler.state_dict()
+
+
+def restore_in_flight(parts: Parts, saved: Mapping[str, Any] | None) -> None:
+    """Go on with the rollouts that were ahead at a checkpoint. Raises CheckpointError where nothing can run ahead now."""
+    if isinstance(parts.sampler, AsynchronousSampler):
+        parts.sampler.load_state_dict(saved or {"flights": []}, parts.prompts.again)
+    elif saved and saved["flights"]:
+        raise CheckpointError(
+            f"The checkpoint holds {len(saved['flights'])} rollout(s) that ran ahead; resume with async_rollouts=True, "
+            "max_staleness=0 to train on them and go on without."
+        )

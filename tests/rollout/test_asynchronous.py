@@ -1,0 +1,105 @@
+"""The asynchronous sampler and its process: the native sampler's groups, new weights between tokens, a dead worker replaced."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from covey.rollout import NativeSampler, SamplingParams
+from covey.rollout.asynchronous import AsynchronousSampler
+from covey.rollout.worker import Setup
+from covey.rollout.worker_process import ProcessWorker
+from covey.types import Group, Prompt
+from kit import tiny_model, tiny_tokenizer
+
+PARAMS = SamplingParams(max_tokens=24, seed=5)
+SETUP = Setup(options={"dtype": "float32"}, device="cpu", threads=1, in_flight=True)
+
+
+def prompts(n: int = 3) -> list[Prompt]:
+    encode = tiny_tokenizer()
+    return [
+        Prompt(uid=f"0:{i}", token_ids=tuple(encode(f"{i} + {i} =")["input_ids"]), columns={"answer": i})
+        for i in range(n)
+    ]
+
+
+def content(groups: Iterator[Group]) -> dict[str, list[tuple[list[int], list[float]]]]:
+    return {
+        group.prompt.uid: [(one.token_ids.tolist(), one.logprobs.tolist()) for one in group.completions]
+        for group in groups
+    }
+
+
+def moved(model: torch.nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return tiny_model()
+
+
+def asynchronous(model: torch.nn.Module, workers: int = 1) -> AsynchronousSampler:
+    tokenizer = tiny_tokenizer()
+    start = lambda model, version, tell: ProcessWorker(model, tokenizer, version, SETUP, tell)
+    return AsynchronousSampler(model, tokenizer, start, workers)
+
+
+def test_a_process_writes_what_the_native_sampler_writes_after_new_weights_a_kill_and_a_checkpoint(model) -> None:
+    near, far = NativeSampler(model, tiny_tokenizer(), dtype="float32"), asynchronous(model)
+    try:
+        assert content(far.sample(prompts(), 4, PARAMS)) == content(near.sample(prompts(), 4, PARAMS))
+        first = content(near.sample(prompts(), 4, PARAMS))
+        moved(model, seed=1)
+        near.load(model, 1)
+        far.load(model, 1)
+        groups = list(far.sample(prompts(), 4, PARAMS))
+        assert content(groups) == content(near.sample(prompts(), 4, PARAMS)) != first
+        assert {one.version for group in groups for one in group.completions} == {1}
+        assert all(group.prompt.columns for group in groups), "the columns stay with the run"
+
+        far._workers[0].process.kill()
+        far.order(prompts(), 4, PARAMS, at_least=1)
+        far.finish()
+        assert far.replaced == 1
+        saved = far.state_dict()
+        saved["flights"][0]["groups"] = saved["flights"][0]["groups"][:1]  # as if the others had not arrived
+        far.load_state_dict(saved)
+        assert not far._workers
+        assert content(far.sample(prompts(), 4, PARAMS)) == content(near.sample(prompts(), 4, PARAMS))
+        assert far.forget_first() == 0
+        assert not far.flights
+    finally:
+        far.close()
+
+
+def test_completions_go_on_under_new_weights_and_say_which_wrote_each_token(model) -> None:
+    tokens = 0
+    later = copy.deepcopy(model)
+    moved(later, seed=2)
+
+    def between_tokens() -> None:
+        nonlocal tokens
+        tokens += 1
+        if tokens == 4:  # three tokens are written
+            model.load_state_dict(later.state_dict())
+            sampler.change_weights(8)
+
+    before = copy.deepcopy(model)
+    sampler = NativeSampler(model, tiny_tokenizer(), dtype="float32", check_stop=between_tokens)
+    sampler.load(model, 7)
+    (group,) = sampler.sample(prompts(1), 4, PARAMS)
+    (old,) = NativeSampler(before, tiny_tokenizer(), dtype="float32").sample(prompts(1), 4, PARAMS)
+    for one, was in zip(group.completions, old.completions, strict=True):
+        assert one.token_ids[:3].tolist() == was.token_ids[:3].tolist()
+        assert one.version == 7
+        if one.num_tokens > 3:
+            assert one.versions == ((3, 8),)
+            assert one.token_versions.tolist() == [7] * 3 + [8] * (one.num_tokens - 3)
+    assert any(one.num_tokens > 3 for one in group.completions)
+    assert content([group]) != content([old])

@@ -1,0 +1,162 @@
+"""Rollouts that run ahead: equal to the ordinary run at staleness 0, bounded above it, refused where they cannot be, safe to kill."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from async_run import digest, prompts_by_step, trainer
+from transformers import TrainerCallback
+
+from covey import GRPOConfig
+from covey.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+HERE = Path(__file__).parent
+
+
+def test_without_staleness_the_run_is_the_ordinary_one_bit_for_bit(tmp_path: Path) -> None:
+    runs = {
+        "sync": trainer(tmp_path / "sync", 4, async_rollouts=False, save_strategy="no"),
+        "async": trainer(tmp_path / "async", 4, max_staleness=0, save_strategy="no"),
+    }
+    for run in runs.values():
+        run.train()
+    assert digest(runs["async"].model) == digest(runs["sync"].model)
+    assert prompts_by_step(tmp_path / "async") == prompts_by_step(tmp_path / "sync")
+
+
+@pytest.mark.filterwarnings("ignore:.* goes on from step 3:UserWarning")
+def test_staleness_is_bounded_nothing_is_wasted_and_a_checkpoint_holds_what_is_ahead(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 6, max_staleness=2, pipeline_depth=2, steps_per_generation=2, gradient_accumulation_steps=1)
+    run.train()
+    logs = [entry for entry in run.state.log_history if "staleness/max" in entry]
+    assert len(logs) == 6
+    assert (
+        1 <= max(entry["staleness/max"] for entry in logs) <= 2 + 1
+    )  # a rollout of 2 updates is 1 older at its second
+    assert sum(entry.get("wasted_tokens", 0.0) for entry in logs) == 0
+    assert all(0 <= entry["idle/learner"] <= 1 for entry in logs if "idle/learner" in entry)
+    drawn = [prompt for step in prompts_by_step(tmp_path) for prompt in step]
+    assert len(set(drawn)) == len(drawn) == 12  # each row once
+
+    later = trainer(tmp_path, 6, async_rollouts=False, steps_per_generation=2, gradient_accumulation_steps=1)
+    with pytest.raises(CheckpointError, match="max_staleness=0 to train on them"):
+        later.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_vllm": True}, "use_vllm=True cannot go together"),
+        ({"ema_decay": 0.9}, "ema_decay cannot go together"),
+        ({"max_staleness": -1}, "max_staleness=-1 must be at least 0"),
+        ({"pipeline_depth": 0}, "pipeline_depth=0 must be at least 1"),
+        ({"rollout_placement": "slurm"}, "rollout_placement='slurm' is not known"),
+    ],
+)
+def test_options_that_cannot_go_together_are_refused_in_one_sentence(options, said, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        GRPOConfig(output_dir=str(tmp_path), async_rollouts=True, report_to="none", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"generation_kwargs": {"num_beams": 2}}, "no log-probabilities"),
+        ({"rollout_device": "cuda:7"}, "rollout_device='cuda:7' cannot be used here"),
+    ],
+)
+def test_what_cannot_be_sampled_elsewhere_is_refused_before_a_worker_starts(options, said, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trainer(tmp_path, 2, **options).train()
+
+
+def test_options_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    GRPOConfig(output_dir=str(tmp_path), max_staleness=4, report_to="none")
+    assert "max_staleness=4 changes nothing here: it acts with async_rollouts=True" in caplog.text
+
+
+def test_staleness_that_nothing_corrects_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    GRPOConfig(
+        output_dir=str(tmp_path), async_rollouts=True, vllm_importance_sampling_correction=False, report_to="none"
+    )
+    assert "updates from completions of older weights are not corrected" in caplog.text
+
+
+def test_tools_are_refused(tmp_path: Path) -> None:
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: other
+        """
+        return a + b
+
+    with pytest.raises(ConfigError, match="where tools of this one cannot be called"):
+        trainer(tmp_path, 2, tools=[add]).train()
+
+
+@pytest.mark.nightly
+def test_on_ray_the_run_is_the_same_and_a_killed_actor_is_replaced(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    here = trainer(tmp_path / "here", 4, async_rollouts=False, save_strategy="no")
+    here.train()
+    there = trainer(tmp_path / "there", 4, max_staleness=0, rollout_placement="ray", save_strategy="no")
+    killed: list[int] = []
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            if state.global_step == 2:
+                killed.append(there._parts.sampler._workers[0].process_id)
+                os.kill(killed[0], signal.SIGKILL)
+
+    there.add_callback(Kill())
+    try:
+        there.train()
+    finally:
+        ray.shutdown()
+    assert killed
+    assert there._parts.sampler.replaced == 1
+    assert digest(there.model) == digest(here.model)
+
+
+STEPS = 8
+REPEATABLE = json.dumps({"max_staleness": 1, "in_flight_weights": False})
+
+
+def start(folder: Path, steps: int = STEPS) -> subprocess.Popen[str]:
+    words = [sys.executable, str(HERE / "async_run.py"), str(folder), str(steps), REPEATABLE]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]]:
+    folder = tmp_path_factory.mktemp("alone")
+    said = start(folder).communicate(timeout=300)[0]
+    return said.split("digest ")[-1].strip(), prompts_by_step(folder)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "trial",
+    [pytest.param(i, marks=pytest.mark.slow if i < 3 else pytest.mark.nightly) for i in range(20)],
+)
+def test_killed_at_a_random_moment_no_prompt_is_lost_or_doubled(trial: int, left_alone, tmp_path: Path) -> None:
+    expected, prompts = left_alone
+    process = start(tmp_path)
+    while process.poll() is None and not (tmp_path / "metrics.jsonl").exists():
+        time.sleep(0.02)
+    time.sleep(random.Random(trial).uniform(0.0, 1.0))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    said = start(tmp_path).communicate(timeout=300)[0]
+    assert prompts_by_step(tmp_path) == prompts, said
+    assert said.split("digest ")[-1].strip() == expected, said
