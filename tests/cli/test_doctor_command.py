@@ -25,12 +25,14 @@ def test_a_run_in_order_is_exit_code_0_and_leaves_nothing_behind(capsys):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_rows_fit_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     main([*DEMO, "--sample-prompts", "0"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 
+@pytest.mark.slow
 def test_a_rate_at_which_a_small_model_does_not_move_is_warned_of(capsys):
     main([*DEMO, "--sample-prompts", "0", "--learning-rate", "1e-6"])
     assert "hardly moves at it" in capsys.readouterr().out.replace("\n" + " " * 19, " ")

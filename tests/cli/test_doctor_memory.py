@@ -50,6 +50,7 @@ def test_what_would_lower_the_peak_does_and_what_is_in_force_is_not_named(capsys
         assert spelled not in changed["lower"]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_fails_before_anything_is_loaded(capsys):
     huge = ["--max-completion-length", "9000000", "--max-tokens-per-microbatch", "90000000"]
     code, said = found(capsys, *huge)
