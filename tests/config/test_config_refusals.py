@@ -98,12 +98,6 @@ def test_precision_is_float32_on_a_processor_unless_asked():
     assert config.fp16 is False
 
 
-def test_a_launcher_that_shards_is_refused(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP is set by the launcher"):
-        make()
-
-
 def test_spellings_of_trl_mean_what_they_mean_there():
     assert make(scale_rewards=True).scale_rewards == "group"
     assert make(scale_rewards=False).scale_rewards == "none"

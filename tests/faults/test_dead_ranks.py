@@ -69,6 +69,7 @@ def seconds_since_fault(folder: Path) -> float:
     "fault, said, bound, patience",
     [
         ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
+        ("kill, split", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
         ("exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
         ("raise", "failed with LookupError: there is no such answer", 30, 120),
         ("stop", "has not been heard of for", 120, 10),
@@ -133,15 +134,20 @@ def test_the_main_process_may_be_the_one_that_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_with_fewer_rows_is_told_before_the_first_step(tmp_path: Path) -> None:
-    with pair(tmp_path, "fewer rows") as both:
-        assert [both.ends(0), both.ends(1)] == [2, 2]
+@pytest.mark.parametrize(
+    ("fault", "differs"),
+    [
+        ("fewer rows", "rows of train_dataset"),
+        ("other lengths", "digest of prompts of train_dataset"),
+        ("other options", "0.2 learning_rate where rank 0 has 0.1"),
+    ],
+)
+def test_a_rank_with_other_data_or_options_is_told_before_the_first_step(
+    fault: str, differs: str, tmp_path: Path
+) -> None:
+    with pair(tmp_path, fault) as both:
+        assert [both.ends(0), both.ends(1)] == [2, 2], both.said(0)[-2000:]
     for rank in range(2):
         assert "rank 1 has" in both.said(rank)
-        assert "give every process the same data" in both.said(rank)
-
-
-@pytest.mark.slow
-def test_a_rank_whose_texts_have_other_lengths_hangs_nothing(tmp_path: Path) -> None:
-    with pair(tmp_path, "other lengths") as both:
-        assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
+        assert differs in both.said(rank)
+        assert "give every process the same data and options" in both.said(rank)

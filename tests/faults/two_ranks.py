@@ -42,6 +42,7 @@ def kill_once() -> None:
 FAULTS = {
     "kill once": kill_once,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill, split": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
     "raise": fail,
@@ -87,6 +88,15 @@ def come_late() -> None:
 
 def main() -> int:
     come_late()
+    try:
+        train()
+    except CoveyError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def train() -> None:
     rows = 7 if FAULT != "fewer rows" or RANK == 0 else 4
     prompts = ["2 + 2 =", "Tom has", "12 + 30", "What is", "Anna had 20 pens", "The answer", "How many"][:rows]
     if FAULT == "other lengths" and RANK == 1:
@@ -105,7 +115,8 @@ def main() -> int:
             per_device_train_batch_size=2,
             num_generations=2,
             max_completion_length=6,
-            learning_rate=0.1,
+            fsdp=FAULT == "kill, split" or None,
+            learning_rate=0.1 if FAULT != "other options" or RANK == 0 else 0.2,
             logging_steps=1,
             use_cpu=FAULT != "no word of a CPU",
             bf16=False,
@@ -117,12 +128,7 @@ def main() -> int:
     )
     if FAULT == "nan" and RANK == 1:
         spoil(one)
-    try:
-        one.train(resume_from_checkpoint="auto" if "auto" in sys.argv[4:] else "resume" in sys.argv[4:] or None)
-    except CoveyError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    return 0
+    one.train(resume_from_checkpoint="auto" if "auto" in sys.argv[4:] else "resume" in sys.argv[4:] or None)
 
 
 if __name__ == "__main__":

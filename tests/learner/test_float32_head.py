@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
+from covey.learner.heads import find_head
 from covey.learner.packing import Row, pad_rows
-from covey.learner.policy import Policy, find_head
+from covey.learner.policy import Policy
 from covey.learner.reference import FrozenCopy
 from covey.models import decoder_of
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler

@@ -30,8 +30,8 @@ PACKING = {
 TRANSFORMERS = {"policy.py:_hidden _local_scalar_dense"}
 """transformers looks once a forward pass of padded rows whether rows are packed."""
 TRIED_ONCE = {
-    "policy.py:_splits_exactly _local_scalar_dense",
-    "policy.py:_splits_exactly allclose",
+    "heads.py:splits_exactly _local_scalar_dense",
+    "heads.py:splits_exactly allclose",
     "policy.py:_try_sharing _local_scalar_dense",
 }
 """A model is tried on its first use."""

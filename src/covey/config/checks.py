@@ -35,9 +35,6 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
             "accelerator_config has split_batches=True, which cannot be honoured: per_device_train_batch_size counts the completions "
             "of one process; divide it by their number."
         )
-    for variable, what in (("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")):
-        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
-            raise ConfigError(f"{variable} is set by the launcher, but {REFUSED[what]}.")
 
 
 def _of_accelerator(given: Any, name: str) -> Any:

@@ -339,6 +339,6 @@ class Options:
 
     # TRL's, refused
     ds3_gather_for_generation: bool = option(True, "Gather DeepSpeed ZeRO-3 weights for generation.",
-        refused="it concerns DeepSpeed ZeRO-3, which is not supported yet")
+        refused="weights that are split are always gathered once a rollout; leave it out")
     log_completions_hub_repo: str | None = option(None, "Upload completions to this repository on the Hub.",
         refused="completions stay in the run folder; upload `rollouts/` yourself if you want them public")

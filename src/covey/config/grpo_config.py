@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from covey.config import alerts, checks, options
 from covey.config.batches import Arithmetic, arithmetic
 from covey.config.fields import Options
+from covey.config.sharding import settle_sharding, split_by_covey
 from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
 from covey.names import refuse_text_for_yes
 from covey.process.lean import TrainingArguments
@@ -69,12 +70,15 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         checks.warn_of_levels(self)
         checks.settle_precision(self)
         checks.settle_sampler(self, given)
+        self.sharding = settle_sharding(self)
+        """How the model is split over processes; None: each holds it whole."""
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
         join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
         compiling = {name: vars(self)[name] for name in _COMPILING}
         vars(self).update(dict.fromkeys(_COMPILING))  # with them transformers would switch TF32 on
         try:
-            super().__post_init__()
+            with split_by_covey(self):
+                super().__post_init__()
         except (
             ValueError,
             TypeError,

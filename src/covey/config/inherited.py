@@ -115,8 +115,13 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
             is_optional=True,
         ),
         "full_determinism": Option("Force deterministic kernels; slower."),
+    },
+    "several processes": {
         "ddp_backend": Option("Communication backend between processes: nccl, gloo, ..."),
         "ddp_timeout": Option("Seconds that processes wait for each other.", at_least=1, is_whole=True),
+        "fsdp": Option("Split parameters, gradients and optimizer state over the processes (FSDP2)."),
+        "fsdp_config": Option("How they are split: a dict, or the path of a JSON file."),
+        "deepspeed": Option("A ZeRO-2 or ZeRO-3 configuration, which FSDP2 carries out."),
     },
 }
 
@@ -167,10 +172,7 @@ _REFUSED: Mapping[str, str] = {
     "neftune_noise_alpha": "noise in the embeddings would make the learner another model than the sampler",
     "label_smoothing_factor": "there are no labels to smooth in GRPO",
     "optim_target_modules": "GaLore and APOLLO are not supported; use LoRA or an 8-bit optimizer to save memory",
-    "parallelism_config": "one model is not split over devices yet",
-    "fsdp": "sharding is not supported yet; LoRA and gradient checkpointing save the most memory",
-    "fsdp_config": "sharding is not supported yet",
-    "deepspeed": "DeepSpeed is not supported yet; LoRA and gradient checkpointing save the most memory",
+    "parallelism_config": "tensor and context parallelism are not supported; fsdp=True splits a model over processes",
     "train_sampling_strategy": "use shuffle_dataset: True draws prompts at random, False in the order of the data",
 }
 

@@ -22,6 +22,7 @@ DECLARED: Mapping[str, Option] = {
 GROUP_NAMES = (
     "model", "data", "steps and batches", "sampling", "vLLM", "loss", "reference model", "rewards", "sampler and learner", "optimizer",
     "numbers gone bad", "alerts", "evaluation", "output", "hub", "memory, precision and devices",
+    "several processes",
 )  # fmt: skip
 GROUPS: Mapping[str, tuple[str, ...]] = {
     group: tuple(name for name, one in DECLARED.items() if one.group == group) for group in GROUP_NAMES

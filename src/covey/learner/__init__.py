@@ -1,11 +1,12 @@
 """Gradients out of rollouts."""
 
 from covey.learner.critic import Critic, ValueHead, ValueModel, no_critic
-from covey.learner.learner import FIRST_UPDATE, Learner
+from covey.learner.learner import Learner
 from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference
 from covey.learner.supervised import Supervised
 from covey.learner.teacher import Teacher
+from covey.learner.token_metrics import FIRST_UPDATE
 
 __all__ = [
     "FIRST_UPDATE",

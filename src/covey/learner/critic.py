@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from covey.kernels import learning
 from covey.learner.packing import Row, pad_rows
 from covey.learner.policy import Measured, Policy
 from covey.models import has_adapter
+from covey.process.sharding import Shards
 
 
 class Critic(Protocol):
@@ -75,23 +76,33 @@ class ValueModel(nn.Module):
     dropout and the type of matrix products are the policy's.
     """
 
-    def __init__(self, decoder: nn.Module, hidden_size: int, policy: Policy) -> None:
+    def __init__(self, decoder: nn.Module, hidden_size: int, policy: Policy, shards: Shards | None = None) -> None:
         super().__init__()
+        self.shards = shards
         self.decoder = decoder
         self.linear = _zero_linear(hidden_size, policy.device)
         self.policy = policy
 
     @staticmethod
-    def of(policy: Policy) -> ValueModel:
-        """A critic that starts from the policy as it is now. Raises ConfigError where it cannot be copied and trained."""
-        decoder = _decoder_copy(policy.model)
-        return ValueModel(decoder.requires_grad_(True), policy.model.config.get_text_config().hidden_size, policy)
+    def of(policy: Policy, shard: Callable[[nn.Module], Shards] | None = None) -> ValueModel:
+        """A critic that starts from the policy as it is now, split by `shard` over the processes.
+
+        Raises ConfigError where it cannot be copied and trained.
+        """
+        decoder = _decoder_copy(policy.model).requires_grad_(True)
+        shards = None if shard is None else shard(decoder)
+        return ValueModel(decoder, policy.model.config.get_text_config().hidden_size, policy, shards)
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
         rows = pad_rows(batch, self.policy.pad_id, self.policy.device)
         self.decoder.train(self.policy.model.training)  # dropout and checkpointing follow the policy's mode
-        with self.policy.autocast(), learning(self.decoder):
-            hidden = self.decoder(input_ids=rows.input_ids, use_cache=False).last_hidden_state  # [N, S, D]
+
+        def work() -> Tensor:
+            with self.policy.autocast(), learning(self.decoder):
+                found: Tensor = self.decoder(input_ids=rows.input_ids, use_cache=False).last_hidden_state  # [N, S, D]
+            return found
+
+        hidden = work() if self.shards is None else self.shards.run(work)
         return rows.spread(_read(self.linear, hidden.flatten(0, 1)[rows.source]))
 
     def parameters(self, recurse: bool = True) -> list[nn.Parameter]:  # type: ignore[override]

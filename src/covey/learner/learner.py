@@ -12,10 +12,10 @@ from torch import Tensor
 
 from covey.algorithms import Algorithm, Needs
 from covey.learner.critic import Critic, no_critic
-from covey.learner.gradients import clip, grad_norm
+from covey.learner.gradients import clip
 from covey.learner.micro_batches import MicroBatcher
 from covey.learner.optimizer import check_room
-from covey.learner.packing import Row, regrouped, rows_of, unscored_row
+from covey.learner.packing import Row, filler, regrouped, rows_of, unscored_row
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
 from covey.learner.silent import teaches
@@ -23,16 +23,16 @@ from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.learner.supervised import Supervised
 from covey.learner.teacher import Teacher
 from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of, weights
-from covey.learner.token_metrics import TokenEntropies, Unread, effective_size, sampler_mismatch
+from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
 from covey.process.gradient_buckets import GradientBuckets
+from covey.process.sharding import is_sharded, total_norm
 from covey.process.world import World
 from covey.types import (
     Completion,
     Event,
     Group,
     Last,
-    Mean,
     Metric,
     StepReport,
     Sum,
@@ -40,9 +40,6 @@ from covey.types import (
     Totals,
     merge_metrics,
 )
-
-FIRST_UPDATE = "first_update/log_ratio"
-"""Mean distance, a token, of the log-probabilities of a rollout's first update from those measured at the rollout."""
 
 
 @dataclass(eq=False)
@@ -100,6 +97,7 @@ class Learner:
             shares_prompts=self.policy.shares_prompts,
             enough_tokens=self.enough_tokens,
             enable_recomputation=self.enable_recomputation,
+            agree=None if self.policy.shards is None else self.world.max,
         )
 
     # -- before the advantages ------------------------------------------------------------------------------------
@@ -108,8 +106,7 @@ class Learner:
     def annotate(self, groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
         """The groups with what the algorithm needs to know of the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
         needs = algorithm.needs
-        old = self.is_off_policy or needs.old_logp
-        wanted = Needs(old_logp=old, ref_logp=needs.ref_logp, values=needs.values)
+        wanted = Needs(old_logp=self.is_off_policy or needs.old_logp, ref_logp=needs.ref_logp, values=needs.values)
         return self.measured(groups, wanted) if wanted != Needs() else list(groups)
 
     @torch.no_grad()
@@ -130,8 +127,9 @@ class Learner:
     def _notes(self, rows: Sequence[Row], needs: Needs) -> list[Completion]:
         """The completions of `rows` with what `needs` names."""
         notes = dict[int, Completion]()
-        for batch in self.micro_batcher.each(rows, factor=2):
+        for given in self.micro_batcher.each(rows, factor=2):
             self.check_stop()
+            batch = given or [filler()]
             old = self.policy.measure(batch) if needs.old_logp or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
             values = self.critic.values(old, batch) if needs.values and old is not None else None
@@ -141,7 +139,7 @@ class Learner:
                 values,
             )
             on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], each once
-            for r, row in enumerate(batch):
+            for r, row in enumerate(given):
                 own = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
                 notes[id(row)] = replace(row.completion, old_logp=own[0], ref_logp=own[1], values=own[2])
         return [notes[id(row)] for row in rows]
@@ -209,16 +207,19 @@ class Learner:
         """
         if not algorithm.needs.whole_step:
             return algorithm
-        look = lambda batch: moved(self._tokens(batch, algorithm)[0].detached(), "cpu")
+
+        def look(rows: Sequence[Row]) -> list[TokenBatch]:
+            pairs = [(b, self._tokens(b or [filler()], algorithm)[0].detached()) for b in self.micro_batcher.each(rows)]
+            return [moved(tokens, "cpu") for batch, tokens in pairs if batch]
+
         with torch.no_grad():
-            seen = self.micro_batcher.attempt(
-                lambda: [look(batch) for rows in parts for batch in self.micro_batcher.each(rows)]
-            )
+            seen = self.micro_batcher.attempt(lambda: [one for rows in parts for one in look(rows)])
         everywhere = TokenBatch.concat([batch for part in self.world.gather(seen) for batch in part])
         return algorithm.prepare(moved(everywhere, self.policy.device), totals)
 
     def _evaluate_all(self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals) -> list[dict[str, Metric]]:
-        return [self._evaluate(batch, algorithm, totals) for batch in self.micro_batcher.each(rows)]
+        one = lambda batch: self._evaluate(batch, algorithm, totals) if batch else self._keep_pace(algorithm)
+        return [found for found in map(one, self.micro_batcher.each(rows)) if found]
 
     def _gradients(
         self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, step: int
@@ -228,7 +229,7 @@ class Learner:
         Where memory runs out after the sum has begun, every process computes the step again and sums afterwards.
         """
         for overlaps in (self.overlaps_reduction, False):
-            gradients = GradientBuckets(self.world, self.trainable())
+            gradients = GradientBuckets(self.world, [p for p in self.trainable() if not is_sharded(p)])
 
             def undo(gradients: GradientBuckets = gradients) -> None:
                 gradients.drop()
@@ -248,10 +249,14 @@ class Learner:
         self, rows: Sequence[Row], algorithm: Algorithm, totals: Totals, overlapping: GradientBuckets | None
     ) -> list[dict[str, Metric]]:
         unread = []
-        for batch in self.micro_batcher.each(rows):
-            if overlapping is not None and self.micro_batcher.is_last:
-                overlapping.overlap_next_backward()
-            unread.append(self._accumulate(batch, algorithm, totals))
+        with self.world.passes():
+            for batch in self.micro_batcher.each(rows):
+                if overlapping is not None and self.micro_batcher.is_last:
+                    overlapping.overlap_next_backward()
+                if batch:
+                    unread.append(self._accumulate(batch, algorithm, totals))
+                else:
+                    self._keep_pace(algorithm)
         return [self._read(one, algorithm, totals) for one in unread]  # now, so that the device never waited in between
 
     def _accumulate_examples(self, step: int) -> list[dict[str, Metric]]:
@@ -296,8 +301,17 @@ class Learner:
         self._backward(loss)
         return unread
 
+    def _keep_pace(self, algorithm: Algorithm) -> None:
+        """A pass whose gradient is zero, where the model is split and other processes have more micro-batches than this one."""
+        tokens, measured = self._tokens([filler()], algorithm)
+        parts = [tokens.logp, tokens.values, measured.auxiliary_loss]
+        self._backward(0.0 * torch.stack([part.float().sum() for part in parts if part is not None]).sum())
+
     def _evaluate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
         return self._read(self._loss(batch, algorithm, totals)[1], algorithm, totals)
+
+    def _read(self, unread: Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
+        return metrics_of(unread, algorithm, totals, self.token_entropies)
 
     def _loss(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, Unread]:
         """The loss of a micro-batch, and what its metrics are computed from; the host waits for no number of the device."""
@@ -312,21 +326,6 @@ class Learner:
             loss = loss + self.policy.auxiliary_coefficient * (len(batch) / totals.sequences) * parts["aux_loss"]
         parts["loss"] = loss
         return loss, Unread(batch, tokens.detached(), {name: part.detach() for name, part in parts.items()})
-
-    def _read(self, unread: Unread, algorithm: Algorithm, totals: Totals) -> dict[str, Metric]:
-        """The metrics of a micro-batch: here the host waits for the device."""
-        tokens, losses = unread.tokens, {name: part.item() for name, part in unread.losses.items()}
-        if tokens.entropy is not None:
-            self.token_entropies.take(unread.batch, tokens.entropy)
-        metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
-        if "value_loss" in losses:
-            metrics["value_loss"] = Sum(losses["value_loss"])
-        if "aux_loss" in losses:
-            metrics["aux_loss"] = Mean(losses["aux_loss"] * len(unread.batch), len(unread.batch))
-        metrics["loss"] = Sum(losses["loss"])
-        gap = (tokens.logp - tokens.old_logp).abs()
-        metrics[FIRST_UPDATE] = Mean.of(gap, tokens.mask)
-        return metrics | sampler_mismatch(tokens) | effective_size(tokens)
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
         """The plain padded view of a micro-batch that every part of an algorithm sees."""
@@ -365,7 +364,9 @@ class Learner:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         trained = [self.policy.parameters(), self.critic.parameters()]
-        norms = [grad_norm(part) for part in trained]  # apart, so that a critic's error never scales the policy's step
+        norms = [
+            total_norm([p.grad for p in part if p.grad is not None], self.world) for part in trained
+        ]  # apart, so that a critic's error never scales the policy's step
         norm = norms[0]
         if trained[1]:
             metrics["value_grad_norm"] = Last(norms[1])

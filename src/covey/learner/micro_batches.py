@@ -78,14 +78,20 @@ class MicroBatcher:
     events: list[Event] = field(default_factory=list)
     left_out: SkippedCompletions = field(default_factory=SkippedCompletions)
     """Completions of the step that did not fit even alone."""
+    agree: Callable[[int], int] | None = None
+    """The largest of all processes' counts, where each must make as many passes as the others: its model is split over them."""
     is_last: bool = False
     """True while `each` is at its last micro-batch."""
     _current: Sequence[Row] = ()
     """The micro-batch that is being worked on."""
 
     def each(self, rows: Sequence[Row], factor: int = 1) -> Iterator[list[Row]]:
-        """`batches`, one after another; the one that memory runs out on is known."""
+        """`batches`, one after another; the one that memory runs out on is known.
+
+        Where processes must keep pace, empty batches follow until all have as many.
+        """
         found = self.batches(rows, factor)
+        found += [[]] * (0 if self.agree is None else self.agree(len(found)) - len(found))
         for place, batch in enumerate(found, 1):
             self._current, self.is_last = batch, place == len(found)
             yield batch
@@ -119,7 +125,16 @@ class MicroBatcher:
             self.largest, self._current = (0, 0), ()
 
         self.largest, self._current = (0, 0), ()
-        return until_it_fits(work, shrink)
+        return until_it_fits(work, shrink if self.agree is None else self._refuse)
+
+    def _refuse(self, said: str) -> None:
+        """The other processes are in the middle of a pass that this one has left."""
+        rows, tokens = len(self._current), tokens_in(self._current, self.shares_prompts())
+        raise MemoryLimitError(
+            f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens), and a model that is split over processes "
+            f"cannot take a pass again on one of them ({said}); set max_tokens_per_microbatch below {max(1, tokens)}, "
+            "per_device_train_batch_size lower, or gradient_checkpointing=True, and resume."
+        )
 
     def _halve(self, said: str) -> None:
         current = self._current

@@ -94,6 +94,15 @@ def regrouped(groups: Sequence[Group], completions: Sequence[Completion]) -> lis
     return [replace(group, completions=tuple(next(remaining) for _ in group.completions)) for group in groups]
 
 
+def filler() -> Row:
+    """A row of two tokens for a pass that only keeps pace with other processes; nothing of it is counted."""
+    drawn = Completion(token_ids=torch.tensor([1, 2]), text="", finish="stop")
+    counts = torch.ones(2, dtype=torch.bool)
+    return Row(
+        prompt=Prompt(uid="pace", token_ids=(1, 2)), completion=drawn, group=0, advantage=torch.zeros(()), counts=counts
+    )
+
+
 def microbatches(
     rows: Sequence[Row],
     *,

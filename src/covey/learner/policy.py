@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,17 @@ from covey.errors import ConfigError
 from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
 from covey.kernels import AttentionHeads, SharedPromptAttention, Window, attention_windows, learning
 from covey.learner import shared_prompt
+from covey.learner.heads import find_head, short_row, splits_exactly
 from covey.learner.logprobs import Head, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.models import accepts, decoder_of, encoder_of, unwrapped
+from covey.process.sharding import Shards
 from covey.process.world import autocast
-from covey.types import Completion, Prompt
+from covey.types import Prompt
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +90,8 @@ class Policy:
     """Compute the output layer in float32 whatever the rest is computed in."""
     packs_always: bool = False
     """Pack rows without padding also where no two share a prompt."""
+    shards: Shards | None = None
+    """Where the model is split over processes: every forward pass runs in it, as many on each process."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -115,6 +121,17 @@ class Policy:
         """Context of every forward pass of the model: its precision and its kernels."""
         with learning(self.model), autocast(self.device, self.compute_dtype):
             yield
+
+    def sharded(self, shard: Callable[[nn.Module], Shards]) -> Policy:
+        """The policy with its model split in place, tried out on every process at once."""
+        found = replace(self, shards=shard(self.model))
+        found._splits()
+        found._shares()
+        return found
+
+    def _within(self, work: Callable[[], T]) -> T:
+        """`work()`, in which the weights can be read."""
+        return work() if self.shards is None else self.shards.run(work)
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable ones, in the model's order."""
@@ -146,13 +163,39 @@ class Policy:
     @torch.no_grad()
     def hidden_of(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Head]:
         """[M, D] hidden states that predict the completion tokens, and the head that reads them."""
-        with self.autocast():
-            hidden, _ = self._hidden(rows)
-        return hidden.flatten(0, 1)[rows.source], self._head_of() if self._splits() else self._whole_head()
+
+        def work() -> tuple[Tensor, Head]:
+            with self.autocast():
+                hidden, _ = self._hidden(rows)
+            head = self._head_of() if self._splits() else self._whole_head()
+            if self.shards is not None and isinstance(head.project, nn.Module):
+                head = replace(head, project=copy.deepcopy(head.project))  # outlives the gathered weights
+            return hidden.flatten(0, 1)[rows.source], head
+
+        return self._within(work)
 
     def _measure(
         self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None = None, teacher: Other | None = None
     ) -> Measured:
+        work = lambda: self._scored(rows, entropy, (other, teacher))
+        picked, logp, entropies, apart, auxiliary = self._within(work)
+        distance, teacher_distance = [None if one is None else rows.spread(one) for one in apart]
+        if not torch.is_grad_enabled():  # else the backward may still recompute activations
+            self.release()
+        return Measured(
+            distance=distance,
+            teacher_distance=teacher_distance,
+            logp=rows.spread(logp),
+            entropy=rows.spread(entropies),
+            hidden=picked,
+            rows=rows,
+            auxiliary_loss=auxiliary,
+        )
+
+    def _scored(
+        self, rows: PaddedRows | SharedRows, entropy: bool, others: Sequence[Other | None]
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor | None]:
+        """Hidden states [M, D], log-probabilities, entropies and distances to `others` [M] of the completion tokens; the balancing loss."""
         with self.autocast():
             with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
@@ -170,20 +213,9 @@ class Policy:
                 None
                 if one is None
                 else distances(picked, head, one, temperature=self.temperature, chunk=self.logits_chunk)
-                for one in (other, teacher)
+                for one in others
             ]
-            distance, teacher_distance = [None if one is None else rows.spread(one) for one in apart]
-        if not torch.is_grad_enabled():  # else the backward may still recompute activations
-            self.release()
-        return Measured(
-            distance=distance,
-            teacher_distance=teacher_distance,
-            logp=rows.spread(logp),
-            entropy=rows.spread(entropies),
-            hidden=picked,
-            rows=rows,
-            auxiliary_loss=auxiliary,
-        )
+        return picked, logp, entropies, apart, auxiliary
 
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
         """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
@@ -268,7 +300,7 @@ class Policy:
     @torch.no_grad()
     def _try_sharing(self) -> str | None:
         """Compare packed rows with rows apart under the model's own attention. A reason if they differ."""
-        rows = [_short_row(self.model, count) for count in (3, 2)]
+        rows = [short_row(self.model, count) for count in (3, 2)]
         was_training = self.model.training
         shared_prompt.install()
         self.model.eval()
@@ -328,7 +360,7 @@ class Policy:
     def _splits(self) -> bool:
         """True if decoder and head, called apart, give the model's own logits on four tokens; tried once."""
         if self._is_split is None:
-            self._is_split = _splits_exactly(self.model, self.device)
+            self._is_split = self._within(lambda: splits_exactly(self.model, self.device))
             if not self._is_split:
                 name = type(self.model).__name__
                 logger.warning(
@@ -341,53 +373,3 @@ class Policy:
 @lru_cache
 def _tell_once(said: str) -> None:
     logger.warning("%s", said)
-
-
-def _short_row(model: Any, count: int) -> Row:
-    """Five prompt tokens and `count` answer tokens, the same prompt for every count."""
-    vocabulary = unwrapped(model).get_input_embeddings().num_embeddings
-    ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
-    return Row(
-        prompt=Prompt(uid="try", token_ids=tuple(ids[:5].tolist())),
-        completion=Completion(token_ids=ids[5:], text="", finish="stop"),
-        group=0,
-        advantage=torch.zeros(()),
-        counts=torch.ones(count, dtype=torch.bool),
-    )
-
-
-def find_head(model: Any) -> Head:
-    """The head of a transformers causal LM, with the scaling its configuration names."""
-    inner = unwrapped(model)
-    config = inner.config.get_text_config()
-    multiply = getattr(config, "logit_scale", None) or 1.0
-    multiply = multiply / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(
-        project=inner.get_output_embeddings(),
-        multiply=float(multiply),
-        softcap=getattr(config, "final_logit_softcapping", None),
-        banned=banned_ids(model),
-    )
-
-
-@torch.no_grad()
-def _splits_exactly(model: Any, device: torch.device) -> bool:
-    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
-        return False  # virtual tokens are added outside the decoder
-    inner = unwrapped(model)
-    if inner.get_output_embeddings() is None or not hasattr(inner, "get_decoder"):
-        return False
-    vocabulary = inner.get_input_embeddings().num_embeddings
-    ids = (torch.arange(4, device=device) * 7919 % vocabulary)[None]
-    was_training = model.training
-    model.eval()
-    try:
-        whole = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = getattr(decoder_of(model)(input_ids=ids, use_cache=False), "last_hidden_state", None)
-        if hidden is None:
-            return False
-        apart = replace(find_head(model), banned=()).logits(hidden[0]).float()
-    finally:
-        model.train(was_training)
-    slack = 5e-2 if hidden.dtype in (torch.bfloat16, torch.float16) else 1e-4  # soft-capping rounds differently in bf16
-    return apart.shape == whole[0].shape and torch.allclose(apart, whole[0], atol=slack, rtol=slack)

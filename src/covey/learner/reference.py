@@ -14,6 +14,7 @@ from torch import Tensor
 from covey.errors import ConfigError
 from covey.learner.packing import Row
 from covey.learner.policy import Against, Measured, Policy
+from covey.process.sharding import Shards, copy_into, is_sharded, local
 
 
 class Reference(Protocol):
@@ -80,10 +81,13 @@ class FrozenCopy:
     moves: int = 0
 
     @staticmethod
-    def of(policy: Policy, *, follows: bool = False) -> FrozenCopy:
-        """A copy of the policy as it is now."""
+    def of(
+        policy: Policy, *, follows: bool = False, shard: Callable[[torch.nn.Module], Shards] | None = None
+    ) -> FrozenCopy:
+        """A copy of the policy as it is now, split by `shard` over the processes; the policy must not be split yet."""
         model = copy.deepcopy(policy.model).eval().requires_grad_(False)
-        return FrozenCopy(replace(policy, model=model, auxiliary_coefficient=0.0), follows=follows)
+        frozen = replace(policy, model=model, auxiliary_coefficient=0.0)
+        return FrozenCopy(frozen if shard is None else frozen.sharded(shard), follows=follows)
 
     @torch.no_grad()
     def measure(self, rows: Sequence[Row]) -> Measured | None:
@@ -133,16 +137,14 @@ class AdapterCopy:
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         now = _trainable(self.policy.model)
-        held = {name: parameter.data for name, parameter in now.items()}
+        held = {name: _held(parameter) for name, parameter in now.items()}
         was_training = self.policy.model.training
         self.policy.model.eval()
-        for name, parameter in now.items():
-            parameter.data = self.kept[name]
+        _put(now, self.kept)
         try:
             yield
         finally:
-            for name, parameter in now.items():
-                parameter.data = held[name]
+            _put(now, held)
             self.policy.model.train(was_training)
 
     @torch.no_grad()
@@ -183,7 +185,22 @@ def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def _held(parameter: torch.nn.Parameter) -> Tensor:
+    """The parameter's values, to be put back."""
+    return parameter.detach().clone() if is_sharded(parameter) else parameter.data
+
+
+@torch.no_grad()
+def _put(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    """Exchange the parameters' memory; of one that is split, what is in it, for that memory is what is gathered."""
+    for name, parameter in parameters.items():
+        if is_sharded(parameter):
+            local(parameter).copy_(local(values[name]))
+        else:
+            parameter.data = values[name]
+
+
 @torch.no_grad()
 def _load(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     for name, value in state.items():
-        into[name].copy_(value)
+        copy_into(into[name], value)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covey.errors import NumericsError, SpoiledError
 from covey.models import has_adapter
+from covey.process.sharding import local
 from covey.process.world import World
 
 _LARGEST = 1e18
@@ -29,7 +30,7 @@ def are_sound(tensors: Iterable[Tensor]) -> bool:
     Tensors of other types than float16, bfloat16, float32 and float64 are not looked at.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for value in tensors:
+    for value in map(local, tensors):  # each process looks at its own part
         if value.dtype in _MEASURED and value.numel() and not value.is_meta:
             by_kind.setdefault((value.device, value.dtype), []).append(value.detach())
     for (_, dtype), values in by_kind.items():
@@ -47,6 +48,7 @@ def _size(values: list[Tensor], dtype: torch.dtype) -> float:
 
 def fault_of(value: Tensor) -> str | None:
     """`NaN`, `infinity` or the value that is too large; None for a tensor that is sound."""
+    value = local(value)
     if value.dtype not in _MEASURED or not value.numel() or value.is_meta:
         return None
     largest = float(value.detach().abs().max())
@@ -107,7 +109,9 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, list | tuple):
         for i, value in enumerate(tree):
             yield from _leaves(value, f"{name}.{i}")
-    elif isinstance(tree, Tensor | float):
+    elif isinstance(tree, Tensor):
+        yield name, local(tree)
+    elif isinstance(tree, float):
         yield name, tree
 
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from covey.algorithms import Algorithm
 from covey.learner.packing import Row
 from covey.process.world import World
-from covey.types import EffectiveSize, Group, Max, Mean, Metric, TokenBatch, TokenNumbers
+from covey.types import EffectiveSize, Group, Max, Mean, Metric, Sum, TokenBatch, TokenNumbers, Totals
+
+FIRST_UPDATE = "first_update/log_ratio"
+"""Mean distance, a token, of the log-probabilities of a rollout's first update from those measured at the rollout."""
 
 
 def sampler_mismatch(tokens: TokenBatch) -> dict[str, Metric]:
@@ -71,3 +75,19 @@ class Unread:
     """Detached."""
     losses: Mapping[str, Tensor]
     """[] each, detached."""
+
+
+def metrics_of(unread: Unread, algorithm: Algorithm, totals: Totals, entropies: TokenEntropies) -> dict[str, Metric]:
+    """The metrics of a micro-batch, and its entropies into `entropies`: here the host waits for the device."""
+    tokens, losses = unread.tokens, {name: part.item() for name, part in unread.losses.items()}
+    if tokens.entropy is not None:
+        entropies.take(unread.batch, tokens.entropy)
+    metrics: dict[str, Metric] = dict(algorithm.metrics(tokens, totals))
+    if "value_loss" in losses:
+        metrics["value_loss"] = Sum(losses["value_loss"])
+    if "aux_loss" in losses:
+        metrics["aux_loss"] = Mean(losses["aux_loss"] * len(unread.batch), len(unread.batch))
+    metrics["loss"] = Sum(losses["loss"])
+    gap = (tokens.logp - tokens.old_logp).abs()
+    metrics[FIRST_UPDATE] = Mean.of(gap, tokens.mask)
+    return metrics | sampler_mismatch(tokens) | effective_size(tokens)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covey.process.sharding import local, whole
 from covey.types import Max, Metric
 
 _SAMPLE = 16_384
@@ -24,7 +25,7 @@ class UpdateMeter:
     `update/<part>` is `|dW| / |W|` of the embeddings, of up to four blocks of layers, of the rest, and of `all`. For LoRA dW is
     the change of the product, `scale (dB A' + B dA)`, and W the frozen matrix under it, so that the numbers mean the same
     with and without an adapter. `update/changed`: trained weights that are another number than before (bfloat16 weights
-    round small updates away).
+    round small updates away). Of a model that is split over processes each process measures its own part.
     """
 
     def __init__(self, model: Any, is_due: Callable[[], bool] = lambda: True) -> None:
@@ -42,7 +43,7 @@ class UpdateMeter:
         self._before, self._sampled = {}, None
         if self.is_due():
             plain, inside = self._trained()
-            self._before = {name: parameter.detach().clone() for name, parameter in inside}
+            self._before = {name: whole(parameter.detach()).clone() for name, parameter in inside}
             self._sampled = _samples([parameter for _, parameter in plain])
 
     @torch.no_grad()
@@ -57,10 +58,12 @@ class UpdateMeter:
         lengths = [_sampled_of(parameter) for _, parameter in plain]
         sums = lambda x: [part.square().sum() for part in x.split(lengths)]
         found = torch.stack([*sums(now - sampled), *sums(now)]).tolist() if plain else []  # one wait for the device
-        changed = int((now != sampled).sum()) + sum(int((p.detach() != before[name]).sum()) for name, p in inside)
+        changed = int((now != sampled).sum()) + sum(
+            int((whole(p.detach()) != before[name]).sum()) for name, p in inside
+        )
         total = now.numel() + sum(parameter.numel() for _, parameter in inside)
         for i, (name, parameter) in enumerate(plain):
-            scale = parameter.numel() / max(lengths[i], 1)
+            scale = local(parameter).numel() / max(lengths[i], 1)
             self._add(moved, size, name, found[i] * scale, found[len(plain) + i] * scale)
         names = {id(parameter): name for name, parameter in inside}
         for name, module in self._adapted():
@@ -93,7 +96,7 @@ class UpdateMeter:
         if name not in self._sizes:
             weight = module.get_base_layer().weight
             sampled = _sample(weight)
-            self._sizes[name] = _square(sampled) * weight.numel() / max(sampled.numel(), 1)
+            self._sizes[name] = _square(sampled) * weight.numel() / max(sampled.numel(), 1)  # rows of others are alike
         return self._sizes[name]
 
     def _add(self, moved: dict[str, float], size: dict[str, float], name: str, change: float, whole: float) -> None:
@@ -137,15 +140,16 @@ def _product_change(module: Any, before: dict[str, Tensor], names: dict[int, str
     a, b = module.lora_A[key].weight, module.lora_B[key].weight  # [r, in], [out, r]
     if id(a) not in names or id(b) not in names:
         return None
+    a_now, b_now = whole(a), whole(b)
     old_a, old_b = before[names[id(a)]].float(), before[names[id(b)]].float()
-    left = torch.cat([b.float() - old_b, old_b], dim=1)  # [out, 2 r]
-    right = torch.cat([a.float(), a.float() - old_a], dim=0)  # [2 r, in]
+    left = torch.cat([b_now.float() - old_b, old_b], dim=1)  # [out, 2 r]
+    right = torch.cat([a_now.float(), a_now.float() - old_a], dim=0)  # [2 r, in]
     change = ((left.T @ left) * (right @ right.T)).sum().item()
     return max(0.0, change) * float(module.scaling[key]) ** 2
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    flat = parameter.detach().reshape(-1)
+    flat = local(parameter).detach().reshape(-1)
     return flat[:: _stride(flat.numel())]
 
 
@@ -159,7 +163,8 @@ def _samples(parameters: Sequence[Tensor]) -> Tensor:
 
 def _sampled_of(parameter: Tensor) -> int:
     """How many weights `_sample` takes."""
-    return -(-parameter.numel() // _stride(parameter.numel())) if parameter.numel() else 0
+    count = local(parameter).numel()
+    return -(-count // _stride(count)) if count else 0
 
 
 def _stride(count: int) -> int:

@@ -77,12 +77,11 @@ class GradientBuckets:
         an optimizer would not leave a zero alone.
         """
         self._unhook()
-        if self.world.size == 1:
+        if self.world.size == 1 or not self.parameters:
             return True
         while self._next < len(self.buckets):
             self._begin_next()
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        flags = torch.zeros(len(self.parameters) + 1, device=device)
+        flags = torch.zeros(len(self.parameters) + 1, device=self.parameters[0].device)
         flags[:-1] = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
         flags[-1] = float(self.is_spoiled)
         read = list[float]()

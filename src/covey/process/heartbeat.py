@@ -110,6 +110,11 @@ class Heartbeat:
             self._waits_since = None
             self._now(meeting="")
 
+    def broken(self, error: RuntimeError) -> RankError:
+        """What to raise for a collective that torch made by itself, and that broke."""
+        self.is_abandoned = True
+        return RankError(self._why_broken(error))
+
     def _apart(self, call: Callable[[], R]) -> R:
         """Call in a thread of its own, so that this one can stop waiting."""
         done = threading.Event()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from covey.errors import DataError
+from covey.errors import DataError, RankError
 from covey.process.device import expect_supported
 from covey.process.heartbeat import SILENCE_SECONDS, Heartbeat, leave_now
 from covey.process.rendezvous import agree
@@ -84,6 +84,14 @@ class World:
             self._meet(lambda: dist.all_reduce(total))
         return x
 
+    def max(self, count: int) -> int:
+        """The largest of the processes' counts."""
+        if self.size == 1:
+            return count
+        largest = torch.tensor([count], device=self.device)
+        self._meet(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX))
+        return int(largest.item())
+
     def sum_totals(self, totals: Totals) -> Totals:
         """Denominators of the whole optimizer step. `prompts` must already be counted over all processes."""
         if self.size == 1:
@@ -138,6 +146,20 @@ class World:
     def fails_together(self, error: BaseException) -> bool:
         """Tell the others of an error that ends the run here; whether all have it, so that they may meet once more."""
         return self.heartbeat is None or self.heartbeat.fails_together(error)
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Forward and backward passes of a model that is split, in which torch makes collectives of its own.
+
+        Raises RankError where one breaks because another process has ended. One that hangs is noticed after `ddp_timeout` only.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            is_broken = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if self.heartbeat is None or not is_broken or isinstance(error, RankError):
+                raise
+            raise self.heartbeat.broken(error) from error
 
     def _meet(self, call: Callable[[], R]) -> R:
         """A collective. Raises RankError when another process does not come to it."""

@@ -4,6 +4,7 @@ from covey.errors import Unsupported
 from covey.rollout.backends import Backend, choose_sampler
 from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment, Reply, Turn
+from covey.rollout.gathered import GatheredSampler
 from covey.rollout.hf import TransformersSampler
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
@@ -11,6 +12,7 @@ from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
 __all__ = [
     "Backend",
     "Environment",
+    "GatheredSampler",
     "NativeSampler",
     "PromptLike",
     "Reply",

@@ -9,27 +9,24 @@ from typing import Any, Literal, cast
 
 import torch
 
-from covey import algorithms as alg
 from covey.algorithms import Algorithm
 from covey.algorithms.advice import advise
 from covey.config import GRPOConfig
 from covey.config.grpo_config import batch_arithmetic
 from covey.data import PromptStream, check_dataset, num_embeddings
 from covey.errors import ConfigError, RewardError
-from covey.learner import AdapterCopy, FrozenCopy, Learner, NoReference, Policy, ValueHead, ValueModel, no_critic
-from covey.learner.critic import Critic
+from covey.learner import Learner, Policy
 from covey.learner.memory_estimate import enough_tokens, starting_tokens
 from covey.learner.optimizer import make_optimizer, make_scheduler
 from covey.learner.preparation import checkpoint_activations
-from covey.learner.reference import Reference
 from covey.learner.token_metrics import TokenEntropies
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
-from covey.models import context_limit, has_adapter
+from covey.models import context_limit
 from covey.monitor.slices import Slices
 from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Combiner, Scorer, resolve
-from covey.rollout import Sampler, choose_sampler
+from covey.rollout import GatheredSampler, Sampler, choose_sampler
 from covey.runs import rollouts
 from covey.training.agents import Agents
 from covey.training.asynchrony import sampler_ahead
@@ -39,6 +36,7 @@ from covey.training.evaluator import Evaluator
 from covey.training.invariants import OnPolicyCheck
 from covey.training.languages import languages_of
 from covey.training.live import attach
+from covey.training.networks import Networks, networks_of, refuse_unsplit
 from covey.training.parts import Parts
 from covey.training.sampling import as_dict, sampler_options, sampling_params
 from covey.training.session import Session, StopSignal
@@ -168,23 +166,6 @@ def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
     return float(chosen or 0.0) if has_router else 0.0
 
 
-def build_reference(algorithm: Algorithm, policy: Policy) -> Reference:
-    """What the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
-    if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
-        return NoReference()
-    is_peft = has_adapter(policy.model)
-    return AdapterCopy.of(policy) if is_peft else FrozenCopy.of(policy, follows=algorithm.reference is not alg.keep)
-
-
-def build_critic(algorithm: Algorithm, policy: Policy) -> Critic:
-    """What estimates values: nothing, a head on the policy's hidden states, or a model of its own."""
-    if algorithm.critic is None:
-        return no_critic()
-    if getattr(algorithm.critic, "model", "head") == "separate":
-        return ValueModel.of(policy)
-    return ValueHead(policy.model.config.get_text_config().hidden_size, policy.device)
-
-
 def build_prompts(
     given: RunInputs, dataset: Any, *, shuffle: bool, curriculum: str = "none", languages: Sequence[str] = ()
 ) -> PromptStream:
@@ -219,19 +200,32 @@ def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
     return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
 
 
+def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
+    """The policy and what stands beside it, split over processes where the run asks for it; `optimizer`: the user's own.
+
+    Raises ConfigError for what does not work with a model that is split.
+    """
+    args = given.args
+    if args.sharding is not None and given.world.size > 1:
+        refuse_unsplit(given.algorithm, given.model, optimizer, given.agents.rollout_func)
+    policy = build_policy(given)
+    max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=given.world.device.type == "cpu")
+    return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens)
+
+
 def build_learner(
     given: RunInputs,
     total_steps: int,
     optimizers: tuple[Any, Any],
     is_off_policy: bool,
-    policy: Policy | None = None,
+    networks: Networks | None = None,
     **callbacks: Callable[..., None],
 ) -> Learner:
-    """The learner of `policy`, by default a new one. `callbacks`: `check_stop` and `before_first_update` of `Learner`."""
+    """The learner of `networks`, by default new ones. `callbacks`: `check_stop` and `before_first_update` of `Learner`."""
     args, algorithm = given.args, given.algorithm
     on_cpu = given.world.device.type == "cpu"
-    policy = build_policy(given) if policy is None else policy
-    critic = build_critic(algorithm, policy)
+    networks = build_networks(given, optimizers[0]) if networks is None else networks
+    policy, critic = networks.policy, networks.critic
     extra: list[torch.nn.Module] = [critic] if isinstance(critic, torch.nn.Module) else []
     optimizer = optimizers[0] or make_optimizer(args, given.model, extra)
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
@@ -241,13 +235,13 @@ def build_learner(
     seed = args.seed if args.data_seed is None else args.data_seed
     return Learner(
         policy=policy,
-        reference=build_reference(algorithm, policy),
+        reference=networks.reference,
         optimizer=optimizer,
         scheduler=scheduler,
         world=given.world,
         max_completion_length=args.max_completion_length,
         max_rows=args.per_device_train_batch_size,
-        max_tokens=starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=on_cpu),
+        max_tokens=networks.max_tokens,
         enough_tokens=enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu),
         max_grad_norm=args.max_grad_norm,
         guard=UpdateGuard(build_guard_policy(args)),
@@ -262,7 +256,8 @@ def build_learner(
         and sampling.repetition_penalty == 1.0,
         expects_stale=args.async_rollouts and args.max_staleness > 0,
         token_entropies=TokenEntropies(partial(rollouts.is_due, every=args.rollout_log_steps)),
-        overlaps_reduction=not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
+        overlaps_reduction=policy.shards is None
+        and not as_dict(args.gradient_checkpointing_kwargs).get("use_reentrant"),
         scaler=torch.amp.GradScaler(policy.device.type) if args.fp16 else None,
         before_update=given.before_update,
         after_update=given.after_update,
@@ -270,20 +265,21 @@ def build_learner(
     )
 
 
-def build_sampler(given: RunInputs, check_stop: Interruption) -> Sampler:
-    """What draws completions: here, or ahead in processes of its own."""
-    args = given.args
+def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler:
+    """What draws completions: here, from weights that are gathered where they are split, or ahead in processes of its own."""
+    args, shards = given.args, policy.shards
     if args.async_rollouts:
         return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
-    make = partial(
-        choose_sampler,
-        given.model,
-        given.tokenizer,
-        eos_ids=given.eos_ids,
-        check_stop=check_stop,
-        **sampler_options(args, given.world),
-    )
-    return given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
+    options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world)}
+
+    def make(**more: Any) -> Sampler:
+        over = lambda model: choose_sampler(model, given.tokenizer, **options, **more)
+        return over(given.model) if shards is None else GatheredSampler(shards, over)
+
+    sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
+    if shards is not None:
+        shards.free()  # where nothing is drawn
+    return sampler
 
 
 def build_parts(
@@ -303,16 +299,17 @@ def build_parts(
     counts = batch_arithmetic(args, given.world.size, num_prompts)
     is_off_policy = counts.optimizer_steps_per_generation > 1
     interruption = Interruption(lambda: stop.requested, is_alone=given.world.size == 1)
-    policy = build_policy(given)
+    networks = build_networks(given, optimizers[0])
+    policy = networks.policy
     steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
-    sampler = build_sampler(given, interruption)
-    on_policy = OnPolicyCheck(policy, sampler)
+    sampler = build_sampler(given, policy, interruption)
+    on_policy = OnPolicyCheck(policy, sampler.sampler if isinstance(sampler, GatheredSampler) else sampler)
     learner = build_learner(
         given,
         counts.total_steps,
         optimizers,
         is_off_policy,
-        policy,
+        networks,
         check_stop=interruption,
         before_first_update=on_policy,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from covey.config import GRPOConfig
 from covey.ensembles import Ensemble, EnsembleSampler, member_metrics
 from covey.ensembles.loading import load_writers
 from covey.ensembles.sampler import MEASURES, has_failed, unknown
@@ -19,7 +20,7 @@ from covey.training.parts import Parts
 from covey.types import Completion, Group, Metric
 
 
-def given_ensemble(ensemble: Any, agents: Agents, num_generations: int) -> Ensemble | None:
+def given_ensemble(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | None:
     """The ensemble that a user gave to `GRPOTrainer`, or its members. Raises ConfigError for one that cannot act."""
     made = Ensemble.of(ensemble)
     if made is None:
@@ -28,7 +29,11 @@ def given_ensemble(ensemble: Any, agents: Agents, num_generations: int) -> Ensem
         raise ConfigError(
             "ensemble= takes answers of one turn, so tools, environments and rollout_func cannot be given with it; leave one out."
         )
-    made.refuse_share(num_generations)
+    if args.sharding is not None and args.world_size > 1:
+        raise ConfigError(
+            "ensemble= samples from a model that each process holds whole, and fsdp splits it; leave one of them out."
+        )
+    made.refuse_share(args.num_generations)
     return made
 
 

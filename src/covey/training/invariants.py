@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.errors import InvariantError
 from covey.learner import FIRST_UPDATE, Learner, Policy
 from covey.models import has_adapter
+from covey.process.sharding import is_sharded, local
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.types import Metric
@@ -129,7 +130,7 @@ def expect_same_weights(model: torch.nn.Module, world: World) -> None:
     """Raise InvariantError on every process unless all hold the same trained weights, bit for bit."""
     if world.size == 1:
         return
-    trained = fingerprints({name: p for name, p in model.named_parameters() if p.requires_grad})
+    trained = fingerprints({name: p for name, p in model.named_parameters() if p.requires_grad and not is_sharded(p)})
     everyone = [part[0] for part in world.gather([trained])]
     for rank, theirs in enumerate(everyone):
         if name := first_difference(everyone[0], theirs):
@@ -150,7 +151,8 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> Fingerprints:
 
     xxh3-64 of the bytes in the host's memory; on an accelerator the sum of the bits as integers, which needs no copy there.
     """
-    plain = {name: value.detach().as_subclass(Tensor) for name, value in tensors.items() if value.numel()}
+    own = {name: local(value) for name, value in tensors.items()}
+    plain = {name: value.detach().as_subclass(Tensor) for name, value in own.items() if value.numel()}
     held = {
         name: value.contiguous() for name, value in plain.items()
     }  # quantized weights are tensors of their own kind

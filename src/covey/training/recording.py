@@ -8,10 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from covey.errors import CheckpointError, RewardError, SpoiledError
 from covey.learner.soundness import saved_weights, weight_fault
 from covey.models import has_adapter, quiet_bars
 from covey.process.lean import ExportableState, TrainerState
+from covey.process.shard_files import put_back
+from covey.process.sharding import are_split, load_whole_state, shard_like, whole_state
 from covey.process.world import World
 from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
@@ -39,6 +43,17 @@ def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any
         tokenizer.save_pretrained(folder)
 
 
+def weights_to_write(model: Any, world: World) -> dict[str, Any] | None:
+    """For `write_model`, of a model that is split: its weights put together, on the main process; else None, the model's own.
+
+    Every process must call it.
+    """
+    if not are_split(model):
+        return None
+    expect_finite_end(model, world)
+    return whole_state(model, trained_only=has_adapter(model), keeps=world.is_main)
+
+
 def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
     """Everything beside the weights that an exact resume needs."""
     learner = parts.learner
@@ -62,20 +77,22 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
 
 def restore_tree(parts: Parts, folder: Path) -> TrainState:
     """Put back what `checkpoint_tree` holds, and the weights; returns the state to continue from."""
-    tree = checkpoint.load_state(folder)
+    is_split = are_split(parts.learner.policy.model)
+    tree = put_back(checkpoint.load_state(folder), folder, parts.world, is_split=is_split)
     if not tree:
         raise CheckpointError(
             f"{folder} was saved with save_only_model, so it holds no state to resume from; give it as the model instead."
         )
     learner = parts.learner
     load_weights(learner.policy.model, folder)
-    learner.optimizer.load_state_dict(tree["optimizer"])
+    learner.optimizer.load_state_dict(_split_as_now(tree["optimizer"], learner.optimizer))
     learner.scheduler.load_state_dict(tree["scheduler"])
     if learner.scaler is not None:
         learner.scaler.load_state_dict(tree["scaler"])
     learner.reference.load_state_dict(tree["reference"])
     if tree["critic"]:
-        learner.critic.load_state_dict(tree["critic"])
+        own = learner.critic.state_dict()
+        learner.critic.load_state_dict({name: shard_like(value, own[name]) for name, value in tree["critic"].items()})
     restore_average(parts, tree.get("average", {}))
     if "ladder" in tree:
         learner.guard.load_state_dict(tree["ladder"])
@@ -98,6 +115,17 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
     return TrainState(**{name: value for name, value in tree["state"].items() if name in known})
 
 
+def _split_as_now(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state with the tensors of parameters that are split now split as they are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    split = lambda value, like: shard_like(value, like) if isinstance(value, Tensor) else value
+    known = {
+        place: {name: split(value, parameters[place]) for name, value in own.items()}
+        for place, own in state["state"].items()
+    }
+    return {**state, "state": known}
+
+
 def _mine(parts: Parts, saved: Sequence[Any]) -> Any:
     """This process's own entry; that of the last one where there are more processes now."""
     return saved[min(parts.world.rank, len(saved) - 1)]
@@ -118,12 +146,18 @@ def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
 def load_weights(model: Any, folder: Path) -> None:
     """The weights of a checkpoint into a model that is in use, in place."""
     if has_adapter(model):
-        from peft import load_peft_weights, set_peft_model_state_dict
+        from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
+        if are_split(model):
+            load_whole_state(get_peft_model_state_dict(model), load_peft_weights(str(folder), device="cpu"))
+            return
         set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
         return
     with quiet_bars():
         saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    if are_split(model):
+        load_whole_state(model.state_dict(), saved.state_dict())
+        return
     model.load_state_dict(saved.state_dict())
 
 
@@ -133,7 +167,7 @@ def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
     Raises SpoiledError where the weights that the run ends with are not finite.
     """
     _load_best(model, args, state, world)
-    expect_finite_end(model)
+    expect_finite_end(model, world)
 
 
 def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
@@ -153,11 +187,12 @@ def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None
         )
 
 
-def expect_finite_end(model: Any) -> None:
-    """Raise SpoiledError unless what would be written of the model is finite."""
-    if fault := weight_fault(saved_weights(model)):
+def expect_finite_end(model: Any, world: World | None = None) -> None:
+    """Raise SpoiledError unless what would be written of the model is finite; with `world`, on every process together."""
+    fault = weight_fault(saved_weights(model))
+    if fault is not None or (world is not None and world.any(fault is not None)):
         raise SpoiledError(
-            f"The model cannot be kept as it is: {fault}; look for a callback or hook that writes to it, and take the newest "
+            f"The model cannot be kept as it is: {fault or 'another process holds a weight that is not finite'}; look for a callback or hook that writes to it, and take the newest "
             "checkpoint of the run instead."
         )
 

@@ -15,12 +15,13 @@ from covey.learner.soundness import expect_sound, parameter_names, saved_weights
 from covey.monitor.trackers import reads_checkpoints
 from covey.process.lean import TrainerState
 from covey.process.memory import free_memory
+from covey.process.shard_files import FOLDER, shards_refused, taken_out
 from covey.runs import checkpoint, serialization
 from covey.runs.background import Background
 from covey.runs.snapshot import bytes_to_copy, weights_now
 from covey.training.invariants import FrozenWeightsCheck, expect_adapter_reloads, expect_same_weights
 from covey.training.parts import Parts
-from covey.training.recording import callback_states, checkpoint_tree, write_model
+from covey.training.recording import callback_states, checkpoint_tree, weights_to_write, write_model
 from covey.training.state import TrainState
 from covey.types import Alert, Event
 
@@ -68,16 +69,51 @@ class Saver:
         when = f"step {state.step}, no checkpoint is made of it"
         expect_sound(fault, when, anywhere=parts.world.any(fault is not None))
         expect_same_weights(self.model, parts.world)
+        weights = weights_to_write(self.model, parts.world)
+        if weights is not None:
+            self._save_split(parts, state.step, tree, weights)
+            return
         if not parts.world.is_main:
             return
         self.finish(parts)
-        self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
-        self.writing, self.drawn = state.step, tree.get("prompts", {})
+        self._note(state.step, tree)
         waits = not self.args.save_async or any(map(reads_checkpoints, self.handler.callbacks)) or self._is_tight(tree)
         work = self._work(tree, self._watch(parts).later(), copies=not waits)
         self.background.start(work, name=f"covey-checkpoint-{state.step}")
         if waits:
             self.finish(parts)
+
+    def _note(self, step: int, tree: dict[str, Any]) -> None:
+        self.trainer_state.stateful_callbacks = callback_states(self.handler)  # type: ignore[assignment]
+        self.writing, self.drawn = step, tree.get("prompts", {})
+
+    def _save_split(self, parts: Parts, step: int, tree: dict[str, Any], weights: dict[str, Any]) -> None:
+        """Save a run whose model is split: each process writes its part of the state into the folder that the main one stages.
+
+        All wait for the disk, and must see the folder. `weights` are the main process's.
+        """
+        world = parts.world
+        tree, split = taken_out(tree)
+        if not world.is_main:
+            folder = world.broadcast("")
+            if folder and split and (refused := shards_refused(split, Path(folder) / FOLDER)):
+                logger.error("This process's part of the checkpoint could not be written: %s", refused)
+            return
+        self.finish(parts)
+        self._note(step, tree)
+        told: list[str] = []
+
+        def write_parts(folder: Path) -> None:
+            told.append(world.broadcast(str(folder)))
+            if split and (refused := shards_refused(split, folder / FOLDER)):
+                raise refused
+
+        work = self._work(tree, self._watch(parts).later(), copies=False, weights=weights, more=write_parts)
+        try:
+            self._ended(parts, work)
+        finally:
+            if not told:
+                world.broadcast("")
 
     def _is_tight(self, tree: dict[str, Any]) -> bool:
         """Whether a copy could take the host's last memory. Said once."""
@@ -109,8 +145,12 @@ class Saver:
 
     def finish(self, parts: Parts) -> None:
         """Wait until nothing is being written."""
+        self._ended(parts, self.background.finish)
+
+    def _ended(self, parts: Parts, write: Callable[[], Path | None]) -> None:
+        """Take note of what a write comes to."""
         try:
-            path = self.background.finish()
+            path = write()
         except StorageError as error:
             self._refused(parts, error)
             return
@@ -147,19 +187,32 @@ class Saver:
                 f"{self.failed} saves in a row failed (save_error_limit={self.args.save_error_limit}), the last: {error}"
             ) from error
 
-    def _work(self, tree: dict[str, Any], look: Callable[[], None], *, copies: bool) -> Callable[[], Path]:
-        """What writes the checkpoint of this moment: from copies where training goes on meanwhile."""
+    def _work(
+        self,
+        tree: dict[str, Any],
+        look: Callable[[], None],
+        *,
+        copies: bool,
+        weights: dict[str, Any] | None = None,
+        more: Callable[[Path], None] = lambda folder: None,
+    ) -> Callable[[], Path]:
+        """What writes the checkpoint of this moment: from copies where training goes on meanwhile, and `more` beside it."""
         best, run_dir = self.trainer_state.best_global_step, Path(str(self.args.output_dir))
         told = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
         told.stateful_callbacks = copy.deepcopy(told.stateful_callbacks)
         if best == self.writing:
             told.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
-        weights = weights_now(self.model) if copies else None
+        weights = weights_now(self.model) if copies else weights
+
+        def both(folder: Path) -> None:
+            more(folder)
+            _write(look, self.model, weights, self.tokenizer, told, folder)
+
         return partial(
             checkpoint.save,
             run_dir,
             self.writing,
-            partial(_write, look, self.model, weights, self.tokenizer, told),
+            both,
             serialization.snapshot(tree) if copies else tree,
             keep=self.args.save_total_limit,
             best=f"checkpoint-{best}" if best is not None else None,

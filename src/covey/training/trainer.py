@@ -50,6 +50,7 @@ from covey.training.loading import load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import lower_learning_rate
+from covey.training.same import told_data, told_options
 from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -110,13 +111,14 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
         self.output_dir = Path(str(self.args.output_dir))
         self.hub = Hub(self.args, self.output_dir)
+        self.world.expect_same({**told_options(self.args), **told_data(train_dataset, model)})
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
         )
         self.agents = Agents.of(tools, environment_factory, rollout_func)
         self.tools = [one.call for one in self.agents.tools]
-        self.ensemble = given_ensemble(ensemble, self.agents, self.args.num_generations)
+        self.ensemble = given_ensemble(ensemble, self.agents, self.args)
         rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(
             self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards),

@@ -34,7 +34,7 @@ from covey.training.hub import CARD, Hub, raise_refused
 from covey.training.loaders import eval_loader, train_loader
 from covey.training.model_card import Card
 from covey.training.parts import Parts
-from covey.training.recording import write_model
+from covey.training.recording import weights_to_write, write_model
 
 _TOLD_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
@@ -304,11 +304,13 @@ class TRLInterface:
             self.hub.finish()
 
     def _saved(self, folder: Path) -> list[str]:
-        """Names of the files and folders that the model and its tokenizer are, written to `folder` on the main process."""
+        """Names of the files and folders that the model and its tokenizer are, written to `folder` on the main process; all must call."""
+        weights = weights_to_write(self.model, self.world)
         if not self.world.is_main:
             return []
         with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
-            return write_whole(folder, partial(write_model, model=self.model, tokenizer=self.processing_class))
+            write = partial(write_model, model=self.model, tokenizer=self.processing_class, weights=weights)
+            return write_whole(folder, write)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""

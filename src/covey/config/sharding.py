@@ -1,0 +1,284 @@
+"""`fsdp`, `fsdp_config`, `deepspeed` and what `accelerate launch` sets: read as one way to split a model, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from covey.errors import ConfigError, did_you_mean
+from covey.process.sharding import Sharding
+
+logger = logging.getLogger(__name__)
+
+_READS = "every process reads the weights and keeps its part"
+_FSDP1 = "FSDP2 always does so, or has no such choice"
+_STATE = "a checkpoint holds whole weights and split optimizer state, whichever is asked for"
+_TUNING = "it is a setting of DeepSpeed's own buffers"
+
+_READ = (
+    "version",
+    "reshard_after_forward",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "activation_checkpointing",
+)
+_INERT: Mapping[str, str] = {
+    "cpu_ram_efficient_loading": _READS,
+    "state_dict_type": _STATE,
+    **dict.fromkeys(("use_orig_params", "sync_module_states", "limit_all_gathers"), _FSDP1),
+    **dict.fromkeys(("forward_prefetch", "backward_prefetch"), "FSDP2 gathers the next block ahead by itself"),
+}
+_REFUSED: Mapping[str, str] = {
+    "offload_params": "parameters stay on the device; train an adapter, or use more processes",
+    "cpu_offload": "parameters stay on the device; train an adapter, or use more processes",
+    "min_num_params": "blocks are split by class; leave it out, or set transformer_layer_cls_to_wrap",
+    "sharding_strategy": "it is FSDP1's word; set reshard_after_forward to true (FULL_SHARD) or false (SHARD_GRAD_OP)",
+    "ignored_modules": "every module is split; leave it out",
+    "activation_checkpointing_offload": "leave it out, or set activation_offloading of the run",
+    **dict.fromkeys(
+        ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"), "there is no XLA here; leave it out"
+    ),
+}
+_LAUNCHER = {f"FSDP_{name.upper()}": name for name in (*_READ, *_INERT, *_REFUSED)}
+_LAUNCHER["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "transformer_layer_cls_to_wrap"
+
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Those that treat each element of a tensor by itself. bitsandbytes reads memory that only a whole tensor has."""
+
+_STAGES = {2: False, 3: True}
+"""ZeRO stage -> `reshard_after_forward`: stage 2 keeps what a forward gathered for the backward, stage 3 gathers again."""
+_ZERO_INERT = (
+    *("overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions", "round_robin_gradients"),
+    *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "ignore_unused_parameters"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
+    *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
+)
+_TOP_INERT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untrained_optimizer", "prescale_gradients")
+
+
+@contextmanager
+def split_by_covey(config: Any) -> Iterator[None]:
+    """Within it the options do not say how the model is split: transformers would make its own plugins of them."""
+    names = ("fsdp", "fsdp_config", "deepspeed")
+    held = {name: getattr(config, name) for name in names}
+    for name in names:
+        setattr(config, name, None)
+    try:
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(config, name, value)
+
+
+def settle_sharding(config: Any) -> Sharding | None:
+    """How the options and the launcher's variables say that the model is split; None: every process holds it whole.
+
+    Turns on activation checkpointing where it is asked for there. Raises ConfigError for what cannot be honoured, naming it.
+    """
+    zero = _of_deepspeed(config)
+    fsdp = _of_fsdp(config)
+    if zero is not None and fsdp is not None:
+        raise ConfigError("fsdp and deepspeed both say how the model is split; keep one of them.")
+    found = fsdp if zero is None else zero
+    if found is None:
+        return None
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        logger.warning(
+            "fsdp changes nothing here: there is one process, which holds the whole model; start several with torchrun."
+        )
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # transformers would leave the weights of other ranks empty
+    if config.fp16:
+        raise ConfigError(
+            "fp16=True cannot be honoured on a model that is split: its loss scale is kept by process; set bf16=True."
+        )
+    optimizer = str(getattr(config.optim, "value", config.optim))
+    if optimizer not in _OPTIMIZERS:
+        raise ConfigError(
+            f"optim={optimizer!r} cannot be honoured on a model that is split: it does not work on parts of tensors. Use one of "
+            f"{', '.join(_OPTIMIZERS)}; the state is split too, so each process holds its part only."
+        )
+    if config.use_vllm or config.rollout_backend == "vllm":
+        raise ConfigError(
+            "fsdp gathers the weights for the native sampler; leave use_vllm (rollout_backend='vllm') out."
+        )
+    if config.ema_decay is not None or config.soup_steps is not None:
+        raise ConfigError(
+            "ema_decay and soup_steps average a model that each process holds whole; leave them out, or leave fsdp out."
+        )
+    return found
+
+
+def _of_fsdp(config: Any) -> Sharding | None:
+    given = _options(config)
+    if given is None:
+        return None
+    _expect_known(given)
+    if int(given.get("version", 2)) != 2:
+        raise ConfigError(
+            f"fsdp_config has version {given['version']}, and FSDP1 is not supported; set fsdp_version: 2 "
+            "(accelerate to-fsdp2 converts a config file)."
+        )
+    inert = {name: value for name, value in given.items() if name in _INERT}
+    for name in inert:
+        logger.warning("fsdp_config's %s=%r changes nothing here: %s.", name, inert[name], _INERT[name])
+    if _is_yes(given.get("activation_checkpointing", False), "activation_checkpointing"):
+        config.gradient_checkpointing = True
+    wraps = str(given.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"))
+    if wraps not in ("TRANSFORMER_BASED_WRAP", "NO_WRAP"):
+        raise ConfigError(
+            f"fsdp_config has auto_wrap_policy {wraps!r}, which cannot be honoured; use TRANSFORMER_BASED_WRAP (block by block) "
+            "or NO_WRAP (the whole model at once)."
+        )
+    classes = given.get("transformer_layer_cls_to_wrap")
+    classes = [one.strip() for one in classes.split(",")] if isinstance(classes, str) else classes
+    blocks = () if wraps == "NO_WRAP" else tuple(classes) if classes else None
+    return Sharding(_is_yes(given.get("reshard_after_forward", True), "reshard_after_forward"), blocks)
+
+
+def _options(config: Any) -> dict[str, Any] | None:
+    """The options of FSDP by their names without `fsdp_`, those of the run before the launcher's; None where it is not asked for."""
+    from_launcher = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+    own = _dict_of(config.fsdp_config, "fsdp_config")
+    if not config.fsdp:
+        if own:
+            raise ConfigError("fsdp_config is given without fsdp; set fsdp=True, or leave it out.")
+        if not from_launcher:
+            return None
+    told = {name: os.environ[key] for key, name in _LAUNCHER.items() if key in os.environ} if from_launcher else {}
+    own = {name.removeprefix("fsdp_"): value for name, value in own.items() if value is not None}
+    return {**_plain(told), **_of_words(config.fsdp), **own}
+
+
+def _plain(told: Mapping[str, str]) -> dict[str, Any]:
+    """Those of the launcher's variables that mean something: it sets every one, the size for a policy that is off too."""
+    means = lambda name, value: (
+        name in _READ or (name in _REFUSED and name not in ("min_num_params", "sharding_strategy") and _is_set(value))
+    )
+    return {name: value for name, value in told.items() if means(name, value)}
+
+
+def _of_words(fsdp: Any) -> dict[str, Any]:
+    """The older form of `fsdp`: words such as "full_shard auto_wrap"."""
+    words = fsdp if isinstance(fsdp, (list, tuple)) else fsdp.split() if isinstance(fsdp, str) else []
+    found: dict[str, Any] = {}
+    for word in (str(getattr(one, "value", one)).lower() for one in words):
+        if word in ("full_shard", "shard_grad_op"):
+            found["reshard_after_forward"] = word == "full_shard"
+        elif word == "offload":
+            found["cpu_offload"] = True
+        elif word not in ("auto_wrap", "true", "1", "yes"):
+            known = ("full_shard", "shard_grad_op", "auto_wrap")
+            raise ConfigError(
+                f"fsdp={fsdp!r} cannot be honoured: {word!r} is none of {', '.join(known)}; fsdp=True shards fully."
+            )
+    return found
+
+
+def _expect_known(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in _REFUSED and _is_set(value):
+            raise ConfigError(f"fsdp_config's {name}={value!r} cannot be honoured: {_REFUSED[name]}.")
+        if name not in _READ and name not in _INERT and name not in _REFUSED:
+            hint = did_you_mean(name, (*_READ, *_INERT))
+            raise ConfigError(f"fsdp_config has {name!r}, which is not known.{hint}")
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value) and str(value).lower() not in ("false", "0", "none")
+
+
+def _is_yes(value: Any, name: str) -> bool:
+    """True and false as JSON, YAML and the launcher write them; FSDP1's words for resharding too."""
+    word = str(value).lower()
+    if word in ("true", "1", "yes", "full_shard"):
+        return True
+    if word in ("false", "0", "no", "shard_grad_op"):
+        return False
+    raise ConfigError(f"fsdp_config's {name}={value!r} cannot be honoured; it is true or false.")
+
+
+# -- DeepSpeed's configuration ------------------------------------------------------------------------------------------
+
+
+def _of_deepspeed(config: Any) -> Sharding | None:
+    """ZeRO-2 and ZeRO-3 as FSDP2 splits them. Takes the option away from transformers, which would ask for the package."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes"):
+        raise ConfigError(
+            "accelerate was configured for DeepSpeed, which would hold the model and the optimizer itself; use an FSDP2 config "
+            "(distributed_type: FSDP, fsdp_version: 2), which splits the same things, or launch with torchrun."
+        )
+    if not config.deepspeed:
+        return None
+    given = _dict_of(config.deepspeed, "deepspeed")
+    zero = given.get("zero_optimization") or {}
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if stage not in _STAGES:
+        raise ConfigError(
+            f"deepspeed has ZeRO stage {stage}, which is not split here; use stage 2 or 3 (FSDP2 does the same), or leave deepspeed out."
+        )
+    for name, value in zero.items():
+        if name.startswith(("offload", "cpu_offload", "zero_quantized", "zero_hpz", "mics")) and _is_offload(value):
+            raise ConfigError(
+                f"deepspeed's zero_optimization.{name} cannot be honoured; leave it out, or train an adapter."
+            )
+        if name != "stage" and name not in _ZERO_INERT and not name.startswith(("offload", "cpu_offload")):
+            raise ConfigError(f"deepspeed's zero_optimization.{name} is not known here; leave it out.")
+    _expect_agrees(config, given)
+    tuned = [name for name in zero if name in _ZERO_INERT]
+    logger.warning(
+        "deepspeed: ZeRO stage %d is done by PyTorch's FSDP2, which splits the same things; the package is not used%s.",
+        stage,
+        f", and {', '.join(tuned)} change nothing ({_TUNING})" if tuned else "",
+    )
+    return Sharding(_STAGES[stage])
+
+
+def _is_offload(value: Any) -> bool:
+    return _is_set(value.get("device") if isinstance(value, Mapping) else value)
+
+
+def _expect_agrees(config: Any, given: Mapping[str, Any]) -> None:
+    """Raise where the file says of the batch, the clipping or the precision what the run's options do not."""
+    enabled: Callable[[str], Any] = lambda name: (given.get(name) or {}).get("enabled", False)
+    options = {
+        "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "gradient_clipping": config.max_grad_norm,
+        "train_batch_size": None,
+    }
+    for name, value in given.items():
+        if name in options:
+            if value != "auto" and options[name] is not None and value != options[name]:
+                raise ConfigError(
+                    f'deepspeed has {name}={value!r} where the run has {options[name]!r}; write "auto" there.'
+                )
+        elif name in ("fp16", "bf16"):
+            wanted, has = enabled(name), bool(getattr(config, name))
+            if wanted != "auto" and bool(wanted) and not has:
+                raise ConfigError(
+                    f'deepspeed enables {name}, and the run does not; set {name}=True, or write "auto" there.'
+                )
+        elif name != "zero_optimization" and name not in _TOP_INERT:
+            instead = "; set optim and lr_scheduler_type of the run" if name in ("optimizer", "scheduler") else ""
+            raise ConfigError(f"deepspeed's {name} cannot be honoured{instead}; leave it out.")
+
+
+def _dict_of(given: Any, name: str) -> dict[str, Any]:
+    """A dict, JSON text, or the path of a JSON file, as transformers takes them."""
+    if not given:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    text = str(given)
+    try:
+        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}={text[:80]!r} is neither JSON nor the path of a JSON file ({error}).") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={text[:80]!r} holds no options; it must be one JSON object.")
+    return found

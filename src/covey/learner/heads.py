@@ -1,0 +1,65 @@
+"""A model's output layer apart from its decoder: how it is found, and whether both apart are the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from covey.images import banned_ids
+from covey.learner.logprobs import Head
+from covey.learner.packing import Row
+from covey.models import decoder_of, unwrapped
+from covey.types import Completion, Prompt
+
+
+def short_row(model: Any, count: int) -> Row:
+    """Five prompt tokens and `count` answer tokens, the same prompt for every count."""
+    vocabulary = unwrapped(model).get_input_embeddings().num_embeddings
+    ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
+    return Row(
+        prompt=Prompt(uid="try", token_ids=tuple(ids[:5].tolist())),
+        completion=Completion(token_ids=ids[5:], text="", finish="stop"),
+        group=0,
+        advantage=torch.zeros(()),
+        counts=torch.ones(count, dtype=torch.bool),
+    )
+
+
+def find_head(model: Any) -> Head:
+    """The head of a transformers causal LM, with the scaling its configuration names."""
+    inner = unwrapped(model)
+    config = inner.config.get_text_config()
+    multiply = getattr(config, "logit_scale", None) or 1.0
+    multiply = multiply / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(
+        project=inner.get_output_embeddings(),
+        multiply=float(multiply),
+        softcap=getattr(config, "final_logit_softcapping", None),
+        banned=banned_ids(model),
+    )
+
+
+@torch.no_grad()
+def splits_exactly(model: Any, device: torch.device) -> bool:
+    """True if decoder and head, called apart, give the model's own logits on four tokens."""
+    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+        return False  # virtual tokens are added outside the decoder
+    inner = unwrapped(model)
+    if inner.get_output_embeddings() is None or not hasattr(inner, "get_decoder"):
+        return False
+    vocabulary = inner.get_input_embeddings().num_embeddings
+    ids = (torch.arange(4, device=device) * 7919 % vocabulary)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        whole = model(input_ids=ids, use_cache=False).logits.float()
+        hidden = getattr(decoder_of(model)(input_ids=ids, use_cache=False), "last_hidden_state", None)
+        if hidden is None:
+            return False
+        apart = replace(find_head(model), banned=()).logits(hidden[0]).float()
+    finally:
+        model.train(was_training)
+    slack = 5e-2 if hidden.dtype in (torch.bfloat16, torch.float16) else 1e-4  # soft-capping rounds differently in bf16
+    return apart.shape == whole[0].shape and torch.allclose(apart, whole[0], atol=slack, rtol=slack)

@@ -1,0 +1,95 @@
+"""The reference and the critic beside a policy, all split over processes where a run asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from covey import algorithms as alg
+from covey.algorithms import SFT, Algorithm, Distill
+from covey.errors import ConfigError
+from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, ValueHead, ValueModel, no_critic
+from covey.learner.critic import Critic
+from covey.learner.reference import Reference
+from covey.models import has_adapter, reads_images
+from covey.process.sharding import Sharding, Shards
+from covey.process.world import World
+
+Shard = Callable[[nn.Module], Shards]
+
+
+@dataclass(frozen=True, eq=False)
+class Networks:
+    """The models of a run's learner."""
+
+    policy: Policy
+    reference: Reference
+    critic: Critic
+    max_tokens: int | None
+    """Of one forward pass at the start, measured on the model before it was split."""
+
+
+def networks_of(
+    algorithm: Algorithm, policy: Policy, world: World, sharding: Sharding | None, max_tokens: int | None
+) -> Networks:
+    """The policy, what its KL is measured against, and what estimates values.
+
+    Copies are taken before the policy is split, for then it cannot be copied. Raises ConfigError where it cannot be split.
+    """
+    if sharding is None or world.size == 1:
+        return Networks(policy, build_reference(algorithm, policy), build_critic(algorithm, policy), max_tokens)
+    if getattr(policy.model, "is_quantized", False):
+        raise ConfigError(
+            "fsdp cannot split quantized weights; leave quantization_config out (bf16 weights: model_init_kwargs={'dtype': "
+            "'bfloat16'}), or leave fsdp out: an adapter on a quantized model is summed over processes without it."
+        )
+    if hasattr(policy.model, "hf_device_map"):
+        raise ConfigError("device_map spreads the model over devices and fsdp over processes; leave one of them out.")
+    shard = lambda module: Shards(module, world, sharding)
+    critic = build_critic(algorithm, policy, shard)
+    reference = None if has_adapter(policy.model) else build_reference(algorithm, policy, shard)
+    policy = policy.sharded(lambda module: Shards(module, world, sharding, keeps_whole=True))
+    return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens)
+
+
+def refuse_unsplit(algorithm: Algorithm, model: Any, optimizer: Any, rollout_func: Any) -> None:
+    """Raise ConfigError for what does not work with a model that is split, or knows it as it was before."""
+    for part in algorithm.regularizers:
+        if isinstance(part, (Distill, SFT)):
+            name = type(part).__name__.lower()
+            raise ConfigError(f"alg.{name} does not work with a model that fsdp splits; leave one of them out.")
+    if reads_images(model):
+        raise ConfigError(
+            f"{type(model).__name__} reads images, and fsdp splits models of text only; leave fsdp out, or train an adapter."
+        )
+    if optimizer is not None:
+        raise ConfigError(
+            "fsdp replaces the parameters that the optimizer of optimizers=(...) was made for; leave it out, and set optim."
+        )
+    if rollout_func is not None:
+        raise ConfigError(
+            "rollout_func is handed a trainer whose model fsdp has split, which cannot generate; leave one of them out, or use tools or "
+            "environment_factory."
+        )
+
+
+def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Reference:
+    """What the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
+    if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
+        return NoReference()
+    if has_adapter(policy.model):
+        return AdapterCopy.of(policy)
+    return FrozenCopy.of(policy, follows=algorithm.reference is not alg.keep, shard=shard)
+
+
+def build_critic(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Critic:
+    """What estimates values: nothing, a head on the policy's hidden states, or a model of its own."""
+    if algorithm.critic is None:
+        return no_critic()
+    if getattr(algorithm.critic, "model", "head") == "separate":
+        return ValueModel.of(policy, shard)
+    hidden: Any = policy.model.config.get_text_config().hidden_size
+    return ValueHead(hidden, policy.device)

@@ -1,0 +1,45 @@
+"""What every process of a run must have alike, in a form that can be compared before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+from covey.config import GRPOConfig
+from covey.config.options import HONOURED
+
+_SECRET = ("hub_token", "alert_webhook")
+_OWN = frozenset(
+    ("output_dir", "run_name", "disable_tqdm", "report_to", "log_level", "log_level_replica", "use_cpu", *_SECRET)
+)
+"""Options that may differ: the main process's count, or they concern what a process says."""
+_ROWS = 16
+
+
+def told_options(args: GRPOConfig) -> dict[str, str]:
+    """Every option that changes what a run does, as text; objects and functions, which have no text of their own, are left out."""
+    found = {name: getattr(args, name) for name in sorted(HONOURED - _OWN)}
+    return {name: str(getattr(value, "value", value)) for name, value in found.items() if _is_plain(value)}
+
+
+def told_data(dataset: Any, model: Any) -> dict[str, str]:
+    """The rows of the data set, a digest of some of its prompts, and the model's name. A stream has no rows to look at."""
+    found = {"as model": str(model)} if isinstance(model, str) else {}
+    if isinstance(dataset, str) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return found
+    count = len(dataset)
+    found["rows of train_dataset"] = str(count)
+    places = sorted({i * count // _ROWS for i in range(_ROWS)}) if count else []
+    rows = [dataset[place] for place in places]
+    prompts = [row.get("prompt") if isinstance(row, dict) else None for row in rows]
+    return {**found, "as digest of prompts of train_dataset": xxhash.xxh3_64_hexdigest(repr(prompts).encode())}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    value = getattr(value, "value", value)
+    return value is None or isinstance(value, (str, int, float, bool))

@@ -1,0 +1,97 @@
+"""What lies in examples/distributed/ starts two processes here, on CPUs, that split the model that ships."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
+BIN = Path(sys.executable).parent
+RUN = {
+    "model": "demo",
+    "dataset": "demo",
+    "reward": "length(target=3)",
+    "max_steps": 2,
+    "save_steps": 2,
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "max_completion_length": 6,
+    "learning_rate": 1.0e-4,
+    "beta": 0.01,  # also where all answers of a group earn the same, the optimizer has a state then
+    "use_cpu": True,
+    "report_to": "none",
+    "output_dir": "run",
+}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def started(command, folder, **env):
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **env}
+    env["PATH"] = f"{folder}:{BIN}:{env['PATH']}"
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+def expect_split_run(done, folder):
+    assert done.returncode == 0, done.stdout + done.stderr
+    checkpoint = folder / "run" / "checkpoint-2"
+    assert len(list((checkpoint / "sharded").glob("*.distcp"))) == 2, "each process wrote its part"
+    assert (checkpoint / "model.safetensors").is_file()
+    assert (folder / "run" / "model" / "model.safetensors").is_file()
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_the_fsdp2_file_splits_the_model(tmp_path):
+    config = EXAMPLES / "fsdp2.yaml"
+    launch = ["accelerate", "launch", "--config_file", str(config), "--num_processes", "2"]
+    done = started(
+        [*launch, "--main_process_port", free_port(), "-m", "covey", "train", "--config", "run.yaml"], tmp_path
+    )
+    expect_split_run(done, tmp_path)
+
+
+SCONTROL = """#!/bin/bash
+echo 127.0.0.1; echo 127.0.0.1
+"""
+SRUN = """#!/bin/bash
+shift                                  # its own option
+SLURM_NODEID=0 "$@" & first=$!
+SLURM_NODEID=1 "$@" & second=$!
+wait $first && wait $second
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is one for bash")
+def test_the_slurm_script_starts_one_agent_on_each_of_two_nodes(tmp_path):
+    """`srun` and `scontrol` are stand-ins that start both agents here; torchrun, its rendezvous and the run are real."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    command = ["bash", str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml"]
+    expect_split_run(started(command, tmp_path, PORT=free_port(), **env), tmp_path)
+
+
+def test_the_fsdp2_file_says_nothing_that_is_refused(monkeypatch):
+    """As `accelerate launch` hands its entries on."""
+    from covey import GRPOConfig
+
+    told = yaml.safe_load((EXAMPLES / "fsdp2.yaml").read_text())
+    assert told["distributed_type"] == "FSDP"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name, value in told["fsdp_config"].items():
+        monkeypatch.setenv(name.upper(), json.dumps(value).strip('"'))
+    assert GRPOConfig(output_dir="unused", use_cpu=True).sharding is not None
