@@ -162,13 +162,10 @@ def without_float64():
     second_device.FLOAT64["refused"] = True
     WITHOUT_FLOAT64.add(second_device.NAME)
     gaps = {}
-    for name in ("shared prompts", "covariance"):
-        options = LEARNERS.get(
-            name,
-            {"algorithm": alg.dapo().replace(objective=alg.ClipCov(share=0.2, lower=0.0))}
-            if name == "covariance"
-            else {},
-        )
+    for name in (
+        "shared prompts",
+    ):  # a part that picks tokens by rank may pick others where sums are rounded otherwise
+        options = LEARNERS.get(name, {})
         (weights, _, _), (own, _, _) = (learned(is_second, **options) for is_second in (False, True))
         gaps[name] = float((weights - own).norm() / weights.norm())
     cpu, second = decoded(False, "plain"), decoded(True, "plain")

@@ -33,6 +33,9 @@ TRIED_ONCE = {
     "heads.py:splits_exactly _local_scalar_dense",
     "heads.py:splits_exactly allclose",
     "policy.py:_try_sharing _local_scalar_dense",
+    "windows.py:_window_of equal",
+    "windows.py:_window_of between the devices",
+    "windows.py:attention_windows _local_scalar_dense",
 }
 """A model is tried on its first use."""
 NOTES = {"learner.py:_notes to the CPU", "learner.py:<listcomp> to the CPU"}

@@ -228,7 +228,7 @@ def test_an_import_path_gives_the_users_own(tmp_path):
         ("soft_overlong", r"missing a required argument: 'max_completion_len'"),
         ("length(3)", "write its parameters as name=value"),
         ("length(target=open('x'))", "write its parameters as name=value"),
-        ("length(unit='words')", "use 'characters' or 'tokens'"),
+        ("length(unit='lines')", "use 'characters', 'words' or 'tokens'"),
         ("soft_overlong(max_completion_len=4, soft_punish_cache=9)", "must lie between 0 and"),
         ("repetition(max_penalty=1)", "at most 0"),
         ("math(3", r"'math\(3' is no built-in"),

@@ -149,11 +149,15 @@ class RunFolder:
         `with_images`: prompts' images too, in `rollouts/images/`.
         """
         folder = self.path / "rollouts"
-        self._try("rollouts", lambda: rollouts.write(folder, step, groups, reward_names, **options))
-        if with_images:
-            self._try("rollouts", lambda: pictures.write(folder, groups))
-        if limit is not None:
-            self._try("rollouts", lambda: rollouts.thin(folder, limit))
+
+        def write() -> None:
+            rollouts.write(folder, step, groups, reward_names, **options)
+            if with_images:
+                pictures.write(folder, groups)
+            if limit is not None:
+                rollouts.thin(folder, limit)
+
+        self._try("rollouts", write)
 
     def write_evaluation(
         self, step: int, name: str, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
