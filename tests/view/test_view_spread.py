@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from covey.monitor.view import Library
+from covey.monitor.view import Library, samples
 from covey.runs import RunFolder
 from covey.types import Completion, Group, Prompt
 
@@ -50,7 +50,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory, served: Callable[..., Any]) 
     run.close()
     library = Library([folder])
     library.refresh()
-    with served(library) as client:
+    with pytest.MonkeyPatch.context() as patch, served(library) as client:
+        patch.setattr(samples, "_SECONDS", 60.0)  # an answer holds what was read by then; here all of it
         yield client
 
 

@@ -6,10 +6,13 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from covey.errors import RunFolderError
 from covey.runs.storage import read_plain, refuse_link, temporary_beside
-from covey.types import Group
+
+if TYPE_CHECKING:  # the dashboard reads pictures, and starts without torch
+    from covey.types import Group
 
 FOLDER = "images"
 MOST_FILES = 4096

@@ -51,7 +51,8 @@ export function say(text, isBad = false) {
 function drawLinks(name) {
   fill(document.getElementById("nav"), Object.entries(PAGES).map(([key, [label]]) =>
     h("a", { href: link(key, key === "runs" ? {} : { run: chosenRuns() }), "aria-current": key === name ? "page" : null }, label)));
-  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone the row of pages is wider than the screen
+  const here = document.querySelector("nav [aria-current]");
+  if (here) here.parentElement.scrollLeft = here.offsetLeft - 8; // on a phone the row of pages is wider than the screen
 }
 
 async function show() {

@@ -10,7 +10,7 @@ const STATES = [["all", "all"], ["solved", "every answer of its newest group rea
 
 export function promptsPage(main) {
   const kept = { rows: [], next: 0, isBusy: false, turn: 0, isGone: false };
-  const states = h("div", { class: "bar", role: "group", "aria-label": "State" });
+  const states = h("div", { class: "bar states", role: "group", "aria-label": "State" });
   const body = h("tbody");
   const more = h("div", { class: "more", role: "status" });
   const word = (name) => place().words.get(name);
