@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from covey import GRPOConfig
 from covey.cli.plan import model_config
+from covey.config.checks import processor_has_bfloat16
 from covey.doctor import dry_run as module
 from covey.doctor.dry_run import dry_run
 from covey.kernels.footprint import footprint
@@ -96,8 +97,18 @@ def test_weights_gradients_and_state_are_counted_by_what_holds_them(tmp_path):
     assert adapted.reference == adapted.gradients
 
 
+needs_bfloat16 = pytest.mark.skipif(not processor_has_bfloat16(), reason="this processor does not multiply bfloat16")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"bf16": True}, {"max_tokens_per_microbatch": 120}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gradient_checkpointing": True},
+        pytest.param({"bf16": True}, marks=needs_bfloat16),
+        {"max_tokens_per_microbatch": 120},
+    ],
+)
 def test_options_that_save_memory_do(more, tmp_path):
     config = tiny_model(layers=4, hidden=64).config
     assert predicted(options(tmp_path, **more), config).activations < predicted(options(tmp_path), config).activations

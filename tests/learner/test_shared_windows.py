@@ -97,6 +97,10 @@ def test_prompts_are_shared_whatever_attention_the_model_was_loaded_with(loaded)
     model = tiny_model("llama", layers=2)
     want = gradients(Policy(model, pad_id=0), [[one] for one in ROWS])
     model.config._attn_implementation = loaded
+    try:
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+    except RuntimeError as error:  # torch 2.13 generates C++ for FlexAttention that does not compile on some processors
+        pytest.skip(f"a model cannot attend with {loaded} here: {type(error).__name__}")
     policy = Policy(model, pad_id=0)
     assert policy.shares_prompts()
     assert_same(gradients(policy, [ROWS]), want)
