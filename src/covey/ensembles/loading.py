@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 def load_writer(
-    member: Member, name: str, device: torch.device, policy: Encoding | None = None, *, trust_remote_code: bool = False
+    member: Member,
+    name: str,
+    device: torch.device,
+    policy: Encoding | None = None,
+    *,
+    trust_remote_code: bool = False,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> Writer:
     """The member, loaded on `device`.
 
-    `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. Raises
-    ConfigError for a sibling with another tokenizer than the policy's, and ModelError for what cannot be loaded.
+    `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`:
+    called while the member writes; what it raises ends the writing. Raises ConfigError for a sibling with another tokenizer than the policy's, and ModelError for what cannot be loaded.
     """
     if member.is_endpoint:
         endpoint = Endpoint(
@@ -37,7 +43,7 @@ def load_writer(
             request_seconds=member.request_seconds,
             called=f"ensemble member {name}",
         )
-        return EndpointWriter(name, member.role or "rescue", member.samples, endpoint, policy)
+        return EndpointWriter(name, member.role or "rescue", member.samples, endpoint, policy, check_stop)
     named = model_folder(str(member.model)) if isinstance(member.model, (str, Path)) else member.model
     is_named = isinstance(named, str)
     options = {"dtype": "float32" if device.type == "cpu" else "auto"} if is_named else None
@@ -58,7 +64,7 @@ def load_writer(
     ends = eos_ids(model, tokenizer)
     if is_same and policy is not None:
         ends = tuple(dict.fromkeys((*policy.eos_ids, *ends)))
-    sampler = choose_sampler(model, tokenizer, eos_ids=ends)
+    sampler = choose_sampler(model, tokenizer, eos_ids=ends, check_stop=check_stop)
     return LocalWriter(name, role, member.samples, sampler, tokenizer, None if is_same else policy, renders=not is_same)
 
 
@@ -69,10 +75,11 @@ def load_writers(
     policy: Encoding | None = None,
     *,
     trust_remote_code: bool = False,
+    check_stop: Callable[[], None] = lambda: None,
 ) -> list[Writer]:
     """Every member, in order."""
     writers = [
-        load_writer(member, name, device, policy, trust_remote_code=trust_remote_code)
+        load_writer(member, name, device, policy, trust_remote_code=trust_remote_code, check_stop=check_stop)
         for member, name in zip(members, names, strict=True)
     ]
     for writer in writers if policy is not None else ():

@@ -38,12 +38,6 @@ class EnsembleSampler:
         """Called between tokens; what it raises ends the sampling."""
         return self.sampler.check_stop
 
-    @check_stop.setter
-    def check_stop(self, value: Callable[[], None]) -> None:
-        self.sampler.check_stop = value
-        for writer in self.writers:
-            writer.check_stop = value
-
     @property
     def roles(self) -> Mapping[str, Role]:
         """Each member's role, by its name."""

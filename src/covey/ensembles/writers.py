@@ -62,14 +62,6 @@ class LocalWriter:
     renders: bool = False
     """Whether it reads prompts in tokens of its own. False: the policy's tokens are its own."""
 
-    @property
-    def check_stop(self) -> Callable[[], None]:
-        return self.sampler.check_stop
-
-    @check_stop.setter
-    def check_stop(self, value: Callable[[], None]) -> None:
-        self.sampler.check_stop = value
-
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
         """`samples` completions of each prompt, in the policy's tokens; None for one that is not the same in them."""
         shown = [self._rendered(prompt) if self.renders else prompt for prompt in prompts]

@@ -25,10 +25,6 @@ class GatheredSampler:
         """Called between tokens; what it raises ends the sampling."""
         return self.sampler.check_stop
 
-    @check_stop.setter
-    def check_stop(self, value: Callable[[], None]) -> None:
-        self.sampler.check_stop = value
-
     def load(self, policy: Any, version: int) -> None:
         """Sample with the weights of the next `sample` on; completions carry `version`."""
         self.version = version

@@ -88,8 +88,10 @@ class SamplingParams:
 class Sampler(Protocol):
     """Text out of weights. A sampler that runs ahead, or elsewhere, is another one of these."""
 
-    check_stop: Callable[[], None]
-    """Called between tokens; what it raises ends the sampling."""
+    @property
+    def check_stop(self) -> Callable[[], None]:
+        """Called between tokens; what it raises ends the sampling."""
+        ...
 
     def load(self, policy: Any, version: int) -> None:
         """From now on sample with these weights; completions carry `version`."""

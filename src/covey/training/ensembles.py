@@ -49,10 +49,15 @@ def with_ensemble(parts: Parts, ensemble: Ensemble | None, given: Any) -> Parts:
     if any(member.model is model for member in ensemble.members):
         raise ConfigError("ensemble: one member is the policy itself; give a copy of it, or another model.")
     encoding = Encoding.of(model, given.tokenizer, given.eos_ids)
-    trusts = given.args.trust_remote_code
-    writers = load_writers(ensemble.members, ensemble.names, parts.world.device, encoding, trust_remote_code=trusts)
+    writers = load_writers(
+        ensemble.members,
+        ensemble.names,
+        parts.world.device,
+        encoding,
+        trust_remote_code=given.args.trust_remote_code,
+        check_stop=parts.interruption,
+    )
     sampler = EnsembleSampler(parts.sampler, writers, ensemble.threshold, ensemble.weight)
-    sampler.check_stop = parts.interruption
     return replace(parts, ensemble=sampler)
 
 
