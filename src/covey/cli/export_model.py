@@ -122,18 +122,13 @@ def _gguf(folder: Path, out: Path, given: Given) -> None:
 
 
 def _whole(out: Path, write: Any) -> None:
-    from covey.runs.storage import temporary_beside
+    from covey.runs.storage import whole_folder
 
-    unfinished = temporary_beside(out)
     try:
-        write(unfinished)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
+        with whole_folder(out) as unfinished:
+            write(unfinished)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _told(out: Path, given: Given, facts: dict[str, Any], said: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 
 from covey.cli import output, project
@@ -51,20 +50,15 @@ def _files(name: str, model: str) -> dict[str, str]:
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    from covey.runs.storage import temporary_beside
+    from covey.runs.storage import whole_folder
 
-    unfinished = temporary_beside(folder.resolve())
     try:
-        for name, text in files.items():
-            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-            (unfinished / name).write_text(text, encoding="utf-8")
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
+        with whole_folder(folder.resolve()) as unfinished:
+            for name, text in files.items():
+                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+                (unfinished / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 verb = Verb(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,20 +147,15 @@ def _stored_dtype(base: str, trusts: bool) -> Any:
 def _write(out: Path, merged: Any, folder: Path, given: Given) -> None:
     """Model and tokenizer, whole or not at all."""
     from covey.models import load_tokenizer
-    from covey.runs.storage import temporary_beside
+    from covey.runs.storage import whole_folder
     from covey.training.recording import write_model
 
     tokenizer = load_tokenizer(merged, folder, trust_remote_code=given.get("trust_remote_code", False))
-    unfinished = temporary_beside(out)
     try:
-        write_model(unfinished, merged, tokenizer)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
+        with whole_folder(out) as unfinished:
+            write_model(unfinished, merged, tokenizer)
     except OSError as error:
         raise CoveyError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 verb = Verb(

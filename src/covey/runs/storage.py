@@ -9,6 +9,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -164,6 +165,19 @@ def checksum(path: Path, *, flush: bool = False) -> str:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to write in that becomes `path`, new or empty until then, where nothing was raised, and else leaves nothing."""
+    unfinished = temporary_beside(path)
+    try:
+        yield unfinished
+        if path.exists():
+            path.rmdir()
+        unfinished.rename(path)
+    finally:
+        remove_tree(unfinished)
 
 
 def remove_tree(path: Path) -> None:
