@@ -1,8 +1,9 @@
-"""`--columns answer=solution`: columns of a data set under the names that rewards expect."""
+"""`--columns answer=solution`: columns of a data set under the names that rewards expect; the data set of an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from covey.errors import ConfigError
 
@@ -22,3 +23,16 @@ def column_map(pairs: Sequence[str] | None) -> dict[str, str]:
             raise ConfigError(f"--columns names {new!r} twice, as {found[new]} and as {old}; keep one.")
         found[new] = old
     return found
+
+
+def evaluated_dataset(options: Mapping[str, Any]) -> Any:
+    """The data set that `covey eval`'s options name."""
+    from covey.data import load
+
+    return load(
+        options["dataset"],
+        prompt_column=options["prompt_column"],
+        columns=column_map(options["columns"]),
+        system_prompt=options["system_prompt"],
+        limit=options["max_prompts"],
+    )

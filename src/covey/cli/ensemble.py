@@ -32,8 +32,7 @@ def refuse_bad_ensemble(given: Mapping[str, Any], config: Any) -> None:
 
 def evaluate(options: Mapping[str, Any]) -> None:
     """Answer every prompt with all members, vote, and print the accuracies of the vote and of each member."""
-    from covey.cli.columns import column_map
-    from covey.data import load
+    from covey.cli.columns import evaluated_dataset
     from covey.ensembles import Ensemble
     from covey.ensembles.answers import candidates_of, choose, expect_vote
     from covey.rewards import Scorer
@@ -42,13 +41,7 @@ def evaluate(options: Mapping[str, Any]) -> None:
     vote: Any = options["vote"] or ("majority" if options["judge"] is None else "best")
     expect_vote(vote, options["judge"] is not None)
     ensemble = Ensemble([options["model"], *options["ensemble"]])
-    dataset = load(
-        options["dataset"],
-        prompt_column=options["prompt_column"],
-        columns=column_map(options["columns"]),
-        system_prompt=options["system_prompt"],
-        limit=options["max_prompts"],
-    )
+    dataset = evaluated_dataset(options)
     prompts = prompts_of(dataset)
     with closing(Scorer.of(options["reward"], options["reward_weights"])) as scorer:
         scorer.check(dataset.column_names)

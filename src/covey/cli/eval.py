@@ -112,8 +112,8 @@ def defaults() -> dict[str, Any]:
 def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
     """Answers of a model to the prompts of `options`, scored."""
     from covey.cli.checkpoints import model_folder
-    from covey.cli.columns import column_map
-    from covey.data import PromptStream, eos_ids, load, prepare_tokenizer
+    from covey.cli.columns import evaluated_dataset
+    from covey.data import PromptStream, eos_ids, prepare_tokenizer
     from covey.evaluation.assessment import assess
     from covey.images import load_processing
     from covey.models import context_limit, load_model, reads_images
@@ -121,13 +121,7 @@ def assess_model(model_name: str, options: dict[str, Any]) -> Assessment:
     from covey.rewards import Scorer
     from covey.rollout import SamplingParams, choose_sampler
 
-    dataset = load(
-        options["dataset"],
-        prompt_column=options["prompt_column"],
-        columns=column_map(options["columns"]),
-        system_prompt=options["system_prompt"],
-        limit=options["max_prompts"],
-    )
+    dataset = evaluated_dataset(options)
     device = choose_device(options["device"])
     scorer = Scorer.of(options["reward"], options["reward_weights"], device=device)
     scorer.check(dataset.column_names)
