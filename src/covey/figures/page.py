@@ -1,10 +1,9 @@
-"""An HTML page that needs nothing beside it, runs no script and fetches nothing."""
+"""The HTML page of figures and reports, and its tables."""
 
 from __future__ import annotations
 
-from html import escape
-
-from covey.process.terminal import safe
+from covey.evaluation import html
+from covey.evaluation.html import text
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
@@ -18,30 +17,11 @@ figure { margin: 0; } svg { width: 100%; height: auto; } summary { cursor: point
 .alert { border-left: 4px solid #d9730d; padding: .1rem .8rem; margin: .5rem 0; } .alert.error { border-color: #c23b4b; } .alert.info { border-color: #7f8a96; }
 @media print { details { display: block; } pre { max-height: none; } }
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page_of(title: str, body: str) -> str:
     """The whole page around a body whose texts are escaped."""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{text(title)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
-
-
-def text(value: object) -> str:
-    """Escaped, without characters that a terminal or a reader would be misled by."""
-    return escape(safe(str(value)))
+    return html.page_of(title, _STYLE, body)
 
 
 def table(rows: list[tuple[object, ...]], header: tuple[str, ...] = ()) -> str:

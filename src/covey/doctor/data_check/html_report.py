@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from covey.doctor.data_check.summary import Entry, Summary
-from covey.process.terminal import safe
+from covey.evaluation.html import page_of, text
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --mend: #d55e00; --look: #0072b2; }
@@ -18,7 +16,6 @@ tbody tr > * { border-top: 1px solid var(--line); } td { overflow-wrap: break-wo
 summary { cursor: pointer; padding: .3rem 0; } details { border-top: 1px solid var(--line); }
 code { font-size: .92em; } td.t { overflow-wrap: anywhere; min-width: 16rem; }
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def as_html(found: Summary) -> str:
@@ -28,20 +25,10 @@ def as_html(found: Summary) -> str:
         if found.is_ok
         else f"covey data clean would leave out {found.to_drop:,} of {found.num_rows:,} rows and mend {found.to_change:,}."
     )
-    notes = "".join(f"<li>{_text(note)}</li>" for note in found.notes)
+    notes = "".join(f"<li>{text(note)}</li>" for note in found.notes)
     details = "".join(_details(entry) for entry in found.entries)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_text(found.source)}: what is wrong with it</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{_text(found.source)}: {found.num_rows:,} rows</h1>
-<p class="verdict{"" if found.is_ok else " mend"}">{_text(verdict)}</p>
+    body = f"""<h1>{text(found.source)}: {found.num_rows:,} rows</h1>
+<p class="verdict{"" if found.is_ok else " mend"}">{text(verdict)}</p>
 <ul>{notes}</ul>
 <h2>Findings</h2>
 {_overview(found)}
@@ -50,18 +37,16 @@ def as_html(found: Summary) -> str:
 <h2>Lengths</h2>
 {_lengths(found)}
 <h2>Languages</h2>
-{_languages(found)}
-</body>
-</html>
-"""
+{_languages(found)}"""
+    return page_of(f"{found.source}: what is wrong with it", _STYLE, body)
 
 
 def _overview(found: Summary) -> str:
     body = "".join(
-        f"<tr><td>{_text(entry.kind.title)}</td><td><code>{entry.kind.name}</code></td>"
+        f"<tr><td>{text(entry.kind.title)}</td><td><code>{entry.kind.name}</code></td>"
         f'<td class="n">{entry.count:,}</td><td class="n">{100 * entry.count / found.num_rows:.2f}%</td>'
         f"<td>{'mend' if entry.kind.must_be_mended else 'look'}</td>"
-        f'<td class="t">{_text(entry.kind.fix)}</td></tr>'
+        f'<td class="t">{text(entry.kind.fix)}</td></tr>'
         for entry in found.entries
     )
     head = '<tr><th>what</th><th>kind</th><th class="n">rows</th><th class="n">share</th><th>then</th><th>fix</th></tr>'
@@ -70,14 +55,14 @@ def _overview(found: Summary) -> str:
 
 def _details(entry: Entry) -> str:
     examples = "".join(
-        f'<tr><td class="n">{example.row}</td><td class="t">{_text(example.why)}</td><td class="t">{_text(example.begins)}</td></tr>'
+        f'<tr><td class="n">{example.row}</td><td class="t">{text(example.why)}</td><td class="t">{text(example.begins)}</td></tr>'
         for example in entry.examples
     )
     rows = ", ".join(str(row) for row in entry.rows)
     more = entry.count - len(entry.rows)
     rest = f" and {more:,} more (--json lists all)" if more > 0 else ""
     return (
-        f"<details><summary>{_text(entry.kind.title)}: {entry.count:,}</summary>"
+        f"<details><summary>{text(entry.kind.title)}: {entry.count:,}</summary>"
         + _table('<tr><th class="n">row</th><th>why</th><th>it begins</th></tr>', examples)
         + f"<p>Rows, counting from 0: {rows}{rest}.</p></details>"
     )
@@ -86,7 +71,7 @@ def _details(entry: Entry) -> str:
 def _lengths(found: Summary) -> str:
     named = [(name, values) for name, values in found.lengths.items() if values]
     body = "".join(
-        f"<tr><td>{_text(name)}</td>" + "".join(f'<td class="n">{value:,.0f}</td>' for value in values.values()) + "</tr>"
+        f"<tr><td>{text(name)}</td>" + "".join(f'<td class="n">{value:,.0f}</td>' for value in values.values()) + "</tr>"
         for name, values in named
     )  # fmt: skip
     head = '<tr><th>of a prompt</th><th class="n">least</th><th class="n">5%</th><th class="n">median</th><th class="n">95%</th><th class="n">most</th></tr>'
@@ -94,13 +79,9 @@ def _lengths(found: Summary) -> str:
 
 
 def _languages(found: Summary) -> str:
-    body = "".join(f'<tr><td>{_text(name)}</td><td class="n">{count:,}</td></tr>' for name, count in found.languages.items())  # fmt: skip
+    body = "".join(f'<tr><td>{text(name)}</td><td class="n">{count:,}</td></tr>' for name, count in found.languages.items())  # fmt: skip
     return _table('<tr><th>seems to be</th><th class="n">rows</th></tr>', body)
 
 
 def _table(head: str, body: str) -> str:
     return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
-
-
-def _text(text: str) -> str:
-    return escape(safe(text))
