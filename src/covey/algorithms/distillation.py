@@ -74,10 +74,10 @@ class Distill:
     """Tell apart only the k likeliest tokens, those of the distribution that the divergence is a mean under, and count the rest as
     one outcome; None: the whole vocabulary."""
     feedback: str | None = None
-    """What the teacher's prompt holds more: a column of the data set, a column that a reward adds with `log_extra`, or `best`, the
+    """Feedback in the teacher's prompt: a column of the data set, a column that a reward adds with `log_extra`, or `best`, the
     group's best completion for those that earned less. Where there is none, the teacher reads the plain prompt."""
     template: str = "\n\n{feedback}"
-    """How the feedback follows the prompt, or the last message of the user."""
+    """Format of the feedback behind the prompt, or behind the last message of the user."""
     dtype: str = "auto"
     """Type that the teacher's weights are loaded in; auto: as stored."""
     aggregate: Aggregate | None = None

@@ -1,4 +1,4 @@
-"""What presets share: a composition from its parts, and a bare KL coefficient read as the preset means it."""
+"""Parts that presets share: a composition from its parts, and a bare KL coefficient read as the preset means it."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ serve = Verb(
 
 
 def verb(arguments: Sequence[str]) -> int:
-    """What follows `--` goes to vLLM as it is."""
+    """Arguments behind `--`, which go to vLLM as they are."""
     words = list(arguments)
     cut = words.index("--") if "--" in words else len(words)
     return replace(serve, run=lambda given: run(given, words[cut + 1 :]))(words[:cut])

@@ -39,7 +39,7 @@ _OF_THE_PROCESS = frozenset({"use_cpu", "full_determinism", "report_to"})
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `metrics` is empty where a stop signal ended it."""
+    """End of a run. `metrics` is empty where a stop signal ended it."""
 
     steps: int
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Outcome:
     exit_code: int = 0
     has_trained: bool = True
     tells: bool = True
-    """Whether this process is the one that reports."""
+    """True if this process is the one that reports."""
 
 
 Turns = Generator[None, None, Outcome]
@@ -55,7 +55,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def is_asked(given: Given) -> bool:
-    """Whether the flags ask for several adapters on one base."""
+    """True if the flags ask for several adapters on one base."""
     return any(given.get(name) for name in ("vary", "share_base")) or given.get("adapters") is not None
 
 
@@ -108,7 +108,7 @@ def run(
 
 
 class _Book:
-    """How the runs of a folder have ended, in memory and in its file; seeds as `covey train --seeds` writes them, so that
+    """Results of the runs of a folder, in memory and in its file; seeds as `covey train --seeds` writes them, so that
     either goes on with the other's."""
 
     def __init__(self, folder: Path, is_seeds: bool) -> None:
@@ -150,7 +150,7 @@ class _Book:
 def _runs(
     given: Given, wanted: Mapping[str, Any], flags: Mapping[str, Flag], types: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """What each run changes, by its name. Raises ConfigError for flags that do not go together."""
+    """Options that each run changes, by its name. Raises ConfigError for flags that do not go together."""
     child.refuse_launcher("--vary" if given.get("vary") else "--share-base")
     if given.get("resume") not in (None, "never", "auto"):
         raise ConfigError("Runs on one base go on by themselves where they stopped; leave --resume out.")

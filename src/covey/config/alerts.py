@@ -15,10 +15,10 @@ ALERT_RULES = (
     "reward_conflict", "reward_drift", "reward_errors", "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
     "tiny_updates", "truncation", "update_spike",
 )  # fmt: skip
-"""What the detectors of `covey.monitor` can report."""
+"""Rules that the detectors of `covey.monitor` can report."""
 
 ALERT_ACTIONS = ("log", "off", "lower_learning_rate", "roll_back", "stop")
-"""What can follow an alert."""
+"""Actions that can follow an alert."""
 
 
 def refuse_bad_alerts(config: Any) -> None:

@@ -42,7 +42,7 @@ def _of_accelerator(given: Any, name: str) -> Any:
 
 
 def is_default_accelerator(given: Any) -> bool:
-    """Whether an AcceleratorConfig says what one without arguments says."""
+    """True if an AcceleratorConfig says what one without arguments says."""
     plain = lambda config: {**vars(config), "use_configured_state": None}
     return bool(plain(given) == plain(type(given)()))
 

@@ -12,7 +12,7 @@ LANGUAGE = "language"
 
 
 def question_of(uid: str) -> str:
-    """What the prompts of one question have in common: `0:17` of `0:17/de`."""
+    """Uid that the prompts of one question have in common: `0:17` of `0:17/de`."""
     return uid.partition("/")[0]
 
 

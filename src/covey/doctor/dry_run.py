@@ -67,7 +67,7 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
 
 
 def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
-    """Whether a float32 model of this size is sampled from in a copy of its weights."""
+    """True if a float32 model of this size is sampled from in a copy of its weights."""
     if args.rollout_dtype != "auto":
         return args.rollout_dtype != "float32"
     return (

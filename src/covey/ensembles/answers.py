@@ -17,7 +17,7 @@ VOTES: tuple[str, ...] = get_args(Vote)
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What one member answered."""
+    """Answer of one member."""
 
     text: str
     source: str
@@ -40,7 +40,7 @@ class Answer:
 
 
 def answer_key(text: str) -> str:
-    """What two answers must share to count as the same: the marked or last number, or else the whole text, without case.
+    """Key of an answer, equal for two that count as the same: the marked or last number, or else the whole text, without case.
 
     >>> answer_key("3 + 4 = 7 #### 7") == answer_key("It is 7.0"), answer_key(" Yes ")
     (True, 'yes')

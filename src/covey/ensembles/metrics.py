@@ -1,4 +1,4 @@
-"""What each member of an ensemble contributes."""
+"""Metrics of what each member of an ensemble contributes."""
 
 from __future__ import annotations
 

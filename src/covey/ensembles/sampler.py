@@ -18,7 +18,7 @@ from covey.rollout.prompts import PromptLike
 from covey.types import Completion, Group, Prompt
 
 MEASURES = Needs(old_logp=True)
-"""What is measured of a sibling's completion before it has a weight."""
+"""Measurements that a sibling's completion needs before it has a weight."""
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ def totals(group: Group, weights: Tensor) -> Tensor:
 
 
 def has_failed(group: Group, weights: Tensor, threshold: float) -> bool:
-    """Whether the policy's completions were scored and none is right."""
+    """True if the policy's completions were scored and none is right."""
     own = [i for i, one in enumerate(group.completions) if one.source == "policy"]
     known = totals(group, weights)[own]
     known = known[~known.isnan()]

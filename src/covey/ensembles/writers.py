@@ -1,4 +1,4 @@
-"""What writes a member's completions: a sampler of its own weights, or requests to an endpoint. Text of another tokenizer is encoded again."""
+"""Writers of a member's completions: a sampler of its own weights, or requests to an endpoint. Text of another tokenizer is encoded again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUESTS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the policy reads text: its tokenizer, and the ids that end a completion."""
+    """Encoding of text as the policy reads it: its tokenizer, and the ids that end a completion."""
 
     tokenizer: Any
     eos_ids: tuple[int, ...]
@@ -58,9 +58,9 @@ class LocalWriter:
     sampler: Sampler
     tokenizer: Any
     encoding: Encoding | None = None
-    """How its text becomes the policy's tokens. None: completions are taken over as they are."""
+    """Encoding of its text as the policy's tokens. None: completions are taken over as they are."""
     renders: bool = False
-    """Whether it reads prompts in tokens of its own. False: the policy's tokens are its own."""
+    """True if it reads prompts in tokens of its own. False: the policy's tokens are its own."""
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
         """`samples` completions of each prompt, in the policy's tokens; None for one that is not the same in them."""

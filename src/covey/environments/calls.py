@@ -118,7 +118,7 @@ class _Isolated:
 
 
 def in_thread(function: Callable[[], Any], seconds: float) -> Any:
-    """What `function()` returns, called in a daemon thread that is abandoned past `seconds`. Raises DeadlineError then."""
+    """Result of `function()`, called in a daemon thread that is abandoned past `seconds`. Raises DeadlineError then."""
     box: list[tuple[Any, BaseException | None]] = []
     done = threading.Event()
 

@@ -35,7 +35,7 @@ class Walk:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentReport:
-    """What an examination found."""
+    """Findings of an examination."""
 
     walks: tuple[Walk, ...]
     is_repeatable: bool

@@ -29,7 +29,7 @@ _LEAST_STEP = {"f32": 0.0, "f16": 2.0**-25, "bf16": 0.0, "q8_0": 127 * 2.0**-25}
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written and read back."""
+    """Facts of the file, as written and read back."""
 
     path: Path
     num_tensors: int

@@ -21,7 +21,7 @@ _DIGITS_FIRST = "smollm"
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What GGUF's `tokenizer.ggml.*` holds, V entries."""
+    """Values of GGUF's `tokenizer.ggml.*`, V entries."""
 
     tokens: tuple[str, ...]
     types: tuple[int, ...]

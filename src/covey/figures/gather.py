@@ -1,4 +1,4 @@
-"""What is drawn of runs: curves with bands, shares of rewards in the advantage, agreement of verdicts."""
+"""Data of the figures of runs: curves with bands, shares of rewards in the advantage, agreement of verdicts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Confusion:
-    """How two verdicts on the same answers agree: counts [2, 2], wrong before right."""
+    """Agreement of two verdicts on the same answers: counts [2, 2], wrong before right."""
 
     name: str
     title: str

@@ -24,7 +24,7 @@ _KNOWN = ("inputs_embeds", "position_ids", "attention_mask", "past_key_values", 
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """What the language model gets of one prompt of L tokens."""
+    """Inputs of the language model for one prompt of L tokens."""
 
     embeds: Tensor
     """[L, D], with gradient where it is enabled."""

@@ -28,7 +28,7 @@ class Row:
     index: int = 0
     """Index of the completion in the step."""
     hint: str | None = None
-    """What a teacher is told more than the policy."""
+    """Feedback that a teacher reads beside the policy's prompt."""
 
     @property
     def num_tokens(self) -> int:

@@ -239,7 +239,7 @@ class Policy:
         return self.model(**given, **extra).logits, None
 
     def _inputs(self, rows: PaddedRows) -> tuple[dict[str, Any], Any]:
-        """What padded rows are to the model, and the part of it that gives hidden states of that."""
+        """Inputs of the model for padded rows, and the part of it that gives hidden states of that."""
         if not rows.placed:
             return {"input_ids": rows.input_ids}, decoder_of(self.model)
         if self._embeds(rows.placed[0].prompt):

@@ -16,7 +16,7 @@ from covey.learner.shared_prompt import SharedRows
 from covey.types import Group, Prompt
 
 Hints = Callable[[Group], Sequence[str | None]]
-"""What the teacher is told more about each completion of a group; None: nothing."""
+"""Feedback that the teacher reads about each completion of a group; None: nothing."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ class WeightAverage:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was averaged yet: a soup before its first step."""
+        """True if nothing was averaged yet: a soup before its first step."""
         return self.count == 0
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Whether answers are in the language of their prompt, told from the text, and counted by language."""
+"""Language consistency: answers in the language of their prompt, told from the text, and counted by language."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def code_of(value: Any) -> str | None:
 
 
 def is_same(text: str, wanted: str) -> bool | None:
-    """Whether a text is in the language of this code; None where the text does not tell (too short, numbers only)."""
+    """True if a text is in the language of this code; None where the text does not tell (too short, numbers only)."""
     found = language(text)
     return None if found is None else found == wanted
 

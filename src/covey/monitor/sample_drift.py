@@ -1,4 +1,4 @@
-"""Whether prompts are still those of the start, and rewards no lower than just before: two-sample tests, block after block."""
+"""Drift of prompts from those of the start, and of rewards below those just before: two-sample tests, block after block."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def in_words(device: torch.device) -> str:
 
 
 def dtype_to_read_in(device: torch.device) -> torch.dtype:
-    """What to load a model in that only reads: bfloat16 on an accelerator that computes in it, float32 elsewhere."""
+    """Type to load a model in that only reads: bfloat16 on an accelerator that computes in it, float32 elsewhere."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.bfloat16 if device.type == "xpu" else torch.float32

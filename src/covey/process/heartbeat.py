@@ -111,7 +111,7 @@ class Heartbeat:
             self._now(meeting="")
 
     def broken(self, error: RuntimeError) -> RankError:
-        """What to raise for a collective that torch made by itself, and that broke."""
+        """Error to raise for a collective that torch made by itself, and that broke."""
         self.is_abandoned = True
         return RankError(self._why_broken(error))
 

@@ -312,7 +312,7 @@ class Scoring:
         return self._scorer.settle(groups, self.outcomes(batch, groups), batch)
 
     def outcomes(self, batch: Batch, groups: Sequence[Group] | None = None) -> list[Outcome]:
-        """What each reward made of the batch, that of `groups` (None: nothing was added before)."""
+        """Outcomes of each reward for the batch, that of `groups` (None: nothing was added before)."""
         waiting = [self._pieces(index, groups, batch) for index in range(len(self._callers))]
         outcomes = [
             self._callers[index].score(batch, self._states[index]) if pieces is None else None

@@ -280,7 +280,7 @@ class AsynchronousSampler:
 
 @dataclass(eq=False)
 class _Clock:
-    """Who waited for whom since the last look. Seconds of `time.monotonic`, which processes of a machine share."""
+    """Idle times of learner and sampler since the last look. Seconds of `time.monotonic`, which processes of a machine share."""
 
     since: float = field(default_factory=time.monotonic)
     waited: float = 0.0

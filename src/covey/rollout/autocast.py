@@ -16,7 +16,7 @@ from covey.rollout.forward import ModulesForward, refuse_known
 from covey.rollout.kv_cache import LayerShape
 
 SamplerPrecision = Literal["auto", "float32", "bfloat16", "float16"]
-"""What a sampler computes in; "auto": the weights' own type."""
+"""Type that a sampler computes in; "auto": the weights' own type."""
 
 
 def expect_precision(model: Any, dtype: str) -> SamplerPrecision:

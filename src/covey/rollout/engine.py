@@ -146,7 +146,7 @@ class NativeSampler:
 
     @property
     def is_running(self) -> bool:
-        """Whether completions are being written, so that `change_weights` may be called between two of their tokens."""
+        """True if completions are being written, so that `change_weights` may be called between two of their tokens."""
         return self._running() is not None
 
     def change_weights(self, version: int) -> None:

@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.002
 
 
 class Actor:
-    """What runs in the actor: orders one after the other in one thread, new weights from another."""
+    """Actor's body: orders one after the other in one thread, new weights from another."""
 
     def __init__(self, content: bytes, setup: Setup, version: int) -> None:
         self.waiting: tuple[int, Mapping[str, Tensor]] | None = None
@@ -131,7 +131,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _plain(error: Any) -> CoveyError:
-    """What the actor raised, as itself where Covey raised it."""
+    """Error of the actor, as itself where Covey raised it."""
     cause = error.cause
     if isinstance(cause, CoveyError):
         return cause

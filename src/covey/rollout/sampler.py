@@ -103,7 +103,7 @@ class Sampler(Protocol):
 
 
 def sampler_metrics(sampler: Any) -> dict[str, Metric]:
-    """What a sampler measured since the last call, where it measures anything; each sampler inside another is asked too."""
+    """Metrics of a sampler since the last call, where it measures anything; each sampler inside another is asked too."""
     take = getattr(sampler, "take_metrics", None)
     if take is None:
         inner = getattr(sampler, "sampler", None)

@@ -125,7 +125,7 @@ class Scheduler:
         return bool(self.requests or self.num_rows)
 
     def change_weights(self, version: int) -> None:
-        """What runs goes on with the forward's new weights; keys and values computed so far stay."""
+        """Rows that are running go on with the forward's new weights; keys and values computed so far stay."""
         self.version = version
         for slot, output_row, written in self.rows[[SLOT, OUTPUT_ROW, WRITTEN], : self.num_rows].T.tolist():
             group = self.open[slot]

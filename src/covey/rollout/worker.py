@@ -50,7 +50,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is made with, beside the model."""
+    """Setup of a worker, beside the model."""
 
     options: Mapping[str, Any]
     """Keyword arguments of `choose_sampler`."""
@@ -58,7 +58,7 @@ class Setup:
     threads: int
     """Of its arithmetic, on a CPU."""
     in_flight: bool
-    """Whether completions that are being written go on under newer weights."""
+    """True if completions that are being written go on under newer weights."""
 
 
 class Writer:
@@ -135,7 +135,7 @@ def packed(model: Any, tokenizer: Any) -> bytes:
 
 
 def unpacked(sent: bytes, device: str) -> tuple[Any, Any]:
-    """What `packed` packed, the model on `device`."""
+    """Contents of what `packed` packed, the model on `device`."""
     from transformers.dynamic_module_utils import init_hf_modules
 
     init_hf_modules()  # code that came with a model is found by its name

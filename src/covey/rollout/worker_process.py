@@ -136,7 +136,7 @@ def _start(theirs: Connection) -> subprocess.Popen[bytes]:
 
 
 def _error(message: tuple[Any, ...]) -> CoveyError:
-    """What ended the worker, as the error it was where Covey raised it."""
+    """Cause of the worker's end, as the error it was where Covey raised it."""
     _, kind, said, known, told = message
     error = known(said) if known is not None else CoveyError(f"the process that samples ended with {kind}: {said}")
     error.__cause__ = Exception(f"in the process that samples:\n{told}")

@@ -68,7 +68,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def is_as_written(folder: Path, name: str, entry: Mapping[str, Any]) -> bool:
-    """Whether a file of a checkpoint has the size and the checksum of an entry of a manifest."""
+    """True if a file of a checkpoint has the size and the checksum of an entry of a manifest."""
     return _problem(folder, name, entry) is None
 
 

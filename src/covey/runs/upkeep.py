@@ -36,7 +36,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Mended:
-    """What `repair` did."""
+    """Actions of `repair`."""
 
     copied: tuple[str, ...] = ()
     """`checkpoint-20/tokenizer.json from checkpoint-10`."""
@@ -142,7 +142,7 @@ def _kind(path: Path) -> str:
 
 
 def _wrong(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, whichever name it has now."""
+    """Faults of a checkpoint, whichever name it has now."""
     return [one for one in checksums.problems(path) if not one.startswith(f"{checksums.NAME} is of step")]
 
 

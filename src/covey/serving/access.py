@@ -1,4 +1,4 @@
-"""Who may ask: whoever has the key; without one, this machine alone, and no web page that a browser on it shows."""
+"""Access rules: clients with the key; without one, this machine alone, and no web page that a browser on it shows."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ class _Streamed(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:
-    """What `work` returns; None where the client goes away before."""
+    """Result of `work`; None where the client goes away before."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -308,7 +308,7 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What the engine raised, for a client: Covey's own sentences, and of anything else only that it happened."""
+    """Error of the engine, for a client: Covey's own sentences, and of anything else only that it happened."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, CoveyError):

@@ -54,7 +54,7 @@ class Asked:
     num_top: int | None = None
     """Likeliest tokens to report; None: no log-probabilities are asked for."""
     is_heard: bool = False
-    """Whether tokens are wanted as they come."""
+    """True if tokens are wanted as they come."""
     scores_prompt: bool = False
     ignores_eos: bool = False
 
@@ -209,7 +209,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for this any more; nothing happens if it is over."""
+        """Cancel a request that no client waits for; nothing happens if it is over."""
         with self._changed:
             self._gone.append(ticket)
             self._changed.notify()
@@ -335,7 +335,7 @@ class Engine:
         ticket.wake()
 
     def _record(self, ticket: Ticket, group: Group, seconds: float) -> Exception | None:
-        """What the recorder raised, which the client is told: a call that is not recorded must not look like one that is."""
+        """Error of the recorder, which the client is told: a call that is not recorded must not look like one that is."""
         if self.on_call is None or not group.completions:
             return None
         call = Call(

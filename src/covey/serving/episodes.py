@@ -24,7 +24,7 @@ class Episode:
 
     session: str | None
     prompt: Prompt
-    """What the first call read."""
+    """The first call's."""
     completion: Completion
     """All that follows: `mask` is True for what the model wrote, and `logprobs` are as drawn, 0 elsewhere. `version` is the oldest
     weights', `finish` and `text` are the last turn's."""
@@ -51,7 +51,7 @@ class _Node:
     parent: _Node | None
     children: list[_Node] = field(default_factory=list)
     is_counted: bool = False
-    """Whether an episode has it with mask True already."""
+    """True if an episode has it with mask True already."""
 
     @cached_property
     def ids(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stop_token_ids": (None, []),
     "parallel_tool_calls": (None, True),
 }
-"""What Covey does not do, and the values that ask for nothing."""
+"""Parameters that Covey does not honour, and the values that ask for nothing."""
 WITHOUT_EFFECT = (
     "user",
     "metadata",

@@ -37,7 +37,7 @@ class TextStream:
         return self._release(self._certain())
 
     def end(self) -> tuple[str, str | None]:
-        """What is left of the text, and the stop string that ended it."""
+        """The rest of the text, and the stop string that ended it."""
         self._text, reason = final_text(self._tokenizer, self.token_ids, self._stop)
         return self._release(len(self._text)), reason
 

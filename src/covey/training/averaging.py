@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def average_of(args: Any, model: Any) -> WeightAverage | None:
-    """What `ema_decay` or `soup_steps` asks for; None for neither."""
+    """Average that `ema_decay` or `soup_steps` asks for; None for neither."""
     if args.ema_decay is None and args.soup_steps is None:
         return None
     return WeightAverage(model, decay=args.ema_decay, every=args.soup_steps)

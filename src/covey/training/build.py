@@ -59,7 +59,7 @@ class RunInputs:
     processor: Any = None
     """Of a vision-language model."""
     trainer: Any = None
-    """What a rollout function is handed beside its prompts."""
+    """Trainer that a rollout function is handed beside its prompts."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     """Called around each optimizer step."""
@@ -266,7 +266,7 @@ def build_learner(
 
 
 def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler:
-    """What draws completions: here, from weights that are gathered where they are split, or ahead in processes of its own."""
+    """Sampler of the run: here, from weights that are gathered where they are split, or ahead in processes of its own."""
     args, shards = given.args, policy.shards
     if args.async_rollouts:
         return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)

@@ -104,5 +104,5 @@ def _own_names(made: type, trainer: type) -> Iterator[tuple[str, type]]:
 
 
 def is_overridden(instance: object, name: str, trainer: type) -> bool:
-    """Whether the class of `instance`, or the instance itself, replaces the method `name` of `trainer`."""
+    """True if the class of `instance`, or the instance itself, replaces the method `name` of `trainer`."""
     return name in vars(instance) or getattr(type(instance), name) is not getattr(trainer, name)

@@ -24,7 +24,7 @@ _STAGED = ".upload-"
 _NOT_OF_THE_MODEL = frozenset(
     {f"{checkpoint.STATE}.json", f"{checkpoint.STATE}.safetensors", checksums.NAME, "trainer_state.json"}
 )
-"""What a checkpoint holds beside model and tokenizer."""
+"""Files of a checkpoint beside model and tokenizer."""
 _REFUSED = frozenset({400, 401, 403, 404, 409})
 """Answers of the hub that no later try mends."""
 _PATIENCE_SECONDS = 30.0
@@ -163,7 +163,7 @@ class Hub:
         self.poll()
 
     def drop(self, upload: Future[Any]) -> None:
-        """Whoever began this upload tells of its failure itself."""
+        """The caller that began this upload tells of its failure itself."""
         self._uploads = [one for one in self._uploads if one[1] is not upload]
 
     def _staged(self, folder: Path, names: Iterable[str], card: str | None) -> Path:

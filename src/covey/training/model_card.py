@@ -19,7 +19,7 @@ _TOLD = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a model card is made of."""
+    """Contents of a model card."""
 
     model_name: str
     base_model: str | None

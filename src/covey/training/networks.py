@@ -77,7 +77,7 @@ def refuse_unsplit(algorithm: Algorithm, model: Any, optimizer: Any, rollout_fun
 
 
 def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Reference:
-    """What the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
+    """Reference that the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
     if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
         return NoReference()
     if has_adapter(policy.model):
@@ -86,7 +86,7 @@ def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = 
 
 
 def build_critic(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Critic:
-    """What estimates values: nothing, a head on the policy's hidden states, or a model of its own."""
+    """Critic that estimates values: nothing, a head on the policy's hidden states, or a model of its own."""
     if algorithm.critic is None:
         return no_critic()
     if getattr(algorithm.critic, "model", "head") == "separate":

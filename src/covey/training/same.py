@@ -1,4 +1,4 @@
-"""What every process of a run must have alike, in a form that can be compared before a model is loaded."""
+"""Inputs that every process of a run must have alike, in a form that can be compared before a model is loaded."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def sampler_options(args: GRPOConfig, world: World) -> dict[str, Any]:
 
 
 def _dtype(args: GRPOConfig, world: World) -> str:
-    """What the sampler computes in: the learner's type, but not float16 on a CPU, which is slow there."""
+    """Type that the sampler computes in: the learner's, but not float16 on a CPU, which is slow there."""
     if args.rollout_dtype != "auto":
         return args.rollout_dtype
     if args.bf16:

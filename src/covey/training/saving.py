@@ -196,7 +196,7 @@ class Saver:
         weights: dict[str, Any] | None = None,
         more: Callable[[Path], None] = lambda folder: None,
     ) -> Callable[[], Path]:
-        """What writes the checkpoint of this moment: from copies where training goes on meanwhile, and `more` beside it."""
+        """Writer of the checkpoint of this moment: from copies where training goes on meanwhile, and `more` beside it."""
         best, run_dir = self.trainer_state.best_global_step, Path(str(self.args.output_dir))
         told = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
         told.stateful_callbacks = copy.deepcopy(told.stateful_callbacks)

@@ -85,7 +85,7 @@ def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trus
 
 
 def hints_of(group: Group, feedback: str) -> list[str | None]:
-    """What the teacher is told of each completion: the group's best one, a column that a reward added, or the data set's."""
+    """Feedback that the teacher reads for each completion: the group's best one, a column that a reward added, or the data set's."""
     if feedback == "best":
         return _best_of(group)
     if feedback in group.extras:

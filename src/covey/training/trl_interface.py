@@ -1,4 +1,4 @@
-"""What scripts read from and call on TRL's trainer beside `train` and `evaluate`: attributes, metrics files, loaders, the hub."""
+"""Interface of TRL's trainer that scripts use beside `train` and `evaluate`: attributes, metrics files, loaders, the hub."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def vllm_backend(args: GRPOConfig) -> str:
 
 
 def vllm_options(args: GRPOConfig, world: World) -> dict[str, Any]:
-    """What vLLM is asked for, in this process or as a server."""
+    """Options of vLLM, in this process or as a server."""
     shared: dict[str, Any] = {"regex": args.vllm_structured_outputs_regex}
     if args.vllm_mode == "server":
         return shared | {

@@ -18,7 +18,7 @@ class PromptImages:
     """
 
     tensors: Mapping[str, Tensor]
-    """What the processor made of the images, in their order: `pixel_values` and, by model, grids, sizes or pixel masks."""
+    """Outputs of the processor for the images, in their order: `pixel_values` and, by model, grids, sizes or pixel masks."""
     token_types: Mapping[str, Tensor] = field(default_factory=dict)
     """[L] each, which kind of token each of the prompt's ids is (`token_type_ids`, `mm_token_type_ids`), by the model's name for it."""
     count: int = 1

@@ -35,7 +35,7 @@ class StepReport:
     """Wall time by phase: rollout, reward, learn, ..."""
     events: tuple[Event, ...] = ()
     tokens: TokenNumbers = field(default_factory=dict)
-    """What was measured of single tokens, of a step whose rollouts are written down."""
+    """Measurements of single tokens, of a step whose rollouts are written down."""
 
     def __getitem__(self, name: str) -> float:
         return self.metrics[name].value if name in self.metrics else math.nan

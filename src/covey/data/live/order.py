@@ -23,7 +23,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 
 
 def digest(value: Any) -> str:
-    """What tells a row or a prompt from another."""
+    """Digest that tells a row or a prompt from another."""
     text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -88,7 +88,7 @@ class LiveOrder:
         self._waiting.clear()
 
     def _is_replay_due(self) -> bool:
-        """Whether replays are behind their share of all draws, once there is something to replay."""
+        """True if replays are behind their share of all draws, once there is something to replay."""
         draws = self._drawn + self._replayed + 1
         return self.replay is not None and bool(self._sample) and self._replayed + 1 <= self.replay * draws
 

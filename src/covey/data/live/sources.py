@@ -29,7 +29,7 @@ _KEPT = 100_000
 
 
 class Source(Protocol):
-    """What a live source has to do. `poll` may give a row more than once, and must give each until it is committed."""
+    """Protocol of a live source. `poll` may give a row more than once, and must give each until it is committed."""
 
     def poll(self, after: Position | None, limit: int) -> Items:
         """Up to `limit` rows behind `after` (None: from the start), without waiting; [] where none is there yet.

@@ -1,4 +1,4 @@
-"""What is wrong with a step, and which single change removes it: each replayed, compared, ranked."""
+"""Troubles of a step, and the single changes that remove them: each replayed, compared, ranked."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What is wrong with a step, and the changes that were tried, best first."""
+    """Troubles of a step, and the changes that were tried, best first."""
 
     troubles: tuple[tuple[str, float, float], ...]
     """In words, value, limit."""
@@ -210,5 +210,5 @@ def _interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
 
 
 def is_named(remedy: Remedy) -> bool:
-    """Whether a change removes most of the trouble, and not by chance."""
+    """True if a change removes most of the trouble, and not by chance."""
     return remedy.share >= 0.5 and remedy.low > 0

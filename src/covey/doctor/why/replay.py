@@ -21,7 +21,7 @@ Made = tuple[list[Group], Algorithm, float, float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What an update did, measured on every completion of the step, by group [P]."""
+    """Effect of an update, measured on every completion of the step, by group [P]."""
 
     grad_norm: float
     """Before clipping."""
@@ -44,7 +44,7 @@ class Replay:
         self.before = self._logp()
 
     def effect(self, change: Callable[[list[Group], Algorithm], Made]) -> Effect:
-        """What the update does under a change. The learner is as before the step afterwards."""
+        """Effect of the update under a change. The learner is as before the step afterwards."""
         recorded, learner = self.recorded, self.recorded.learner
         groups, algorithm, factor, bound = change(list(recorded.groups), recorded.algorithm)
         self._restore(factor)

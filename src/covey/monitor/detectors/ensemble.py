@@ -1,4 +1,4 @@
-"""What members of an ensemble contribute: too much of what is learned, or nothing."""
+"""Alerts on what members of an ensemble contribute: too much of what is learned, or nothing."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def three_quarters(groups: np.ndarray) -> float:
 
 
 def numbers_of(groups: np.ndarray, threshold: float) -> dict[str, np.ndarray]:
-    """What is known of each prompt [m] from its groups [n], which are in order of steps; groups without a score do not count."""
+    """Record of each prompt [m] from its groups [n], which are in order of steps; groups without a score do not count."""
     kept = np.flatnonzero(np.isfinite(groups["reward"]))
     order = kept[np.argsort(groups["uid"][kept], kind="stable")]
     uid = groups["uid"][order]

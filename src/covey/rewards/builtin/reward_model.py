@@ -37,7 +37,7 @@ class ModelReward:
     is_placed: bool = False
     """Whether its device was chosen, and `to` leaves it there."""
     may_round: bool = False
-    """Whether it was loaded without a word on its type: a GPU that has bfloat16 then computes in that, but for the last product."""
+    """True if it was loaded without a word on its type: a GPU that has bfloat16 then computes in that, but for the last product."""
 
     @staticmethod
     def of(

@@ -43,7 +43,7 @@ class Caller:
         self.cache = ScoreCache() if self.call_options.pure else None
         self.breaker = Breaker()
         self.asks_again = True
-        """Whether a late call is repeated on halves: not after a batch that was wholly lost."""
+        """True if a late call is repeated on halves: not after a batch that was wholly lost."""
         self.changed: dict[str, None] = {}
         """What its calls changed of the process, and was put back."""
         at_once = self.call_options.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)

@@ -172,7 +172,7 @@ class _Part:
         return self.stop - self.start
 
     def can_help_again(self, error: BaseException) -> bool:
-        """Whether its halves, or one more try, may fare better; halves of a wrong length would be misaligned."""
+        """True if its halves, or one more try, may fare better; halves of a wrong length would be misaligned."""
         return not isinstance(error, RewardError | CircuitOpen) and (self.size > 1 or self.tries < _TRIES)
 
     def again(self) -> list[_Part]:

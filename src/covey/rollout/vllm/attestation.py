@@ -159,7 +159,7 @@ class Seen:
     distance: float
     """Nats between the server's log-probabilities and the trainer's."""
     exact: bool | None = None
-    """Whether the digests are equal; None: the server gives none."""
+    """True if the digests are equal; None: the server gives none."""
 
     def metrics(self) -> dict[str, Metric]:
         flags = {"moved": self.moved, "exact": self.exact, "right": {"right": True, "wrong": False}.get(self.right)}
@@ -177,9 +177,9 @@ class Attestation:
     """Compares the server with the trainer at each update, and with itself between updates. Holds the last answers of both."""
 
     is_exact_trainer: bool = True
-    """Whether the trainer's probe is in float32: rounding in it would pull the slope towards 0."""
+    """True if the trainer's probe is in float32: rounding in it would pull the slope towards 0."""
     is_repeatable: bool | None = None
-    """Whether the server answers the same probe twice with the same bits; None: not known yet."""
+    """True if the server answers the same probe twice with the same bits; None: not known yet."""
     last: Answer | None = None
     logp: Tensor | None = None
     """[L - 1, V] float32, the trainer's log-probabilities at the last update."""

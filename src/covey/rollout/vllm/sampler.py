@@ -113,7 +113,7 @@ class ServerSampler:
         return self._groups(known, n, params)
 
     def take_metrics(self) -> dict[str, Metric]:
-        """What the attestations since the last call saw."""
+        """Results of the attestations since the last call."""
         seen, self.seen = self.seen, []
         return merge_metrics(seen)
 

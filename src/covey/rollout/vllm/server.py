@@ -25,7 +25,7 @@ DIGEST, REPACK = "covey_digest", "covey_repack"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a server says of itself in `/server_info` and `/v1/models`."""
+    """Description of a server, from `/server_info` and `/v1/models`."""
 
     model: str
     """The name that requests ask for."""
@@ -100,7 +100,7 @@ class Server:
             logger.warning("%s Its state is read instead.", error)
 
     def call_workers(self, method: str, *, seconds: float, **arguments: Any) -> list[Any]:
-        """What each worker's `method` returned, over `/collective_rpc`."""
+        """Results of each worker's `method`, over `/collective_rpc`."""
         body = {"method": method, "kwargs": arguments, "timeout": seconds}
         found = self.client.post("/collective_rpc", body, seconds=seconds)
         return list(found.get("results", [])) if isinstance(found, Mapping) else []
@@ -235,7 +235,7 @@ def warn_if_exposed(server: Server) -> None:
 
 
 def listens_everywhere(port: int) -> bool:
-    """Whether a process of this machine listens on all its interfaces; False where the system does not say."""
+    """True if a process of this machine listens on all its interfaces; False where the system does not say."""
     import psutil
 
     try:

@@ -35,11 +35,11 @@ class Sync:
     attest: Attest = "stop"
     attestation: Attestation = field(default_factory=Attestation)
     label: str | None = None
-    """What the server must say; None before the first update."""
+    """Label that the server must show; None before the first update."""
     model: str = ""
-    """What requests ask for."""
+    """Model name that requests ask for."""
     is_broken: bool = False
-    """Whether the last update did not end well, so that nothing may be written before the next one has."""
+    """True if the last update did not end well, so that nothing may be written before the next one has."""
     pushed: int = 0
     ids: tuple[int, ...] = ()
     """The probe."""
@@ -114,7 +114,7 @@ class Sync:
         return label if label != self.label and not self.is_broken else f"{label}.{self.pushed}"
 
     def _is_exact(self, policy: Any) -> bool | None:
-        """Whether every block's digest is that of the trainer's weights in the server's type; None where that cannot be compared."""
+        """True if every block's digest is that of the trainer's weights in the server's type; None where that cannot be compared."""
         found = self.server.digests() if self.server.facts.tensor_parallel == 1 else None
         if not found:
             return None
@@ -154,7 +154,7 @@ class Sync:
         return seen[0] if seen else None
 
     def _told(self, look: Any) -> None:
-        """What `look` raises, as an error or, with attest='warn', as a warning."""
+        """Call `look`; its error is raised or, with attest='warn', a warning."""
         try:
             look()
         except AttestationError as error:

@@ -23,14 +23,14 @@ class Transport(Protocol):
     """A way to bring a version of the weights to a server."""
 
     pauses: bool
-    """Whether the server must be paused meanwhile: its weights are replaced in place."""
+    """True if the server must be paused meanwhile: its weights are replaced in place."""
 
     def model_for(self, label: str) -> str:
         """The name that requests ask for once `label` is served."""
         ...
 
     def prepare(self, policy: Any, label: str) -> int:
-        """What can be done while the server still answers; the bytes that will be sent."""
+        """Preparation while the server still answers. Returns the bytes that will be sent."""
         ...
 
     def send(self, policy: Any, label: str, num_bytes: int) -> None:

@@ -61,7 +61,7 @@ class CoveyWorker:
         return {block: text_of(total) for block, total in sums.items()}
 
     def covey_repack(self) -> None:
-        """What `repack` does, on this worker."""
+        """`repack` on this worker."""
         repack(self)
 
 
@@ -77,7 +77,7 @@ def repack(worker: Any) -> None:
 
 
 def is_packed_beside(module: torch.nn.Module) -> bool:
-    """Whether a CPU kernel holds a packed copy of a weight that the module still has."""
+    """True if a CPU kernel holds a packed copy of a weight that the module still has."""
     weight = getattr(module, "weight", None)
     return (
         hasattr(module, "cpu_linear") and hasattr(module, "quant_method") and weight is not None and weight.dim() == 2
