@@ -5,8 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from covey.cli.flags import Flag
 from covey.cli.verb import Given
 from covey.errors import ConfigError
+
+WEIGHTS = (
+    Flag(name="dtype", help="Type that the weights are loaded in: float32, bfloat16, auto, ...", default="float32", group="model"),
+    Flag(name="lora_r", help="Train a LoRA adapter of this rank instead of all weights.", type=int, group="adapter"),
+    Flag(name="lora_alpha", help="Scale of the adapter; unset: twice its rank.", type=float, group="adapter"),
+    Flag(name="lora_dropout", help="Dropout of the adapter.", type=float, default=0.0, group="adapter", is_common=False),
+    Flag(name="lora_target_modules", help="Layers that get an adapter.", type=list[str], default="all-linear", group="adapter", is_common=False),
+)  # fmt: skip
+"""Flags of the verbs that train: the type of the weights, and a LoRA adapter."""
 
 
 def refuse_bad_adapter(given: Given) -> None:

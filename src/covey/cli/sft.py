@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import early, output
-from covey.cli.adapter import adapter, refuse_bad_adapter
+from covey.cli.adapter import WEIGHTS, adapter, refuse_bad_adapter
 from covey.cli.checkpoints import FINAL
 from covey.cli.fields import config_flags
 from covey.cli.flags import Flag
@@ -28,11 +28,7 @@ _WHAT = (
     Flag(name="completion_column", help="Column that holds the wanted completion.", default="completion", group="data"),
     Flag(name="max_length", help="Most tokens of an example, prompt and completion together; unset: the model's context.", type=int, group="data"),
     Flag(name="max_examples", help="Use the first N examples only.", type=int, group="data"),
-    Flag(name="dtype", help="Type that the weights are loaded in: float32, bfloat16, auto, ...", default="float32", group="model"),
-    Flag(name="lora_r", help="Train a LoRA adapter of this rank instead of all weights.", type=int, group="adapter"),
-    Flag(name="lora_alpha", help="Scale of the adapter; unset: twice its rank.", type=float, group="adapter"),
-    Flag(name="lora_dropout", help="Dropout of the adapter.", type=float, default=0.0, group="adapter", is_common=False),
-    Flag(name="lora_target_modules", help="Layers that get an adapter.", type=list[str], default="all-linear", group="adapter", is_common=False),
+    *WEIGHTS,
     JSON,
 )  # fmt: skip
 _OWN = frozenset(flag.name for flag in _WHAT)

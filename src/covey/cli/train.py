@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli import early, header, output, rerun, seeds, together
-from covey.cli.adapter import adapter, refuse_bad_adapter
+from covey.cli.adapter import WEIGHTS, adapter, refuse_bad_adapter
 from covey.cli.checkpoints import FINAL
 from covey.cli.columns import column_map
 from covey.cli.ensemble import ensemble_of, refuse_bad_ensemble
@@ -61,11 +61,7 @@ _WHAT = (
     Flag(name="streaming", help="Read the data set as it is needed; needs --max-steps.", type=bool, group="data", is_common=False),
     Flag(name="max_prompts", help="Use the first N prompts only.", type=int, group="data"),
     Flag(name="max_eval_prompts", help="Evaluate on the first N held-out prompts only.", type=int, group="data"),
-    Flag(name="dtype", help="Type that the weights are loaded in: float32, bfloat16, auto, ...", default="float32", group="model"),
-    Flag(name="lora_r", help="Train a LoRA adapter of this rank instead of all weights.", type=int, group="adapter"),
-    Flag(name="lora_alpha", help="Scale of the adapter; unset: twice its rank.", type=float, group="adapter"),
-    Flag(name="lora_dropout", help="Dropout of the adapter.", type=float, default=0.0, group="adapter", is_common=False),
-    Flag(name="lora_target_modules", help="Layers that get an adapter.", type=list[str], default="all-linear", group="adapter", is_common=False),
+    *WEIGHTS,
     JSON,
 )  # fmt: skip
 
