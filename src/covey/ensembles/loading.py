@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -97,8 +96,3 @@ def names_of(members: Sequence[Member]) -> list[str]:
             own = f"{member.short_name}-{count}"
         names.append(own)
     return names
-
-
-def device_for(model: Any) -> torch.device:
-    """Where a model's weights are."""
-    return next(model.parameters()).device

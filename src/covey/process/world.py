@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from covey.process.device import expect_supported
 from covey.process.heartbeat import SILENCE_SECONDS, Heartbeat, leave_now
 from covey.process.rendezvous import agree
 from covey.process.tensor_bytes import from_bytes, to_bytes
-from covey.types import Metric, Totals, merge_metrics
+from covey.types import Metric, merge_metrics
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -91,14 +91,6 @@ class World:
         largest = torch.tensor([count], device=self.device)
         self._meet(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX))
         return int(largest.item())
-
-    def sum_totals(self, totals: Totals) -> Totals:
-        """Denominators of the whole optimizer step. `prompts` must already be counted over all processes."""
-        if self.size == 1:
-            return totals
-        counts = torch.tensor([totals.tokens, totals.sequences, totals.nonempty_sequences], device=self.device)
-        tokens, sequences, nonempty = self.sum(counts).tolist()
-        return replace(totals, tokens=int(tokens), sequences=int(sequences), nonempty_sequences=int(nonempty))
 
     def merge(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Metrics of all processes, merged exactly."""
