@@ -191,8 +191,10 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             fault = fake.faults.get(name)
             if callable(fault):
                 fault = fault(body)
-            while fault == "hang" and fake.faults.get(name) == "hang":
-                time.sleep(0.02)
+            if fault == "hang":  # neither acts nor answers, also when others do again
+                while fake.faults.get(name) == "hang":
+                    time.sleep(0.02)
+                return None
             if isinstance(fault, int):
                 return self._send(fault, {"error": {"message": "told to fail"}})
             known = parts.path in fake.paths
