@@ -26,7 +26,7 @@ def told_options(args: GRPOConfig) -> dict[str, str]:
 def told_data(dataset: Any, model: Any) -> dict[str, str]:
     """The rows of the data set, a digest of some of its prompts, and the model's name. A stream has no rows to look at."""
     found = {"as model": str(model)} if isinstance(model, str) else {}
-    if isinstance(dataset, str) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return found
     count = len(dataset)
     found["rows of train_dataset"] = str(count)

@@ -111,7 +111,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
         self.output_dir = Path(str(self.args.output_dir))
         self.hub = Hub(self.args, self.output_dir)
-        self.world.expect_same({**told_options(self.args), **told_data(train_dataset, model)})
+        self.world.expect_same(told_options(self.args))
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
@@ -124,7 +124,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards),
             self._calculate_rewards if is_overridden(self, "_calculate_rewards", GRPOTrainer) else None,
         )  # fmt: skip
-        self._take_data(train_dataset, eval_dataset)
+        self._take_data(train_dataset, eval_dataset, model)
         if self.args.push_to_hub and self.world.is_main:
             self.hub.open_early()
         self._load(model, processing_class, quantization_config, peft_config)
@@ -208,12 +208,14 @@ class GRPOTrainer(TakesTurns, TRLInterface):
 
     # -- how it is put together -------------------------------------------------------------------------------------
 
-    def _take_data(self, train_dataset: Any, eval_dataset: Any) -> None:
+    def _take_data(self, train_dataset: Any, eval_dataset: Any, model: Any) -> None:
         train_dataset = with_prompts(train_dataset, self.agents, self.args)
         refuse_no_data(train_dataset, eval_dataset, self.args)
         self.train_dataset = checked_dataset(train_dataset, "train_dataset", self.args)
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         check_columns(self.args, self.train_dataset, self.agents, self.scorer)
+        if self.world.size > 1:
+            self.world.expect_same(told_data(self.train_dataset, model))
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         loaded = load_for_training(
