@@ -27,6 +27,15 @@ def test_pages_that_cannot_be_had_are_memory_that_ran_out():
     assert is_out_of_memory(caught.value)
 
 
+@pytest.fixture(autouse=True)
+def _thawed():
+    """The heap as a script has it: the tests' conftest keeps it frozen."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.freeze()
+
+
 class Node:
     """Something that can be part of a cycle, and be referred to weakly."""
 
