@@ -118,6 +118,7 @@ def test_a_temporary_folder_that_is_full_is_named(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_clean_that_is_killed_leaves_no_file_with_the_name_of_a_whole_one(tmp_path):
     lines = [b'{"prompt": "Is %d even, or is it odd?"}' % number for number in range(20_000)]
     source, output = written(tmp_path / "a.jsonl", lines), tmp_path / "b.jsonl"

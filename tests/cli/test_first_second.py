@@ -41,6 +41,7 @@ def test_a_wrong_option_is_answered_before_torch_is_imported(words):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_trainer_imports_neither_peft_nor_bitsandbytes():
     code = "import sys, covey.training.trainer; assert not {'peft', 'bitsandbytes'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -48,6 +49,7 @@ def test_the_trainer_imports_neither_peft_nor_bitsandbytes():
     assert "gemm_4bit" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_of_peft_is_known_to_transformers_after_an_import_without_peft():
     code = (
         "import covey.training.trainer, torch; from transformers.trainer_utils import _is_peft_model as known; from peft import LoraConfig, get_peft_model;"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def test_python_with_docstrings_stripped_is_refused_in_one_sentence() -> None:
     done = subprocess.run([sys.executable, "-OO", "-m", "covey", "train", "demo"], capture_output=True, text=True)
@@ -19,6 +21,7 @@ def test_a_script_with_docstrings_stripped_is_told_the_same() -> None:
     assert done.stderr.splitlines()[-1].startswith("covey.errors.ConfigError: python -OO strips docstrings")
 
 
+@pytest.mark.slow
 def test_python_without_assertions_works() -> None:
     done = subprocess.run([sys.executable, "-O", "-c", "from covey import GRPOTrainer"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

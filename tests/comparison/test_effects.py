@@ -137,6 +137,7 @@ def test_several_seeds_are_not_needlessly_timid():
     assert rate(5, 0.05, 0.0) >= 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k, seed_spread, gain", [(1, 0.0, 0.15), (3, 0.02, 0.15), (5, 0.03, 0.12)])
 def test_a_true_difference_is_found(k, seed_spread, gain):
     assert rate(k, seed_spread, gain, times=150) >= 0.8

@@ -172,6 +172,7 @@ def test_a_system_call_that_fails_once_refuses_the_save_or_is_told(saver: Saver,
         expect_complete(latest_quietly(run), {3})
 
 
+@pytest.mark.slow
 def test_random_kills_in_the_middle_of_saving_never_lose_a_checkpoint(saver: Saver, tmp_path: Path) -> None:
     run, at = tmp_path / "run", 1
     checkpoint.save(run, 1, lambda folder: None, {"step": 1, "x": torch.full((64,), 1)})

@@ -70,8 +70,14 @@ def seconds_since_fault(folder: Path) -> float:
     [
         ("kill", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
         ("kill, split", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
-        ("exit", "rank 1 (process {pid} on {host}) ended without a word (killed?)", 30, 120),
-        ("raise", "failed with LookupError: there is no such answer", 30, 120),
+        pytest.param(
+            "exit",
+            "rank 1 (process {pid} on {host}) ended without a word (killed?)",
+            30,
+            120,
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("raise", "failed with LookupError: there is no such answer", 30, 120, marks=pytest.mark.nightly),
         ("stop", "has not been heard of for", 120, 10),
         ("hang", "lives but did not come within", 120, 10),
     ],
@@ -137,8 +143,8 @@ def test_the_main_process_may_be_the_one_that_dies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "differs"),
     [
-        ("fewer rows", "rows of train_dataset"),
-        ("other lengths", "digest of prompts of train_dataset"),
+        pytest.param("fewer rows", "rows of train_dataset", marks=pytest.mark.nightly),
+        pytest.param("other lengths", "digest of prompts of train_dataset", marks=pytest.mark.nightly),
         ("other options", "0.2 learning_rate where rank 0 has 0.1"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_step_that_does_not_fit_is_taken_in_smaller_micro_batches_with_the_sam
     assert short["norms"] == pytest.approx(free["norms"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_where_products_are_code_that_is_made_while_it_runs():
     """Such code takes memory of its own, so a later step may find that still less fits."""
     free, short = run("learn-as-is", 0), run("learn-as-is", 80)
@@ -53,7 +53,7 @@ def test_an_optimizer_whose_state_does_not_fit_is_told_before_any_weight_changes
     assert short["changed"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_completions_of_which_none_fits_alone_end_with_a_sentence():
     short = run("learn-cold", 55)
     assert short["raised"] == "MemoryLimitError"
@@ -71,7 +71,7 @@ def test_a_single_completion_that_does_not_fit_alone_is_left_out_and_the_others_
     assert short["norms"] == pytest.approx(free["norms"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_activations_are_computed_again_once_a_single_completion_does_not_fit():
     short = run("learn-cold-checkpointing", 55)
     assert short["checkpoints"]

@@ -58,6 +58,7 @@ def _marked(monkeypatch):
     assert workers() == []
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_hangs_and_returns_rubbish_in_turn_costs_no_step_and_no_other_score(tmp_path, capsys):
     rewards = ["steady", "troubled", "stuck_in_c", "format"]
     assert main(words(tmp_path, "run", rewards, 6, "--reward-timeout-seconds", 2)) == 0

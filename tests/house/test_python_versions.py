@@ -48,6 +48,7 @@ def interpreter(version):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.10", "3.13"])
 def test_all_files_parse_and_find_their_standard_library(version):
     python = interpreter(version)

@@ -85,6 +85,7 @@ def test_an_alert_can_take_the_run_back_to_the_checkpoint_before_it_and_stops_it
     assert [alert["step"] for alert in told(tmp_path / "run") if alert["rule"] == "dead_groups"] == [10, 10]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_tells_the_same_alerts_as_one_that_never_stopped(tmp_path):
     saving = LONG | {"save_strategy": "steps", "save_steps": 6}
     trainer(tmp_path / "whole", reward_funcs=constant, **saving).train()

@@ -72,6 +72,7 @@ def test_one_bad_completion_costs_its_own_score_alone_and_is_told(name, tmp_path
     assert rollouts.write(tmp_path, 1, [found], ["a", "b", "c"]).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", bad.ISOLATED)
 def test_one_bad_completion_costs_its_own_score_alone_in_a_worker_process_too(name):
     found = scored(bad.ISOLATED[name])
@@ -323,6 +324,7 @@ def test_a_reward_that_replaces_the_handler_of_ctrl_c_does_not_keep_it():
     assert found.events[0].kind == "reward_side_effect"
 
 
+@pytest.mark.slow
 def test_a_child_that_a_reward_forks_does_not_go_on_as_a_second_run(tmp_path):
     script = (
         "import os\nfrom covey.rewards import Scorer\nfrom kit import group\n"

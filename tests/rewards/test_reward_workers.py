@@ -206,6 +206,7 @@ def run_script(folder, ending):
     return subprocess.run([sys.executable, folder / "script.py"], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_reward_of_a_script_is_imported_from_its_file_and_a_script_without_a_guard_does_not_train_twice(tmp_path):
     good = run_script(tmp_path, "\nif __name__ == '__main__':\n    train()\n")
     assert good.stdout == "[[1.0], [2.0]]\n", good.stderr

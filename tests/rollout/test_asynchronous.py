@@ -50,6 +50,7 @@ def asynchronous(model: torch.nn.Module, workers: int = 1) -> AsynchronousSample
     return AsynchronousSampler(model, tokenizer, start, workers)
 
 
+@pytest.mark.slow
 def test_a_process_writes_what_the_native_sampler_writes_after_new_weights_a_kill_and_a_checkpoint(model) -> None:
     near, far = NativeSampler(model, tiny_tokenizer(), dtype="float32"), asynchronous(model)
     try:

@@ -134,6 +134,7 @@ def test_one_that_fails_leaves_the_others_to_end(base, tmp_path):
     assert (tmp_path / "good" / "checkpoint-3").is_dir()
 
 
+@pytest.mark.slow
 def test_a_signal_stops_all_with_a_checkpoint_and_each_goes_on_alone_or_together(base, tmp_path):
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

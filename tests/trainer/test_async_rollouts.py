@@ -31,6 +31,7 @@ def test_without_staleness_the_run_is_the_ordinary_one_bit_for_bit(tmp_path: Pat
     assert prompts_by_step(tmp_path / "async") == prompts_by_step(tmp_path / "sync")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* goes on from step 3:UserWarning")
 def test_staleness_is_bounded_nothing_is_wasted_and_a_checkpoint_holds_what_is_ahead(tmp_path: Path) -> None:
     run = trainer(tmp_path, 6, max_staleness=2, pipeline_depth=2, steps_per_generation=2, gradient_accumulation_steps=1)

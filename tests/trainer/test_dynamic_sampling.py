@@ -56,7 +56,14 @@ def test_without_it_nothing_more_is_drawn(tmp_path: Path):
     assert {line["groups/drawn"] for line in lines(tmp_path / "run") if "groups/drawn" in line} == {2}
 
 
-@pytest.mark.parametrize("options", [{"dynamic_sampling": 4}, {"curriculum": "frontier"}, {"curriculum": "frontier", "dynamic_sampling": 2}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dynamic_sampling": 4}, marks=pytest.mark.slow),
+        pytest.param({"curriculum": "frontier"}, marks=pytest.mark.slow),
+        {"curriculum": "frontier", "dynamic_sampling": 2},
+    ],
+)
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path, options: dict[str, Any]):
     whole = trainer(tmp_path / "whole", reward_funcs=some_dull, max_steps=6, **options)
     whole.train()
