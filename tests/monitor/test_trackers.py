@@ -185,7 +185,7 @@ def test_what_a_tracker_raises_is_a_warning_and_the_run_goes_on(caplog: pytest.L
         def add_text(self, *given: Any) -> None:
             raise OSError("no room")
 
-    tell = Trackers(["tensorboard"], [type("Callback", (), {"tb_writer": Broken()})()])
+    tell = Trackers(["tensorboard"], lambda: [type("Callback", (), {"tb_writer": Broken()})()])
     tell(ALERT)
     assert "tensorboard did not take an alert (OSError: no room); it is in alerts.jsonl." in caplog.text
 

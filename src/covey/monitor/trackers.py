@@ -38,7 +38,8 @@ class Trackers(TrainerCallback):
     raises is a warning, and training goes on. Before and after, a tracker is called as ever.
     """
 
-    def __init__(self, names: str | Sequence[str] | None, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, names: str | Sequence[str] | None, callbacks: Callable[[], Sequence[Any]] = tuple) -> None:
+        """`callbacks` returns the run's callbacks; one that writes for TensorBoard is told of alerts."""
         self.names = (names,) if isinstance(names, str) else tuple(names or ())
         self.callbacks = callbacks
         self.run_id = ""
@@ -59,6 +60,10 @@ class Trackers(TrainerCallback):
 
         refuse_absent_trackers(self.names)
         return [_guarded(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
+
+    def follow(self, run_id: str, is_hurried: Callable[[], bool]) -> None:
+        """Write the next training down as the run of this id; `is_hurried` returns whether a signal asked it to end."""
+        self.run_id, self.is_hurried = run_id, is_hurried
 
     def lane(self, tracker: str) -> CallQueue:
         """The line in which this tracker's calls wait."""
@@ -139,7 +144,7 @@ class Trackers(TrainerCallback):
             yield "TrackioCallback", self._tell_trackio
         if "mlflow" in self.names:
             yield "MLflowCallback", self._tell_mlflow
-        if any(getattr(callback, "tb_writer", None) is not None for callback in self.callbacks):
+        if any(getattr(callback, "tb_writer", None) is not None for callback in self.callbacks()):
             yield "TensorBoardCallback", self._tell_tensorboard
 
     def _open_wandb(self, args: Any) -> None:
@@ -182,7 +187,7 @@ class Trackers(TrainerCallback):
             sys.modules["mlflow"].set_tag(f"alert.{alert.rule}", text[:_LONGEST])
 
     def _tell_tensorboard(self, alert: Alert, text: str) -> None:
-        for callback in self.callbacks:
+        for callback in self.callbacks():
             writer = getattr(callback, "tb_writer", None)
             if writer is not None:
                 writer.add_text(f"alerts/{alert.rule}", text.replace("\n", "  \n"), alert.step)

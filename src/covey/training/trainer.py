@@ -230,14 +230,13 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.processing_class = loaded.tokenizer if loaded.processor is None else loaded.processor
 
     def _build_callbacks(self, callbacks: Sequence[Any] | None) -> lean.CallbackHandler:
-        self.trackers = Trackers(self.args.report_to)
+        self.trackers = Trackers(self.args.report_to, lambda: self.callback_handler.callbacks)
         chosen: list[Any] = [lean.DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
         chosen += list(callbacks or [])
         if self.args.early_stopping_patience is not None:
             chosen.append(lean.EarlyStoppingCallback(self.args.early_stopping_patience))
         handler = lean.CallbackHandler(chosen, self.model, self.processing_class, None, None)
         handler.train_dataloader = handler.eval_dataloader = None
-        self.trackers.callbacks = handler.callbacks
         return handler
 
     @property
@@ -339,7 +338,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
                 dataset=self.train_dataset,
                 model=self.model,
             )
-            self.trackers.run_id, self.trackers.is_hurried = described["id"], lambda: session.is_asked_to_stop
+            self.trackers.follow(described["id"], lambda: session.is_asked_to_stop)
         return session
 
     def _look_at_saving(self, saver: Saver) -> None:
