@@ -33,7 +33,7 @@ def torchrun(folder: Path, *words: str, late: str = "") -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", ["0,1", "1,0"])
+@pytest.mark.parametrize("late", [pytest.param("0,1", marks=pytest.mark.nightly), "1,0"])
 def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_bit(late: str, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
     torchrun(killed.parent, "kill twice", "auto", late=late)

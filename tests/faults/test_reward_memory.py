@@ -49,6 +49,7 @@ def test_a_reward_model_that_does_not_fit_reads_less_at_a_time_and_a_resumed_run
     assert not any("rewards/apples/errors" in line for line in lines(short))
 
 
+@pytest.mark.nightly
 def test_a_text_that_does_not_fit_alone_costs_its_own_score_and_no_other(tmp_path: Path) -> None:
     free, short = run("one", "0"), run("one", "30")
     assert free["said"] == []

@@ -48,7 +48,14 @@ def trained_steps(run: Path) -> int:
     return len(lines(run)) if (run / "metrics.jsonl").is_file() else 0
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+@pytest.mark.parametrize(
+    "number, code",
+    [
+        (signal.SIGINT, -signal.SIGINT),
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_script_that_is_stopped_saves_says_how_to_go_on_and_ends_there(number, code, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with start(run, 100_000) as process:
@@ -85,7 +92,9 @@ def is_whole(run: Path, steps: int) -> None:
     assert not (run / "events.jsonl").exists() or "reward" not in (run / "events.jsonl").read_text()
 
 
-@pytest.mark.parametrize("closed", ["1", "2", "1 2", "0 1 2"])
+@pytest.mark.parametrize(
+    "closed", [*[pytest.param(ends, marks=pytest.mark.nightly) for ends in ("1", "2", "1 2")], "0 1 2"]
+)
 def test_a_run_whose_output_was_closed_before_it_began_is_complete(closed: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ends = " ".join(f"{number}>&-" for number in closed.split())
@@ -96,7 +105,9 @@ def test_a_run_whose_output_was_closed_before_it_began_is_complete(closed: str, 
     assert "scoring" not in (run / "metrics.jsonl").read_text(), "no file of the run became stdout"
 
 
-@pytest.mark.parametrize("which", ["stdout", "stderr", "both"])
+@pytest.mark.parametrize(
+    "which", [*[pytest.param(end, marks=pytest.mark.nightly) for end in ("stdout", "stderr")], "both"]
+)
 def test_a_run_whose_reader_goes_away_is_complete(which: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     reading, writing = os.pipe()

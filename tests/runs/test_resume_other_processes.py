@@ -21,7 +21,10 @@ def step_4(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(TOGETHER, ALONE), (ALONE, TOGETHER)], ids=["2 -> 1", "1 -> 2"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [pytest.param(TOGETHER, ALONE, id="2 -> 1"), pytest.param(ALONE, TOGETHER, id="1 -> 2", marks=pytest.mark.nightly)],
+)
 def test_another_number_of_processes_takes_the_same_step_up_to_rounding(
     first: Case, then: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

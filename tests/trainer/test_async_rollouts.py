@@ -148,7 +148,7 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "trial",
-    [pytest.param(i, marks=pytest.mark.slow if i < 3 else pytest.mark.nightly) for i in range(20)],
+    [pytest.param(i, marks=pytest.mark.slow if i < 1 else pytest.mark.nightly) for i in range(20)],
 )
 def test_killed_at_a_random_moment_no_prompt_is_lost_or_doubled(trial: int, left_alone, tmp_path: Path) -> None:
     expected, prompts = left_alone
