@@ -36,7 +36,7 @@ def run_pairs(given: Given) -> int:
         raise ConfigError(f"{path} is there already; give another --output.")
     if options["max_per_prompt"] is not None and options["max_per_prompt"] < 1:
         raise ConfigError(f"--max-per-prompt {options['max_per_prompt']} keeps nothing; use at least 1.")
-    first, last = _steps(options["steps"])
+    first, last = steps_of(options["steps"])
     from covey.runs.pairs import PairOptions, preference_pairs
 
     wanted = {name: options[name] for name in ("min_margin", "reward", "max_per_prompt", "finished_only")}
@@ -68,7 +68,7 @@ def run_pairs(given: Given) -> int:
     return 0
 
 
-def _steps(text: str | None) -> tuple[int, int | None]:
+def steps_of(text: str | None) -> tuple[int, int | None]:
     if text is None:
         return 0, None
     first, is_range, last = text.partition(":")

@@ -1,4 +1,4 @@
-"""`covey reward test`: whether a reward pays what it should, before a run learns what it pays in truth; `covey reward train`."""
+"""`covey reward test`: whether a reward pays what it should, before a run learns what it pays in truth; `covey reward train` and `audit`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from covey.cli import output, reward_train
+from covey.cli import output, reward_audit, reward_train
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError, DataError, RewardError, did_you_mean
@@ -192,20 +192,21 @@ _test = Verb(
         "covey reward test --reward my_rewards.py:short_and_right --reward format --dataset demo",
     ),
 )
-_VERBS = {"test": _test, "train": reward_train.verb}
+_VERBS = {"test": _test, "train": reward_train.verb, "audit": reward_audit.verb}
 
 
 def verb(arguments: Sequence[str]) -> int:
-    """`covey reward test ...` or `covey reward train ...`. Returns the exit code."""
+    """`covey reward test ...`, `covey reward train ...` or `covey reward audit ...`. Returns the exit code."""
     if not arguments:
         raise ConfigError(
-            "covey reward has two things to do: covey reward test --reward math --dataset train.jsonl, and covey reward train."
+            "covey reward has three things to do: covey reward test --reward math --dataset train.jsonl, covey reward train, "
+            "and covey reward audit RUN."
         )
     name = arguments[0]
     if name in _VERBS:
         return _VERBS[name](arguments[1:])
     if name in ("--help", "-h", "--help-all"):
         lines = [f"  covey {one.name} {one.usage}\n      {one.sentence}" for one in _VERBS.values()]
-        output.result("\n".join(["usage: covey reward test|train ...", "", *lines, "", "covey reward test --help shows the options."]))  # fmt: skip
+        output.result("\n".join(["usage: covey reward test|train|audit ...", "", *lines, "", "covey reward test --help shows the options."]))  # fmt: skip
         return 0
     raise ConfigError(f"covey reward has no {name!r}.{did_you_mean(name, _VERBS)} It has {', '.join(_VERBS)}.")

@@ -23,7 +23,7 @@ from covey.runs.metrics import read as read_metrics
 from covey.training.build import RunInputs, build_algorithm, build_learner
 from covey.training.credit import with_advantages
 from covey.training.loading import load_for_training
-from covey.types import Completion, Group, Prompt
+from covey.types import Completion, Group, Message, Prompt
 
 _OF_THE_CALL = frozenset({"output_dir", "report_to", "resume_from_checkpoint", "model_init_kwargs", "run_name"})
 _SAME = 1e-4
@@ -127,7 +127,7 @@ def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Gr
     first = rows[0]
     number = lambda value: math.nan if value is None else value
     tensor = lambda values: None if values is None else torch.tensor(values, dtype=torch.float32)
-    prompt = Prompt(uid=first["prompt_uid"], token_ids=tuple(first["prompt_ids"]), text=first["prompt"], columns=json.loads(first["columns"]))  # fmt: skip
+    prompt = Prompt(uid=first["prompt_uid"], token_ids=tuple(first["prompt_ids"]), text=first["prompt"], messages=_messages(first), columns=json.loads(first["columns"]))  # fmt: skip
     completions = tuple(
         Completion(
             token_ids=torch.tensor(row["token_ids"], dtype=torch.int64),
@@ -150,6 +150,10 @@ def _group(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> Gr
         ),
         advantages=torch.tensor([number(row["advantage"]) for row in rows], dtype=torch.float32).nan_to_num(0.0),
     )
+
+
+def _messages(row: Mapping[str, Any]) -> tuple[Message, ...] | None:
+    return tuple(json.loads(row["messages"])) if row.get("messages") else None
 
 
 def _judged(groups: list[Group], algorithm: Algorithm, weights: Tensor) -> tuple[list[Group], bool]:

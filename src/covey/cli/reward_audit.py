@@ -1,0 +1,156 @@
+"""`covey reward audit RUN`: how often a reward disagrees with itself or with another verifier, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output
+from covey.cli.export import steps_of
+from covey.cli.flags import Flag
+from covey.cli.verb import JSON, Given, Verb
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.doctor.reward_audit.consistency import Against, Repeats
+
+_FLAGS = (
+    Flag(name="run", help="Folder of a run with rollouts.", group="what"),
+    Flag(name="reward", help="The rewards to ask again; left out: those of the run. May be repeated.", type="list[str]", group="reward"),
+    Flag(name="against", help="Another verifier of the same texts: a built-in name, file.py:function, a judge. May be repeated.", type="list[str]", group="reward"),
+    Flag(name="repeats", help="How often each reward is asked again.", type=int, default=2, group="reward"),
+    Flag(name="sample", help="Completions at most, whole groups from all over the steps.", type=int, default=512, group="what"),
+    Flag(name="steps", help="Only these steps, as FIRST:LAST; one end may be left out.", group="what"),
+    Flag(name="timeout", help="Seconds that one call may take.", type=float, default=60.0, group="reward"),
+    Flag(name="trust_source", help="Run the run's own reward code though it has changed since.", type=bool, default=False, group="reward"),
+    JSON,
+)  # fmt: skip
+
+
+def run(given: Given) -> int:
+    """Score the run's completions again and say what the verdicts are worth."""
+    options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
+    if not options["run"]:
+        raise ConfigError("covey reward audit needs a run: covey reward audit runs/train-1.")
+    if options["repeats"] < 1:
+        raise ConfigError(f"--repeats {options['repeats']} asks nobody; use at least 1.")
+    if options["sample"] < 2:
+        raise ConfigError(f"--sample {options['sample']} leaves nothing to compare; use at least 2.")
+    folder = Path(options["run"]).expanduser()
+    rewards = options["reward"] or _rewards_of(folder, options)
+    import numpy as np
+
+    from covey.doctor.reward_audit import consistency
+    from covey.rewards.builtin.registry import resolve
+
+    groups, recorded = consistency.recorded_groups(folder, steps_of(options["steps"]), options["sample"])
+    specs, others = [resolve(reward) for reward in rewards], [resolve(reward) for reward in options["against"] or []]
+    count = sum(group.size for group in groups)
+    output.say(f"{count} completions of {len(groups)} groups, scored {options['repeats']} times ...")
+    scores = consistency.scored_again(groups, specs, options["repeats"], options["timeout"])
+    repeats, compared = [], []
+    for r, spec in enumerate(specs):
+        mine = [one[:, :, r] for one in scores]
+        if spec.name in recorded:
+            at = recorded.index(spec.name)
+            first = [consistency.scores_of(group)[None, :, at] for group in groups]
+            mine = [np.concatenate(both) for both in zip(first, mine, strict=True)]
+        if mine[0].shape[0] > 1:
+            repeats.append(consistency.repeats_of(spec.name, groups, mine))
+        for other in others:
+            theirs = consistency.scored_again(groups, [other], 1, options["timeout"])
+            firsts = [one[0] for one in mine], [one[0, :, 0] for one in theirs]
+            compared.append(consistency.against(spec.name, other.name, groups, *firsts))
+    if options["json"]:
+        output.result_json({"completions": count, "groups": len(groups), "repeats": [{**asdict(one), "cost": one.cost} for one in repeats],
+                            "against": [{**asdict(one), "kept": one.kept} for one in compared]})  # fmt: skip
+        return 0
+    for one in repeats:
+        _show_repeats(one)
+    for pair in compared:
+        _show_against(pair)
+    return 0
+
+
+def _rewards_of(folder: Path, options: dict[str, Any]) -> list[Any]:
+    from covey.cli import rerun, train
+
+    flags = [*train.other_flags(), *train.flags()]
+    types = {**{flag.name: flag.type for flag in flags}, **train.config_types()}
+    found = rerun.repeated({"from_run": str(folder), "trust_source": options["trust_source"]}, flags, types)
+    rewards = found.get("reward")
+    if not rewards:
+        raise ConfigError(f"run.json of {folder} names no rewards that can be asked again; give them with --reward.")
+    return list(rewards) if isinstance(rewards, list) else [rewards]
+
+
+def _percent(found: Any) -> str:
+    return f"{100 * found.value:.1f}% (95%: {100 * found.low:.1f} to {100 * found.high:.1f})"
+
+
+def _show_repeats(one: Repeats) -> None:
+    is_noisy = one.differ.value > 0
+    said = f"{_percent(one.differ)} of the completions get another score when they are scored again"
+    output.result(output.row("WARN" if is_noisy else "OK  ", one.name, said if is_noisy else "the same scores again"))
+    if one.unscored:
+        output.result(
+            output.row("    ", "", f"{one.unscored} completions had no score in some scoring and are left out")
+        )
+    if not is_noisy:
+        return
+    if one.reliability.value == one.reliability.value:
+        cost = (
+            "no number of completions gives a signal"
+            if one.reliability.value == 0
+            else f"the same signal needs {one.cost:.2f} times the completions"
+        )
+        output.result(output.row("    ", "", f"reliability within groups {_percent(one.reliability)}: {cost}"))
+    output.result(
+        output.row(
+            "    ",
+            "",
+            f"{_percent(one.woken)} of the groups are tied in one scoring and not in another: their advantages are noise",
+        )
+    )
+    _show_examples(one.examples)
+
+
+def _show_against(one: Against) -> None:
+    said = f"{_percent(one.differ)} of the verdicts differ from {one.other}'s"
+    output.result(output.row("WARN" if one.differ.value > 0 else "OK  ", one.name, said))
+    output.result(
+        output.row(
+            "    ",
+            "",
+            f"pays {_percent(one.paid_wrong)} of what {one.other} rejects, rejects {_percent(one.missed)} of what it pays",
+        )
+    )
+    kept = f"if {one.other} is right, the advantages keep {100 * one.kept:.0f}% of their size"
+    output.result(output.row("    ", "", f"{kept}; their cosine within groups is {one.agreement:.2f}"))
+    _show_examples(one.examples)
+
+
+def _show_examples(examples: Any) -> None:
+    for prompt, completion, scores in examples:
+        told = " / ".join(f"{score:g}" for score in scores)
+        output.result(output.row("    ", "", f"{told}: {_short(prompt)} -> {_short(completion)}"))
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:28] + " ... " + line[-27:]
+
+
+verb = Verb(
+    name="reward audit",
+    usage="RUN [--reward REWARD] [--against VERIFIER] [options]",
+    sentence="Scores a run's completions again, and says how often verdicts differ and what that costs.",
+    examples=(
+        "covey reward audit runs/train-1",
+        "covey reward audit runs/train-1 --against math --sample 200",
+    ),
+    positional=("run",),
+    flags=lambda: _FLAGS,
+    run=run,
+)
