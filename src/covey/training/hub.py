@@ -44,10 +44,9 @@ class Hub:
     again. Only the main process may upload.
     """
 
-    def __init__(self, args: Any, output_dir: Path) -> None:
-        self.args, self.output_dir = args, output_dir
+    def __init__(self, args: Any, output_dir: Path, tell: Callable[[Event], None]) -> None:
+        self.args, self.output_dir, self.tell = args, output_dir, tell
         self.repo_id: str | None = None
-        self.tell: Callable[[Event], None] = lambda event: None
         self._uploads: list[tuple[str, Future[Any]]] = []
         self._one_at_a_time = threading.Lock()
 

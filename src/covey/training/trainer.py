@@ -57,6 +57,7 @@ from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
 from covey.training.taking_turns import TakesTurns
 from covey.training.trl_interface import TRLInterface
+from covey.types import Event
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.world = World.of(self.args)
         self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
         self.output_dir = Path(str(self.args.output_dir))
-        self.hub = Hub(self.args, self.output_dir)
+        self.hub = Hub(self.args, self.output_dir, self._record)
         self.world.expect_same(told_options(self.args))
         self.algorithm = given_algorithm(self.args, algorithm)
         self.state = lean.TrainerState(
@@ -329,7 +330,6 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             agree=self.world.any,
             show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
         )
-        self.hub.tell = lambda event: session.recorder.event(self.state.global_step, event)
         if folder is not None:
             described = folder.describe(
                 args=args,
@@ -340,6 +340,10 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             )
             self.trackers.follow(described["id"], lambda: session.is_asked_to_stop)
         return session
+
+    def _record(self, event: Event) -> None:
+        if self._parts is not None:
+            self._parts.session.recorder.event(self.state.global_step, event)
 
     def _look_at_saving(self, saver: Saver) -> None:
         saver.poll(self._running)
