@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from covey.process.world import World
 
+pytestmark = pytest.mark.slow
+
 
 def two_processes(folder, which):
     """What two processes under torchrun found, by rank."""
