@@ -30,7 +30,8 @@ class Code:
     `public_test_cases` (LiveCodeBench); `column` names another. They are statements, one text or a list; pairs of input and
     output; or, with `fn_name` or `metadata`'s `func_name`, arguments and result of a function or of a method of `Solution`. Code
     for statements stands in `setup`, `test_setup_code` or `test_setup`. `None` for a row without tests.
-    `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone. Tests run beside the
+    `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone, or
+    with `numpy` NumPy too. Tests run beside the
     program; with `strict` in another process, for tests of functions alone (docs/sandbox.md).
 
     Raises RewardError where the machine cannot isolate a program (`covey env` says why) and `allow_unisolated` is false; tests
@@ -44,6 +45,7 @@ class Code:
     workers: int | None = None
     allow_unisolated: bool = False
     strict: bool = False
+    numpy: bool = False
     needs_one_of: tuple[str, ...] = field(default=COLUMNS, init=False, repr=False)
     __name__ = "code_reward"
 
@@ -75,7 +77,7 @@ class Code:
             return 0.0
         program, tests = for_program(tests, program)
         setup = next((str(columns[name]) for name in _SETUP if columns.get(name)), "")
-        sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated)
+        sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated, self.numpy)
         statements = isinstance(tests[0], str)
         result = sandbox.run(
             program,
@@ -105,5 +107,5 @@ def program_of(text: str) -> str | None:
 
 
 @cache
-def _sandbox(process: int, workers: int | None, allow_unisolated: bool) -> Sandbox:
-    return Sandbox(workers, allow_unisolated=allow_unisolated)
+def _sandbox(process: int, workers: int | None, allow_unisolated: bool, numpy: bool) -> Sandbox:
+    return Sandbox(workers, allow_unisolated=allow_unisolated, numpy=numpy)
