@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -17,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from covey.errors import RewardError
 from covey.rewards.calling.workers import spawner
@@ -51,8 +50,11 @@ class Sandbox:
         if unknown := sorted(set(layers) - set(LAYERS)):
             raise RewardError(f"the sandbox has no layer {unknown[0]!r}; it has {', '.join(LAYERS)}.")
         self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
-        folder = str(Path(np.__file__).resolve().parents[1]) if numpy else None
-        self._settings = {"layers": list(layers), "allow_unisolated": allow_unisolated, "numpy": folder}
+        self._settings = {
+            "layers": list(layers),
+            "allow_unisolated": allow_unisolated,
+            "numpy": _numpy() if numpy else None,
+        }
         self._room = threading.BoundedSemaphore(self.workers)
         self._lock = threading.Lock()
         self._idle: list[_Jail] = []
@@ -290,6 +292,14 @@ def _file(data: bytes) -> int:
         os.write(descriptor, data[start : start + 2**20])
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def _numpy() -> str:
+    """The folder that NumPy is in; found, not imported, for programs alone need it."""
+    found = importlib.util.find_spec("numpy")
+    if found is None or found.origin is None:
+        raise RewardError("the sandbox was asked for NumPy, which is not installed: pip install numpy.")
+    return str(Path(found.origin).resolve().parents[1])
 
 
 def _interpreter() -> str:
