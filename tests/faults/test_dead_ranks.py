@@ -114,10 +114,12 @@ def test_a_run_whose_rank_was_killed_goes_on_when_it_is_started_again(tmp_path: 
         assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "when",
-    ["told in a rollout", "told in an update", pytest.param("told in an update, split", marks=pytest.mark.nightly)],
+    [
+        pytest.param("told in a rollout", marks=pytest.mark.slow),
+        *(pytest.param(when, marks=pytest.mark.nightly) for when in ("told in an update", "told in an update, split")),
+    ],
 )
 def test_a_stop_that_one_process_hears_is_heeded_by_all_in_the_middle_of_the_step(when: str, tmp_path: Path) -> None:
     with pair(tmp_path, when) as both:
