@@ -56,7 +56,7 @@ gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then 
 
 test-vllm: $(STAMP) $(VLLM)/.installed   ## a real vLLM server on this CPU, killed, frozen and lied to; vLLM in this process
 	COVEY_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm_server -m vllm -n 0 -s
-	$(VLLM)/bin/python -m pytest tests/rollout/test_vllm_sampler.py -n 0 -p no:cacheprovider
+	$(VLLM)/bin/python -m pytest tests/rollout/test_vllm_sampler.py -p no:cacheprovider
 
 $(VLLM)/.installed:      ## vLLM for CPUs beside Covey; its extras for images and sound are of other builds of torch
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

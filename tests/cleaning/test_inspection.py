@@ -77,7 +77,7 @@ def test_every_planted_fault_is_found_in_its_row_and_no_other(tmp_path):
     rows[18] = {**rows[18], "prompt": rows[18]["prompt"] + " Cafe\u0301"}
     rows[20] = {**rows[20], "prompt": rows[20]["prompt"] + " Ask ann@example.org."}
     rows[21] = {**rows[21], "prompt": "Wie viele Äpfel hat er, wenn sie 3 kauft und die Frau 4 von ihnen isst?"}
-    rows[22] = {**rows[22], "prompt": " ".join(f"word{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(400))}
+    rows[22] = {**rows[22], "prompt": "So how many of the apples does she have? " * 45}
     rows[23] = {**rows[23], "prompt": "|---|---|" * 8}
     rows[30] = b'{"prompt": "cut off'
     rows[31] = b'{"prompt": "caf\xe9"}'

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey.data.features.language import language
+from covey.doctor.data_check import languages
 from covey.doctor.data_check.encoding import repaired, repaired_row
 from covey.doctor.data_check.pii import personal
 
@@ -85,6 +86,25 @@ def test_the_language_is_told_by_script_and_small_words(text, code):
     assert language(text) == code
 
 
+@pytest.mark.parametrize(
+    "text, code, without",
+    [
+        ("Anna ma trzy jabłka i kupuje jeszcze dwa na targu. Ile jabłek ma teraz Anna?", "pl", None),
+        ("Lan có ba quả táo và mua thêm hai quả ở chợ. Bây giờ Lan có bao nhiêu quả táo?", "vi", None),
+        ("Марія має три яблука і купує ще два на ринку. Скільки яблук вона має тепер?", "uk", "ru"),
+        ("How many of the apples are left if she eats two in the morning?", "en", "en"),
+        ("Solve for x: 3x + 4 = 10", None, None),
+        (r"\frac{1}{2} + \sqrt{3} = ? Evaluate \int_0^1 x^2 dx", None, None),
+        ("def foo(bar): return bar + 1  # implement quicksort", None, None),
+    ],
+)
+def test_languages_that_small_words_do_not_tell_are_told_where_py3langid_is(text, code, without, monkeypatch):
+    pytest.importorskip("py3langid")
+    assert languages.language_of(text) == code
+    monkeypatch.setattr(languages, "knows_many", lambda: False)
+    assert languages.language_of(text) == without
+
+
 def test_published_sets_are_not_accused():
     lines = [
         line for name in ("gsm8k/train.jsonl", "mbpp/mbpp.jsonl") for line in (DATA / name).read_text().splitlines()
@@ -92,4 +112,5 @@ def test_published_sets_are_not_accused():
     texts = [row.get("question") or row["text"] for row in map(json.loads, lines)]
     assert sum(bool(personal(text)) for text in texts) <= 2
     assert sum(language(text) not in ("en", None) for text in texts) <= 5
+    assert sum(languages.language_of(text) not in ("en", None) for text in texts) <= 5
     assert sum(bool(set(repaired(text)[1]) & {"mojibake", "surrogates"}) for text in texts) <= 2

@@ -114,6 +114,21 @@ def test_a_run_whose_rank_was_killed_goes_on_when_it_is_started_again(tmp_path: 
         assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param("told in a rollout", marks=pytest.mark.slow),
+        *(pytest.param(when, marks=pytest.mark.nightly) for when in ("told in an update", "told in an update, split")),
+    ],
+)
+def test_a_stop_that_one_process_hears_is_heeded_by_all_in_the_middle_of_the_step(when: str, tmp_path: Path) -> None:
+    with pair(tmp_path, when) as both:
+        assert [both.ends(0), both.ends(1)] == [75, 75], both.said(0)[-2000:]
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    assert newest.name == "checkpoint-2"  # nothing of the third step
+
+
 @pytest.mark.slow
 def test_nan_on_one_process_alone_is_left_out_by_both(tmp_path: Path) -> None:
     with pair(tmp_path, "nan") as both:

@@ -53,6 +53,19 @@ def test_a_process_that_said_why_it_ended_is_named_with_it(both: list[Heartbeat]
     assert both[0].is_abandoned
 
 
+def test_a_stop_of_one_is_heard_by_the_other_in_this_run_alone(both: list[Heartbeat]) -> None:
+    for one in both:
+        one.begin()
+    assert not both[0].hears_stop(False)
+    assert both[1].hears_stop(True)
+    wait_until(lambda: both[0].hears_stop(False))
+    both[0].begin()  # another run, before the other process has begun it
+    assert not both[0].hears_stop(False)
+    both[1].begin()
+    wait_until(lambda: both[0].others[1].runs == 2)
+    assert not both[0].hears_stop(False)
+
+
 def test_a_process_that_falls_silent_is_given_up() -> None:
     store = HashStore()
     mine, other = [Heartbeat(store, rank, 2, silence=2.0, patience=WAIT) for rank in range(2)]

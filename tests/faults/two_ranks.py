@@ -1,6 +1,7 @@
 """Run apart, in each of two processes: a tiny run in which rank 1 meets a fault at its third reward.
 
 `python two_ranks.py TESTS FOLDER FAULT [resume | auto]`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a launcher sets them.
+"told in a rollout" and "told in an update" ("..., split" with FSDP) send SIGTERM to rank 1 alone, in the middle of the third step.
 Under `torchrun --max-restarts`, "kill twice" kills rank 1 in the first attempt and rank 0 in the second; LATE="0,1" lets rank 0 come
 seconds after the other one in the second attempt, and rank 1 in the third.
 """
@@ -86,6 +87,41 @@ def come_late() -> None:
         time.sleep(5)
 
 
+def tell_in_a_rollout(one) -> None:
+    """Rank 1 is told at its first token of the third step; rank 0 writes no second token of it before it has heard."""
+    from covey.rollout.scheduler import Scheduler
+
+    write, seen = Scheduler._step, []
+
+    def watched(self):
+        if one.state.global_step == 2 and not seen:
+            seen.append(1)
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            until = time.monotonic() + 60
+            while RANK == 0 and not one.world.hears_stop(False) and time.monotonic() < until:
+                time.sleep(0.05)
+        return write(self)
+
+    Scheduler._step = watched
+
+
+def tell_in_an_update(one) -> None:
+    """Rank 1 is told in the first of its micro-batches of the third step."""
+    from covey.learner.learner import Learner
+
+    measure, seen = Learner._tokens, []
+
+    def watched(self, *args):
+        found = measure(self, *args)
+        if RANK == 1 and one.state.global_step == 2 and not seen:
+            seen.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    Learner._tokens = watched
+
+
 def main() -> int:
     come_late()
     try:
@@ -115,7 +151,8 @@ def train() -> None:
             per_device_train_batch_size=2,
             num_generations=2,
             max_completion_length=6,
-            fsdp=FAULT == "kill, split" or None,
+            fsdp=FAULT.endswith(", split") or None,
+            **({"gradient_accumulation_steps": 4, "max_tokens_per_microbatch": 30} if FAULT.startswith("told") else {}),
             learning_rate=0.1 if FAULT != "other options" or RANK == 0 else 0.2,
             logging_steps=1,
             use_cpu=FAULT != "no word of a CPU",
@@ -128,6 +165,10 @@ def train() -> None:
     )
     if FAULT == "nan" and RANK == 1:
         spoil(one)
+    if FAULT.startswith("told in a rollout"):
+        tell_in_a_rollout(one)
+    if FAULT.startswith("told in an update"):
+        tell_in_an_update(one)
     one.train(resume_from_checkpoint="auto" if "auto" in sys.argv[4:] else "resume" in sys.argv[4:] or None)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import sys
+import zlib
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards import Scorer
-from covey.rewards.builtin.code import Code, program_of, row_tests
+from covey.rewards.builtin.code import Code, program_of
+from covey.rewards.builtin.code_tests import FunctionCall, row_tests
 from covey.types import Completion, Group, Prompt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
@@ -51,6 +55,94 @@ def test_the_program_is_the_last_fenced_block(text: str, program: str | None) ->
 )  # fmt: skip
 def test_tests_are_read_from_the_columns_that_data_sets_use(columns: dict[str, Any], tests: list[Any]) -> None:
     assert row_tests(columns, None) == tests
+
+
+def packed(cases: list[dict[str, str]]) -> str:
+    """Private tests as LiveCodeBench publishes them."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases)))).decode()
+
+
+ROWS = {
+    "APPS, a function": {
+        "input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, [7]]})
+    },
+    "LiveCodeBench": {
+        "public_test_cases": json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}]),
+        "private_test_cases": packed([{"input": "3\n4", "output": "7", "testtype": "functional"}]),
+        "metadata": json.dumps({"func_name": "add"}),
+    },
+    "cases that name it": {
+        "test_cases": [{"type": "function_call", "fn_name": "add", "input": [3, 4], "output": 7}],
+    },
+}
+ADD = {
+    "a function": "def add(a, b):\n    return a + b",
+    "a method": "class Solution:\n    def add(self, a: int, b: int) -> Optional[int]:\n        return reduce(operator.add, [a, b])",
+}
+
+
+@pytest.mark.parametrize("program", ADD)
+@pytest.mark.parametrize("row", ROWS)
+def test_tests_that_name_a_function_call_it_or_the_method_of_solution(row: str, program: str) -> None:
+    code = Code(workers=1)
+    assert code(f"```python\n{ADD[program]}\n```", **ROWS[row]) == 1.0
+    assert code(f"```python\n{ADD[program].replace('+', '-').replace('.add,', '.sub,')}\n```", **ROWS[row]) == 0.0
+    assert code("```python\ndef other(a, b):\n    return a + b\n```", **ROWS[row]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "expected, answers, others",
+    [
+        ([1, 2], ["[1, 2]", "(1, 2)"], ["[2, 1]", "[1]"]),
+        ([[1, 2], [3]], ["[[1, 2], [3]]", "[(1, 2), (3,)]", "((1, 2), (3,))"], ["[[1, 2]]", "[1, 2, 3]"]),
+        (2.5, ["2.5", "5 / 2"], ["2.4"]),
+        ({"1": True}, ["{1: True}"], ["{1: False}"]),
+        (None, ["None"], ["0", "False"]),
+    ],
+)
+def test_tuples_are_the_lists_of_json(expected: Any, answers: list[str], others: list[str]) -> None:
+    row = {"input_output": {"fn_name": "f", "inputs": [["x"]], "outputs": [expected]}}
+    code = Code(workers=1)
+    assert [code(f"def f(x):\n    return {answer}", **row) for answer in answers] == [1.0] * len(answers)
+    assert [code(f"def f(x):\n    return {answer}", **row) for answer in others] == [0.0] * len(others)
+
+
+def test_public_and_private_tests_are_taken_together_and_stdin_ones_read() -> None:
+    row = {
+        "public_test_cases": json.dumps([{"input": "2\n", "output": "4\n", "testtype": "stdin"}]),
+        "private_test_cases": packed([{"input": "3\n", "output": "6\n", "testtype": "stdin"}]),
+    }
+    assert Code(workers=1, partial=True)("print(4 if input() == '2' else 0)", **row) == 0.5
+    assert Code(workers=1)("print(int(input()) * 2.0)", **row) == 1.0  # the same number, written otherwise
+
+
+class Dangerous:
+    def __reduce__(self) -> Any:
+        return (print, ("never",))
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"input_output": {"fn_name": "a b", "inputs": [[1]], "outputs": [1]}}, "fn_name 'a b' is no name of a function"),
+        ({"input_output": {"fn_name": "f", "inputs": [1], "outputs": [1]}}, "the list of its arguments, not int"),
+        ({"test_cases": [{"input": "1", "output": "1", "testtype": "functional"}]}, "names no function; give fn_name"),
+        ({"private_test_cases": "no tests"}, "is neither JSON nor tests packed as LiveCodeBench packs them"),
+        ({"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(Dangerous()))).decode()}, "only text is read"),
+        ({"tests": [{"fn_name": "f", "type": "function_call", "input": "x y", "output": "1"}]}, "a value of JSON belongs"),
+    ],
+)  # fmt: skip
+def test_tests_of_functions_that_cannot_be_read_are_refused_in_a_sentence(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        row_tests(row, None)
+
+
+def test_arguments_keep_their_values() -> None:
+    (call,) = row_tests(
+        {"input_output": {"fn_name": "f", "inputs": [[{"1": "a"}, [1e400, -0.5], "x'"]], "outputs": [[]]}}, None
+    )
+    assert call == FunctionCall("f", ({1: "a"}, [float("inf"), -0.5], "x'"), ([], ()))
+    assert call.statement(True) == "assert Solution().f({1: 'a'}, [float('inf'), -0.5], \"x'\") in ([], ())"
 
 
 def test_a_column_of_any_name_can_be_given() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -114,6 +115,46 @@ def test_similarity_is_the_cosine_of_the_two_texts_whatever_the_batch(pooling):
     reward = SimilarityReward(encoder(), pooling=pooling, tokenizer=tiny_tokenizer(), batch_size=2)
     expected = [max(0.0, float(vector(text, pooling) @ vector("It is 4.", pooling))) for text in TEXTS]
     assert call(reward, *TEXTS, reference=["It is 4."] * 3) == pytest.approx(expected, abs=1e-5)
+
+
+def embedding_folder(folder, pooling, *more):
+    """A model as sentence-transformers saves it, with `pooling` as the config of its pooling."""
+    encoder().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    kinds = ["Transformer", "Pooling", *more]
+    modules = [{"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "written, pooling",
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False}, "last"),
+        ({"embedding_dimension": 32, "pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": "mean"}, "mean"),
+    ],
+)
+def test_an_embedding_model_pools_as_its_own_files_say(written, pooling, tmp_path):
+    model = embedding_folder(tmp_path, written, "Normalize")
+    expected = max(0.0, float(vector("no", pooling) @ vector("It is 4.", pooling)))
+    assert call(SimilarityReward(model, tokenizer=tiny_tokenizer()), "no", reference=["It is 4."]) == pytest.approx(
+        [expected], abs=1e-5
+    )
+    other = "mean" if pooling != "mean" else "cls"
+    assert SimilarityReward(model, pooling=other).pooling == other  # what is given wins
+
+
+def test_an_embedding_that_cannot_be_computed_is_refused_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="pools by pooling_mode_max_tokens, which this reward does not compute"):
+        SimilarityReward(embedding_folder(tmp_path / "max", {"pooling_mode_max_tokens": True}))
+    with pytest.raises(ConfigError, match="pools by mean and cls"):
+        SimilarityReward(embedding_folder(tmp_path / "two", {"pooling_mode": ["mean", "cls"]}))
+    with pytest.raises(ConfigError, match="has a module Dense behind its hidden states"):
+        SimilarityReward(embedding_folder(tmp_path / "dense", {"pooling_mode": "mean"}, "Dense"))
 
 
 def test_the_reference_itself_is_most_alike_and_nothing_is_not():

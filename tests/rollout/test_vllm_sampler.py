@@ -14,6 +14,8 @@ from covey.rollout.vllm import VLLMSampler, plain_weights
 from kit import tiny_model, tiny_tokenizer
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# vLLM 0.32 looks at every name of torch.distributed when it starts
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op. is deprecated:FutureWarning")
 
 
 def adapted(model: torch.nn.Module) -> torch.nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,20 +27,10 @@ from covey.learner.token_batches import advantages, as_drawn, moved, onto, sprea
 from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
 from covey.process.gradient_buckets import GradientBuckets
+from covey.process.interruption import Interruption
 from covey.process.sharding import is_sharded, total_norm
 from covey.process.world import World
-from covey.types import (
-    Completion,
-    Event,
-    Group,
-    Last,
-    Metric,
-    StepReport,
-    Sum,
-    TokenBatch,
-    Totals,
-    merge_metrics,
-)
+from covey.types import Completion, Event, Group, Last, Metric, StepReport, Sum, TokenBatch, Totals, merge_metrics
 
 
 @dataclass(eq=False)
@@ -83,7 +74,7 @@ class Learner:
     after_update: Callable[[], None] = lambda: None
     enable_recomputation: Callable[[], bool] = lambda: False
     """Makes a single completion need less memory, once; False when it cannot."""
-    check_stop: Callable[[], None] = lambda: None
+    interruption: Interruption = field(default_factory=Interruption)
     """Called before each micro-batch; what it raises ends the step, of which `forget` leaves nothing."""
     before_first_update: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
     """Sees the metrics of a rollout's first update, and the version of its weights, before it is made; may refuse it."""
@@ -119,7 +110,8 @@ class Learner:
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
         self.micro_batcher.left_out.begin(0)  # what is measured here is needed of all
-        notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
+        with self._leavable():
+            notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
         done = self.world.interleave(notes)
         assert len(done) == len(flat)
         return regrouped(groups, done)
@@ -128,7 +120,7 @@ class Learner:
         """The completions of `rows` with what `needs` names."""
         notes = dict[int, Completion]()
         for given in self.micro_batcher.each(rows, factor=2):
-            self.check_stop()
+            self.interruption()
             batch = given or [filler()]
             old = self.policy.measure(batch) if needs.old_logp or needs.values else None
             ref = self.reference.measure(batch) if needs.ref_logp else None
@@ -164,9 +156,10 @@ class Learner:
         silent, loud = pick([not loud and not k for loud, k in zip(is_loud, known, strict=True)]), pick(is_loud)
         algorithm = self._prepared(algorithm, (silent, loud), totals)
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
-        with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
-            parts += self.micro_batcher.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
-        parts += self._gradients(loud, algorithm, totals, step)
+        with self._leavable():
+            with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
+                parts += self.micro_batcher.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
+            parts += self._gradients(loud, algorithm, totals, step)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
         if rows and all(row.completion.version == step - 1 for row in rows):
             self.before_first_update(metrics, step - 1)
@@ -175,6 +168,10 @@ class Learner:
         report = self._update(metrics, step)
         events = (*self.micro_batcher.take_events(), *report.events)
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
+
+    def _leavable(self) -> AbstractContextManager[None]:
+        """Micro-batches that a stop signal may leave; those of a split model are passes of all processes."""
+        return self.interruption.together(in_step=self.policy.shards is not None)
 
     def _rows(self, groups: Sequence[Group]) -> list[Row]:
         hints = None if self.teacher is None else self.teacher.hints
@@ -240,6 +237,7 @@ class Learner:
                 return beside + self._accumulate_all(rows, algorithm, totals, gradients if overlaps else None)
 
             parts = self.micro_batcher.attempt(work, undo)
+            self.interruption.settle()
             if gradients.finish():
                 return parts
             self.forget()
@@ -252,6 +250,7 @@ class Learner:
         with self.world.passes():
             for batch in self.micro_batcher.each(rows):
                 if overlapping is not None and self.micro_batcher.is_last:
+                    self.interruption.settle()
                     overlapping.overlap_next_backward()
                 if batch:
                     unread.append(self._accumulate(batch, algorithm, totals))
@@ -267,7 +266,7 @@ class Learner:
         num_tokens = sum(row.completion.num_tokens for row in rows)
         parts = []
         for batch in self.micro_batcher.each(self.world.share(rows)):
-            self.check_stop()
+            self.interruption()
             loss, metrics = self.supervised.loss(batch, num_tokens)
             self._backward(loss)
             parts.append(metrics)
@@ -332,7 +331,7 @@ class Learner:
         against = (
             self.reference.against(algorithm.kl.estimator) if algorithm.kl and algorithm.needs.distribution else None
         )
-        self.check_stop()
+        self.interruption()
         measured = self.policy.measure(batch, entropy=True, against=against, teacher=self.teacher)
         device, shape = measured.logp.device, measured.logp.shape
         padded = lambda values, fill=0.0: spread(values, shape, device, fill)

@@ -57,6 +57,10 @@ class HeartbeatState:
     error: str = ""
     """The exception that ends its run, while the others may still have the same one."""
     process: str = ""
+    runs: int = 0
+    """Runs begun in this process, this one included."""
+    is_stopping: bool = False
+    """True once a signal asked this process to stop this run."""
 
     @staticmethod
     def parse(text: bytes) -> HeartbeatState:
@@ -162,7 +166,13 @@ class Heartbeat:
 
     def begin(self) -> None:
         """Another run in the same process: what ended the last one is over."""
-        self._tell(ended="", error="")
+        self._tell(ended="", error="", is_stopping=False, runs=self._mine.runs + 1)
+
+    def hears_stop(self, is_asked: bool) -> bool:
+        """True once this process (`is_asked`) or another was asked to stop this run; known everywhere within some beats."""
+        if is_asked and not self._mine.is_stopping:
+            self._now(is_stopping=True)
+        return is_asked or any(one.is_stopping and one.runs == self._mine.runs for one in list(self.others.values()))
 
     def stop(self) -> None:
         """Say goodbye and end the thread."""

@@ -135,6 +135,10 @@ class World:
                         "give every process the same data and options (each takes its own share by itself)."
                     )
 
+    def hears_stop(self, is_asked: bool) -> bool:
+        """True if this process (`is_asked`) or another was asked to stop; no collective: each hears of it within seconds."""
+        return is_asked if self.heartbeat is None else self.heartbeat.hears_stop(is_asked)
+
     def fails_together(self, error: BaseException) -> bool:
         """Tell the others of an error that ends the run here; whether all have it, so that they may meet once more."""
         return self.heartbeat is None or self.heartbeat.fails_together(error)

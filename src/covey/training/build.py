@@ -219,9 +219,9 @@ def build_learner(
     optimizers: tuple[Any, Any],
     is_off_policy: bool,
     networks: Networks | None = None,
-    **callbacks: Callable[..., None],
+    **callbacks: Any,
 ) -> Learner:
-    """The learner of `networks`, by default new ones. `callbacks`: `check_stop` and `before_first_update` of `Learner`."""
+    """The learner of `networks`, by default new ones. `callbacks`: `interruption` and `before_first_update` of `Learner`."""
     args, algorithm = given.args, given.algorithm
     on_cpu = given.world.device.type == "cpu"
     networks = build_networks(given, optimizers[0]) if networks is None else networks
@@ -298,7 +298,8 @@ def build_parts(
         )
     counts = batch_arithmetic(args, given.world.size, num_prompts)
     is_off_policy = counts.optimizer_steps_per_generation > 1
-    interruption = Interruption(lambda: stop.requested, is_alone=given.world.size == 1)
+    world = given.world
+    interruption = Interruption(lambda: world.hears_stop(stop.requested), world.any if world.size > 1 else None)
     networks = build_networks(given, optimizers[0])
     policy = networks.policy
     steps_per_epoch = counts.optimizer_steps_per_generation * (num_prompts or 0) / counts.prompts_per_generation
@@ -310,7 +311,7 @@ def build_parts(
         optimizers,
         is_off_policy,
         networks,
-        check_stop=interruption,
+        interruption=interruption,
         before_first_update=on_policy,
     )
     attach(given, interruption)

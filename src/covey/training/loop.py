@@ -172,9 +172,10 @@ def draw(
     mine = parts.world.share(prompts)
     place = {prompt.uid: i for i, prompt in enumerate(mine)}
     groups = []
-    for group in sampler.sample(mine, n, sampling):
-        each(group)
-        groups.append(group)
+    with parts.interruption.together():
+        for group in sampler.sample(mine, n, sampling):
+            each(group)
+            groups.append(group)
     return sorted(groups, key=lambda group: place[group.prompt.uid])
 
 

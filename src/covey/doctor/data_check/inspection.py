@@ -12,6 +12,7 @@ import numpy
 from covey.doctor.data_check.duplicates import Duplicates
 from covey.doctor.data_check.encoding import knows_mojibake, repaired
 from covey.doctor.data_check.findings import Findings, Kind
+from covey.doctor.data_check.languages import knows_many
 from covey.doctor.data_check.ngrams import Words, number_list, numbers_in, same_text, text_of
 from covey.doctor.data_check.overlap import Overlap
 from covey.doctor.data_check.row_checks import LONGEST_VALUE, Looked, Looker, Traits, answer_of
@@ -95,6 +96,10 @@ def inspect(rows: Rows, settings: Settings) -> Inspection:
         notes.append("Not held against an evaluation set; --against names one.")
     if settings.tokenizer is None:
         notes.append("Lengths in tokens were not looked at; --tokenizer and --max-prompt-length do.")
+    if not knows_many() and traits.languages[None]:
+        notes.append(
+            "Languages beyond sixteen were not looked for: pip install 'covey[data]' brings py3langid, which knows 97."
+        )
     return Inspection(rows, settings, count, answer_column, findings, traits, notes, evaluation)
 
 

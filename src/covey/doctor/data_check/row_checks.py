@@ -10,10 +10,10 @@ from typing import Any
 
 import xxhash
 
-from covey.data.features.language import language
 from covey.data.prompts import check_prompt, encode_chat
 from covey.doctor.data_check.encoding import is_lossy, repaired_row
 from covey.doctor.data_check.findings import Findings
+from covey.doctor.data_check.languages import language_of
 from covey.doctor.data_check.ngrams import text_of
 from covey.doctor.data_check.pii import personal
 from covey.doctor.data_check.settings import Settings
@@ -90,7 +90,7 @@ class Looker:
         if len(text) >= _FEWEST_CHARACTERS and signs > _MOST_SIGNS * len(text):
             self._findings.add("symbols", number_, amount=signs / len(text))
         answer, kind_of_answer = self._answer(number_, mended, text)
-        self.traits.add(number_, len(text), self._tokens(number_, prompt), kind_of_answer, language(text))
+        self.traits.add(number_, len(text), self._tokens(number_, prompt), kind_of_answer, language_of(text))
         return Looked(number_, text, answer)
 
     def _answer(self, number_: int, row: Mapping[str, Any], text: str) -> tuple[int, int]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
+from covey.rewards.builtin.code_tests import COLUMNS, for_program, row_tests
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import CallOptions
 from covey.rewards.sandbox import Sandbox
 
-_COLUMNS = ("tests", "test_list", "test", "input_output")
 _SETUP = ("setup", "test_setup_code", "test_setup")
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _SHARES = ("passed", "wrong", "error", "syntax", "timeout", "memory")
@@ -26,10 +25,13 @@ class Code:
     """1.0 where the completion's program passes every test of its row, else 0.0; with `partial`, the share that passes.
 
     The program is the last fenced block (```` ```python ````), or the whole text where there is no fence; an open fence is no
-    program. The row's tests are in the column `tests`, or else `test_list` (MBPP), `test` (HumanEval, with `entry_point`), or
-    `input_output` (APPS: JSON with `inputs` and `outputs`); `column` names another. They are statements, one text or a list, or
-    pairs of input and output; code for them stands in `setup`, `test_setup_code` or `test_setup`. `None` for a row without tests.
-    `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone. Tests run beside the
+    program. The row's tests are in the column `tests`, or else `test_list` (MBPP), `test` (HumanEval, with `entry_point`),
+    `input_output` (APPS and TACO: JSON with `inputs` and `outputs`), `test_cases`, or `private_test_cases` and
+    `public_test_cases` (LiveCodeBench); `column` names another. They are statements, one text or a list; pairs of input and
+    output; or, with `fn_name` or `metadata`'s `func_name`, arguments and result of a function or of a method of `Solution`. Code
+    for statements stands in `setup`, `test_setup_code` or `test_setup`. `None` for a row without tests.
+    `timeout` (seconds) and `memory_mb` (MiB) limit one program. Python with its standard library alone, or
+    with `numpy` NumPy too. Tests run beside the
     program; with `strict` in another process, for tests of functions alone (docs/sandbox.md).
 
     Raises RewardError where the machine cannot isolate a program (`covey env` says why) and `allow_unisolated` is false; tests
@@ -43,7 +45,8 @@ class Code:
     workers: int | None = None
     allow_unisolated: bool = False
     strict: bool = False
-    needs_one_of: tuple[str, ...] = field(default=_COLUMNS, init=False, repr=False)
+    numpy: bool = False
+    needs_one_of: tuple[str, ...] = field(default=COLUMNS, init=False, repr=False)
     __name__ = "code_reward"
 
     def __post_init__(self) -> None:
@@ -72,8 +75,9 @@ class Code:
         program = program_of(text_of(completion))
         if program is None:
             return 0.0
+        program, tests = for_program(tests, program)
         setup = next((str(columns[name]) for name in _SETUP if columns.get(name)), "")
-        sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated)
+        sandbox = _sandbox(os.getpid(), self.workers, self.allow_unisolated, self.numpy)
         statements = isinstance(tests[0], str)
         result = sandbox.run(
             program,
@@ -102,47 +106,6 @@ def program_of(text: str) -> str | None:
     return blocks[-1][2] if blocks else text
 
 
-def row_tests(columns: Mapping[str, Any], column: str | None) -> list[Any]:
-    """The row's tests as the sandbox takes them; empty where it has none. Raises RewardError for what is none of the forms."""
-    name = column or next((name for name in _COLUMNS if columns.get(name) is not None), None)
-    found = columns.get(name) if name is not None else None
-    if found is None or (isinstance(found, str) and not found.strip()):
-        return []
-    if name == "test" and columns.get("entry_point"):
-        return [f"{found}\ncheck({columns['entry_point']})"]
-    if isinstance(found, str) and found.lstrip().startswith(("{", "[")):
-        found = _loaded(found)
-    if isinstance(found, Mapping) and {"inputs", "outputs"} <= found.keys():
-        return _pairs(found)
-    if isinstance(found, str | Mapping):
-        return [found]
-    if isinstance(found, Sequence):
-        return list(found)
-    raise RewardError(f"column {name!r} holds {type(found).__name__}, which is no test; use text, a list, or pairs.")
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:  # a statement that starts with a bracket
-        return text
-
-
-def _pairs(found: Mapping[str, Any]) -> list[Any]:
-    if found.get("fn_name"):
-        raise RewardError(
-            "tests that name a function (fn_name) beside inputs and outputs are not read; write them as assert statements."
-        )
-    if len(found["inputs"]) != len(found["outputs"]):
-        raise RewardError(f"{len(found['inputs'])} inputs and {len(found['outputs'])} outputs do not make pairs.")
-    pairs = zip(found["inputs"], found["outputs"], strict=True)
-    return [{"input": _lines(given), "output": _lines(expected)} for given, expected in pairs]
-
-
-def _lines(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
 @cache
-def _sandbox(process: int, workers: int | None, allow_unisolated: bool) -> Sandbox:
-    return Sandbox(workers, allow_unisolated=allow_unisolated)
+def _sandbox(process: int, workers: int | None, allow_unisolated: bool, numpy: bool) -> Sandbox:
+    return Sandbox(workers, allow_unisolated=allow_unisolated, numpy=numpy)

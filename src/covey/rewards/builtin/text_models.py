@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from covey.errors import ConfigError, ModelError, RewardError
 from covey.rewards.builtin.inference_model import Frozen
+from covey.rewards.builtin.pooling import Pooling, declared_pooling
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -84,7 +86,7 @@ class SimilarityReward:
 
     `to` is a column (`reference`), `"prompt"`, or `"group"`: the mean over the other completions of the same prompt, which
     rewards consistency. The embedding is the mean of the last hidden states over the text, or the first (`cls`) or last
-    token's. `floor` is what unrelated texts score (often 0.6 and more): `(cosine - floor) / (1 - floor)` then counts.
+    token's: by default what the model's own files say as sentence-transformers writes them, or the mean. `floor` is what unrelated texts score (often 0.6 and more): `(cosine - floor) / (1 - floor)` then counts.
     Empty texts score 0; `None` where the column is empty, or the group has no other. `prefix` stands before every text, as
     some models want it ("query: ").
     """
@@ -96,17 +98,19 @@ class SimilarityReward:
         model: Any,
         *,
         to: str = "reference",
-        pooling: Literal["mean", "cls", "last"] = "mean",
+        pooling: Pooling | None = None,
         floor: float = 0.0,
         prefix: str = "",
         tokenizer: Any = None,
         **options: Any,
     ) -> None:
-        if pooling not in ("mean", "cls", "last"):
+        if pooling not in (None, "mean", "cls", "last"):
             raise ConfigError(f"similarity(pooling={pooling!r}): use 'mean', 'cls' or 'last'.")
         if not 0 <= floor < 1:
             raise ConfigError(f"similarity(floor={floor}) must lie from 0 to below 1.")
-        self.target, self.pooling, self.floor, self.prefix = to, pooling, floor, prefix
+        if pooling is None and isinstance(model, str | Path):
+            pooling = declared_pooling(str(model))
+        self.target, self.pooling, self.floor, self.prefix = to, pooling or "mean", floor, prefix
         self.needs_one_of = () if to in ("prompt", "group") else (to,)
         self.frozen = Frozen.of("encoder", model, tokenizer, **options)
 

@@ -27,17 +27,18 @@ def run(
     memory_mb: int = 256,
     allow_unisolated: bool = False,
     strict: bool = False,
+    numpy: bool = False,
 ) -> Result:
-    """One program in the sandbox that this process shares; see `Sandbox.run` for `tests`, limits, `strict` and errors."""
-    sandbox = _shared(os.getpid(), allow_unisolated)
+    """One program in the sandbox that this process shares; see `Sandbox.run` for `tests`, limits, `strict` and errors, `Sandbox` for `numpy`."""
+    sandbox = _shared(os.getpid(), allow_unisolated, numpy)
     return sandbox.run(code, tests, setup=setup, timeout=timeout, memory_mb=memory_mb, strict=strict)
 
 
 def isolation() -> Isolation:
     """What keeps a program in on this machine. Raises RewardError, which says why, where nothing could be run."""
-    return _shared(os.getpid(), False).isolation
+    return _shared(os.getpid(), False, False).isolation
 
 
 @cache
-def _shared(process: int, allow_unisolated: bool) -> Sandbox:
-    return Sandbox(allow_unisolated=allow_unisolated)
+def _shared(process: int, allow_unisolated: bool, numpy: bool) -> Sandbox:
+    return Sandbox(allow_unisolated=allow_unisolated, numpy=numpy)

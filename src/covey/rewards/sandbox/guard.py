@@ -18,7 +18,7 @@ import sys
 import traceback
 import types
 import unittest.result
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _REFUSED = frozenset(
@@ -97,11 +97,12 @@ _OWN = _codes(place, doctest.DocTestRunner.run)
 class Snapshot:
     """The parts of Python that tests lean on, as they were when this was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Sequence[str] = ()) -> None:
+        """Of the modules `WATCHED` and these `others`."""
         self._modules: dict[str, types.ModuleType] = {}
         self._dicts: list[tuple[Any, Any, dict[str, Any], str]] = []
         seen: set[int] = set()
-        for name in WATCHED:
+        for name in (*WATCHED, *others):
             if not self.hold(name):
                 continue
             module = self._modules[name]

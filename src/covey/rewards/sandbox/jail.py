@@ -34,6 +34,17 @@ _PRELOADED = (
     "unicodedata", "unittest", "unittest.mock", "urllib.parse", "uuid", "zlib",
 )
 # fmt: on
+_NUMPY = (
+    "numpy",
+    "numpy.fft",
+    "numpy.linalg",
+    "numpy.ma",
+    "numpy.polynomial",
+    "numpy.random",
+    "numpy.testing",
+    "numpy.typing",
+)
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _COVERED = {
     "files": ("namespaces", "landlock"),
     "network": ("namespaces", "seccomp"),
@@ -75,15 +86,15 @@ def start():
         module.__builtins__ = own
         exec(compile(text, "<sandbox>", "exec", dont_inherit=True), module.__dict__)
         setattr(package, name, module)
-    return module, control, settings["layers"], settings["slot"], settings["allow_unisolated"]
+    return module, control, settings["layers"], settings["slot"], settings["allow_unisolated"], settings["numpy"]
 jail, *words = start()
 del start
 jail.main(*words)
 """
 
 
-def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated: bool) -> None:
-    """Lock this process in, then serve `control` until it is closed."""
+def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated: bool, numpy_at: str | None) -> None:
+    """Lock this process in, then serve `control` until it is closed. `numpy_at`: the folder that NumPy is imported from before."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
     os.environ.clear()
     for name in _PRELOADED:
@@ -93,6 +104,8 @@ def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated:
             continue
     for name in ("exit", "quit"):  # the site module brings them, which is not imported here
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
+    if numpy_at is not None:
+        _import_numpy(numpy_at)
     guard.family += [module for name, module in sys.modules.items() if name.startswith("covey.rewards.sandbox.")]
     layers, missing = _enter(wanted, slot)
     uncovered = [what for what, by in _COVERED.items() if not set(by) & set(layers)]
@@ -100,7 +113,23 @@ def main(control: socket.socket, wanted: list[str], slot: int, allow_unisolated:
         control, {"layers": layers, "missing": missing, "uncovered": uncovered, "scratch": "namespaces" in layers}
     )
     if not uncovered or allow_unisolated:
-        _serve(control, tuple(layers), guard.Snapshot())
+        _serve(
+            control, tuple(layers), guard.Snapshot([name for name in sys.modules if name.partition(".")[0] == "numpy"])
+        )
+
+
+def _import_numpy(folder: str) -> None:
+    """Import NumPy while its files can be read: programs get a copy of this process, and never see the folder."""
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))  # a fork has no threads but its own
+    sys.path.append(folder)
+    try:
+        for name in _NUMPY:
+            importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+        for name in _ONE_THREAD:
+            del os.environ[name]
+    importlib.import_module("numpy._core._internal").ctypes = None  # type: ignore[attr-defined]
 
 
 def _enter(wanted: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
@@ -273,6 +302,8 @@ def _prepared(descriptors: list[int]) -> bytes:
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["main.py"]
     random.seed(0)  # a fork draws anew: a program is to come out the same each time
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
     for name in [name for name in sys.modules if name.partition(".")[0] == "covey"]:
         del sys.modules[name]
     sys.modules["__main__"] = type(sys)("__main__")

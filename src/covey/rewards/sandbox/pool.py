@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -34,16 +35,26 @@ class Sandbox:
     """Processes that run model-written code where it can reach nothing. Thread-safe; at most `workers` programs at once.
 
     `layers` is what to use of `namespaces`, `landlock` and `seccomp`; without a reason, all. Where files, network or processes
-    would be open to a program, nothing runs: RewardError says why, unless `allow_unisolated` is true.
+    would be open to a program, nothing runs: RewardError says why, unless `allow_unisolated` is true. With `numpy` programs
+    can import NumPy, which makes tests that are statements easier to cheat (docs/sandbox.md says how).
     """
 
     def __init__(
-        self, workers: int | None = None, *, layers: Sequence[str] = LAYERS, allow_unisolated: bool = False
+        self,
+        workers: int | None = None,
+        *,
+        layers: Sequence[str] = LAYERS,
+        allow_unisolated: bool = False,
+        numpy: bool = False,
     ) -> None:
         if unknown := sorted(set(layers) - set(LAYERS)):
             raise RewardError(f"the sandbox has no layer {unknown[0]!r}; it has {', '.join(LAYERS)}.")
         self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
-        self._settings = {"layers": list(layers), "allow_unisolated": allow_unisolated}
+        self._settings = {
+            "layers": list(layers),
+            "allow_unisolated": allow_unisolated,
+            "numpy": _numpy() if numpy else None,
+        }
         self._room = threading.BoundedSemaphore(self.workers)
         self._lock = threading.Lock()
         self._idle: list[_Jail] = []
@@ -76,7 +87,7 @@ class Sandbox:
         without trailing blanks. `None`: the code only has to come to its end. Statements run beside the program, in its interpreter;
         with `strict` in another process, where objects of the program's own are stand-ins (docs/sandbox.md says when). `timeout` is in seconds of wall time for the whole,
         each pair of input and output being a run of its own; `memory_mb` is in MiB beyond the interpreter's own; more than
-        `max_output` bytes of output end the program. Only the standard library can be imported. Raises RewardError for bad
+        `max_output` bytes of output end the program. Only the standard library can be imported, and NumPy with `numpy`. Raises RewardError for bad
         arguments, and where this machine cannot isolate.
         """
         plan = verdicts.plan(tests, setup)
@@ -281,6 +292,14 @@ def _file(data: bytes) -> int:
         os.write(descriptor, data[start : start + 2**20])
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def _numpy() -> str:
+    """The folder that NumPy is in; found, not imported, for programs alone need it."""
+    found = importlib.util.find_spec("numpy")
+    if found is None or found.origin is None:
+        raise RewardError("the sandbox was asked for NumPy, which is not installed: pip install numpy.")
+    return str(Path(found.origin).resolve().parents[1])
 
 
 def _interpreter() -> str:

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import RewardError
@@ -129,13 +130,31 @@ def _of_pair(seen: ProcessOutput, expected: str | None) -> tuple[Reason, str] | 
         return _left(seen, "during its run")
     if code:
         return "exited", f"the code left with exit code {code}"
-    if expected is not None and _printed(seen.stdout.decode(errors="replace")) != _printed(expected):
+    if expected is not None and not _is_printed(seen.stdout.decode(errors="replace"), expected):
         return "wrong", "the code printed something else than expected"
     return None
 
 
-def _printed(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _is_printed(text: str, expected: str) -> bool:
+    """Whether all lines are the same without trailing blanks, or hold the same numbers: `3.0 4` is `3 4`."""
+    found, wanted = (part.rstrip().splitlines() for part in (text, expected))
+    return len(found) == len(wanted) and all(map(_is_line, found, wanted))
+
+
+def _is_line(line: str, expected: str) -> bool:
+    if line.rstrip() == expected.rstrip():
+        return True
+    found, wanted = _numbers(line), _numbers(expected)
+    return wanted is not None and found == wanted
+
+
+def _numbers(line: str) -> list[Decimal] | None:
+    """The exact numbers of a line of nothing else."""
+    try:
+        found = [Decimal(word) for word in line.split()]
+    except ArithmeticError:
+        return None
+    return found if all(number.is_finite() for number in found) else None
 
 
 def _limit_met(seen: ProcessOutput) -> tuple[Reason, str] | None:

@@ -153,7 +153,8 @@ class ServerSampler:
             raise
         except ServerError as error:
             logger.warning("The update failed: %s Waiting up to %g seconds for the server.", error, self.timeout)
-            self.client.wait_until_up(self.timeout, self.check_stop)
+            alone = self.world.size == 1  # otherwise the others wait in a collective for what becomes of this
+            self.client.wait_until_up(self.timeout, self.check_stop if alone else lambda: None)
             seen = self.sync.push(*self.pending)
         if seen is not None:
             self.seen.append(seen.metrics())

@@ -1,0 +1,232 @@
+"""Tests of code out of the columns of data sets: MBPP, HumanEval, APPS, TACO and LiveCodeBench in the forms they are published in."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from covey.errors import RewardError
+
+COLUMNS = ("tests", "test_list", "test", "input_output", "test_cases", "private_test_cases", "public_test_cases")
+"""Where tests are looked for, in this order; those of LiveCodeBench are taken together."""
+_TOGETHER = ("private_test_cases", "public_test_cases")
+_LARGEST = 2**28
+"""Bytes of a compressed column when it is unpacked."""
+_MOST_SPELLINGS = 4
+
+PRELUDE = (
+    "from typing import *; "
+    "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator, random, re, string, sys; "
+    "from bisect import bisect_left, bisect_right, insort; "
+    "from collections import Counter, OrderedDict, defaultdict, deque; from copy import deepcopy; "
+    "from functools import cache, cmp_to_key, lru_cache, reduce; "
+    "from heapq import heapify, heappop, heappush, heappushpop, heapreplace, nlargest, nsmallest; "
+    "from itertools import accumulate, chain, combinations, groupby, pairwise, permutations, product, zip_longest; "
+    "from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log2, sqrt\n"
+)
+"""What sites that ask for one function have imported for it, so that published solutions do not import it themselves."""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A test that calls `name`, or the method of that name of a class `Solution`, with `arguments` and expects one of `expected`."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    expected: tuple[Any, ...]
+
+    def statement(self, is_method: bool) -> str:
+        """The test as an assertion, which the judge can take apart."""
+        call = f"{'Solution().' if is_method else ''}{self.name}({', '.join(map(_literal, self.arguments))})"
+        if len(self.expected) == 1:
+            return f"assert {call} == {_literal(self.expected[0])}"
+        return f"assert {call} in ({', '.join(map(_literal, self.expected))})"
+
+
+def row_tests(columns: Mapping[str, Any], column: str | None) -> list[Any]:
+    """The row's tests: statements, pairs of input and output, or `FunctionCall`s; empty where it has none.
+
+    Raises RewardError for what is none of the forms.
+    """
+    name = column or next((name for name in COLUMNS if not _is_empty(columns.get(name))), None)
+    if name is None:
+        return []
+    if column is None and name in _TOGETHER:
+        return [test for one in _TOGETHER for test in _tests_in(one, columns)]
+    return _tests_in(name, columns)
+
+
+def _tests_in(name: str, columns: Mapping[str, Any]) -> list[Any]:
+    found = columns.get(name)
+    if _is_empty(found):
+        return []
+    if name == "test" and columns.get("entry_point"):
+        return [f"{found}\ncheck({columns['entry_point']})"]
+    if isinstance(found, str) and name in _TOGETHER and not found.lstrip().startswith(("{", "[")):
+        found = _unpacked(found, name)
+    elif isinstance(found, str) and found.lstrip().startswith(("{", "[")):
+        found = _loaded(found)
+    if isinstance(found, Mapping) and {"inputs", "outputs"} <= found.keys():
+        return _of_lists(found)
+    if isinstance(found, str | Mapping):
+        found = [found]
+    if not isinstance(found, Sequence):
+        raise RewardError(
+            f"column {name!r} holds {type(found).__name__}, which is no test; use text, a list, or pairs."
+        )
+    return [_of_case(case, columns) for case in found]
+
+
+def for_program(tests: Sequence[Any], program: str) -> tuple[str, list[Any]]:
+    """The program and its tests as the sandbox takes them: calls of a function become assertions, its usual imports are added."""
+    if not any(isinstance(test, FunctionCall) for test in tests):
+        return program, list(tests)
+    classes = _methods(program)
+    statements = [test.statement(test.name in classes) if isinstance(test, FunctionCall) else test for test in tests]
+    return (program if "__future__" in program else PRELUDE + program), statements
+
+
+def _methods(program: str) -> frozenset[str]:
+    """Methods of the program's class `Solution`; none of a program that is no Python."""
+    try:
+        body = ast.parse(program).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the sandbox says so
+        return frozenset()
+    return frozenset(
+        item.name
+        for node in body
+        if isinstance(node, ast.ClassDef) and node.name == "Solution"
+        for item in node.body
+        if isinstance(item, ast.FunctionDef)
+    )
+
+
+def _of_lists(found: Mapping[str, Any]) -> list[Any]:
+    """APPS and TACO: lists of inputs and outputs, for a script or, with `fn_name`, for a function."""
+    inputs, outputs, name = found["inputs"], found["outputs"], found.get("fn_name")
+    if len(inputs) != len(outputs):
+        raise RewardError(f"{len(inputs)} inputs and {len(outputs)} outputs do not make pairs.")
+    if not name:
+        return [_pair(given, expected) for given, expected in zip(inputs, outputs, strict=True)]
+    calls = []
+    for given, expected in zip(inputs, outputs, strict=True):
+        if not isinstance(given, list | tuple):
+            raise RewardError(
+                f"fn_name needs each of inputs to be the list of its arguments, not {type(given).__name__}."
+            )
+        several = [expected, expected[0]] if isinstance(expected, list | tuple) and len(expected) == 1 else [expected]
+        calls.append(_call(name, [_with_numbers(item) for item in given], [_with_numbers(item) for item in several]))
+    return calls
+
+
+def _of_case(case: Any, columns: Mapping[str, Any]) -> Any:
+    """LiveCodeBench and its kin: a test says itself whether it is for a function, whose arguments are lines of JSON."""
+    if not isinstance(case, Mapping) or not {"input", "output"} <= case.keys():
+        return case
+    kind = str(case.get("testtype") or case.get("type") or "stdin")
+    if kind not in ("functional", "function_call"):
+        return _pair(case["input"], case["output"])
+    name = case.get("fn_name") or _function_of(columns)
+    if not name:
+        raise RewardError(
+            f"a test of type {kind!r} names no function; give fn_name, or func_name in the column metadata."
+        )
+    given, expected = case["input"], case["output"]
+    if isinstance(given, str):
+        given = [_value(line) for line in given.split("\n") if line.strip()]
+    return _call(str(name), list(given), [_value(expected) if isinstance(expected, str) else expected])
+
+
+def _function_of(columns: Mapping[str, Any]) -> Any:
+    found = columns.get("metadata")
+    found = _loaded(found) if isinstance(found, str) else found
+    return (found.get("func_name") if isinstance(found, Mapping) else None) or columns.get("fn_name")
+
+
+def _call(name: Any, arguments: Sequence[Any], expected: Sequence[Any]) -> FunctionCall:
+    if not str(name).isidentifier():
+        raise RewardError(f"fn_name {name!r} is no name of a function.")
+    spellings = [spelling for value in expected for spelling in _spellings(value)]
+    return FunctionCall(str(name), tuple(arguments), tuple(spellings))
+
+
+def _spellings(value: Any) -> list[Any]:
+    """JSON knows lists alone: a tuple for the outer one, for the inner ones, or for both, is the same answer."""
+    if not isinstance(value, list):
+        return [value]
+    inner = [tuple(item) if isinstance(item, list) else item for item in value]
+    found = [value, tuple(value), *([inner, tuple(inner)] if any(isinstance(item, list) for item in value) else [])]
+    return found[:_MOST_SPELLINGS]
+
+
+def _with_numbers(value: Any) -> Any:
+    """A dictionary whose keys JSON has made text of, with its numbers again, as the harness of APPS reads it."""
+    if isinstance(value, Mapping) and value and all(str(key).lstrip("-").isdigit() for key in value):
+        return {int(key): item for key, item in value.items()}
+    return value
+
+
+def _literal(value: Any) -> str:
+    """Python for a value of JSON."""
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return f"float({str(value)!r})"
+    if isinstance(value, list | tuple):
+        inside = ", ".join(map(_literal, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+def _pair(given: Any, expected: Any) -> dict[str, str]:
+    return {"input": _lines(given), "output": _lines(expected)}
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _is_empty(found: Any) -> bool:
+    return found is None or (isinstance(found, str) and not found.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RewardError(f"a test of a function has {text[:60]!r} where a value of JSON belongs.") from error
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # a statement that starts with a bracket
+        return text
+
+
+class _TextOnly(pickle.Unpickler):
+    """Reads text out of a pickle, and nothing that would import or run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise RewardError(f"a column of tests holds a pickle of {module}.{name}; only text is read.")
+
+
+def _unpacked(text: str, name: str) -> Any:
+    """LiveCodeBench's private tests: base64 of zlib of a pickle of JSON."""
+    try:
+        unpacking = zlib.decompressobj()
+        data = unpacking.decompress(base64.b64decode(text, validate=True), _LARGEST)
+        if unpacking.unconsumed_tail:
+            raise RewardError(f"column {name!r} unpacks to more than {_LARGEST >> 20} MiB, which is not read.")
+        return json.loads(_TextOnly(io.BytesIO(data)).load())
+    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, TypeError) as error:
+        raise RewardError(
+            f"column {name!r} is neither JSON nor tests packed as LiveCodeBench packs them: {error}."
+        ) from error
