@@ -31,6 +31,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture
+def thawed_heap():
+    """The heap as a script has it."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     random.seed(0)

@@ -9,6 +9,8 @@ import torch
 from covey.kernels import zeros
 from covey.process.memory import collecting_new_garbage_only, is_out_of_memory
 
+pytestmark = pytest.mark.usefixtures("thawed_heap")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_of_their_own_are_a_tensor_of_zeros_like_any_other(dtype):
@@ -25,15 +27,6 @@ def test_pages_that_cannot_be_had_are_memory_that_ran_out():
     with pytest.raises(MemoryError) as caught:
         zeros((2**60,), torch.float32)
     assert is_out_of_memory(caught.value)
-
-
-@pytest.fixture(autouse=True)
-def _thawed():
-    """The heap as a script has it: the tests' conftest keeps it frozen."""
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-    gc.freeze()
 
 
 class Node:

@@ -14,6 +14,8 @@ from covey.config.checks import processor_has_bfloat16
 from covey.errors import CoveyError
 from kit import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("thawed_heap")
+
 ROWS = Dataset.from_list([{"prompt": f"What is {i} + {i}?"} for i in range(8)])
 BY_OPTION = {"training", "gradient_checkpointing", "_gradient_checkpointing_func"}
 """Attributes of modules that options change for good."""
