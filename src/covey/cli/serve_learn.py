@@ -22,6 +22,7 @@ FLAGS = (
     Flag(name="lora_r", help="Rank of the adapter.", type=int, default=16, group="learning", is_common=False),
     Flag(name="max_feedback_hours", help="Age of an answer from which on its score comes too late.", type=float, default=24.0, group="learning", is_common=False),
     Flag(name="fixed_set_prompts", help="Use only the first so many rows of the fixed set.", type=int, group="learning", is_common=False),
+    Flag(name="fixed_set_samples", help="Answers drawn to each prompt of the fixed set.", type=int, default=4, group="learning", is_common=False),
 )  # fmt: skip
 _ALONE = ("fixed_set", "reward", "learn_folder")
 
@@ -62,6 +63,7 @@ def settings_of(options: Given) -> Any:
         lora_r=options["lora_r"],
         max_age_seconds=3600 * options["max_feedback_hours"],
         max_tokens=options["max_output_tokens"] or 256,
+        num_samples=options["fixed_set_samples"],
         dtype=options["dtype"],
         trust_remote_code=bool(options["trust_remote_code"]),
         use_cpu=bool(options["use_cpu"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import socket
 import threading
 import time
@@ -24,7 +23,7 @@ from covey.feedback.worker import Made, Order, fixed_prompts
 from covey.models import unwrapped
 from covey.rollout import NativeSampler
 from covey.runs.lock import FolderLock
-from covey.serving import Call, Endpoint, Limits
+from covey.serving import Call, Endpoint
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.loading import with_merged_adapter
@@ -228,7 +227,9 @@ class LearningEndpoint:
         made = self._learning.make(order)
         entry = {"model": model, "conversations": len(conversations), **_summary(made, rivals)}
         with self._serving:
-            if self.versions.served(model) != served:  # rolled back meanwhile: nothing was compared with what is served now
+            if (
+                self.versions.served(model) != served
+            ):  # rolled back meanwhile: nothing was compared with what is served now
                 self._write({**entry, "outcome": "overtaken"})
                 return
             if not all(verdict.passes for verdict in made.verdicts):
@@ -252,7 +253,9 @@ class LearningEndpoint:
 
     def _tell(self, entry: Mapping[str, Any], made: Made) -> None:
         self._write(entry)
-        name = f"{entry['model']} version {entry['version']}" if "version" in entry else f"a candidate of {entry['model']}"
+        name = (
+            f"{entry['model']} version {entry['version']}" if "version" in entry else f"a candidate of {entry['model']}"
+        )
         said = "; ".join(verdict.said for verdict in made.verdicts)
         logger.warning("%s was %s after %d scores: %s.", name, entry["outcome"], entry["conversations"], said)
 

@@ -48,9 +48,10 @@ def judged(served: Sequence[float], candidate: Sequence[float], tolerance: float
     """Verdict on the rewards [P] of the same prompts by both; NaN: not scored, left out of both.
 
     Agresti and Min's interval for paired proportions (2005, "Simple improved confidence intervals for comparing matched
-    proportions"): two pairs are added, half a pair to each of the four outcomes. For rewards of any scale the added gains and
-    losses are of the size of the rewards' range, 0 included. Without them a small set on which nothing changed would prove
-    that nothing can. Raises ValueError on unequal lengths.
+    proportions"): two pairs are added, half a pair to each of the four outcomes, gains and losses of the size of the rewards'
+    range, 0 included. Without them a small set on which nothing changed would prove that nothing can. The variance is at least
+    what right-or-wrong answers have where exactly the tolerance is lost, as in a score test: a set that by luck shows few of
+    the losses also shows little of their variance. Raises ValueError on unequal lengths.
     """
     pairs = [(a, b) for a, b in zip(served, candidate, strict=True) if not (math.isnan(a) or math.isnan(b))]
     if not pairs:
@@ -60,7 +61,7 @@ def judged(served: Sequence[float], candidate: Sequence[float], tolerance: float
     reach = float(max(a.max(), b.max(), 0.0) - min(a.min(), b.min(), 0.0)) or 1.0
     gaps, size = b - a, len(pairs) + 2
     center = float(gaps.sum()) / size
-    variance = (float((gaps**2).sum()) + reach**2) / size - center**2
+    variance = max((float((gaps**2).sum()) + reach**2) / size - center**2, tolerance * (reach - tolerance))
     spread = Z95 * math.sqrt(variance / size)
     return Verdict(
         difference=float(gaps.mean()),
@@ -77,6 +78,6 @@ def smallest_set(tolerance: float) -> int:
     """Prompts from which on a candidate that changes no answer passes, for rewards between 0 and 1.
 
     >>> smallest_set(0.02)
-    97
+    187
     """
-    return max(1, math.floor(Z95 / tolerance - 2) + 1)
+    return max(1, math.floor(max(Z95 / tolerance, Z95**2 * (1 - tolerance) / tolerance) - 2) + 1)

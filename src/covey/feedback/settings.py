@@ -39,13 +39,11 @@ class Settings:
     """Age of an answer from which on its score comes too late."""
     max_tokens: int = 256
     """Most tokens of an answer to the fixed set."""
+    num_samples: int = 4
+    """Answers drawn to each prompt of the fixed set."""
     dtype: str = "float32"
     trust_remote_code: bool = False
     use_cpu: bool = False
-    users: bool = False
-    """An adapter for each user."""
-    max_users: int = 64
-    """Users whose adapters are held at a time."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,7 +54,7 @@ class Settings:
         for name in ("tolerance", "beta"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; give a finite number of at least 0.")
-        for name in ("lora_r", "max_tokens", "max_users"):
+        for name in ("lora_r", "max_tokens", "num_samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 1 or more.")
         if not 2 <= self.batch_size <= self.scores_per_candidate:

@@ -93,7 +93,9 @@ class Store:
         with self._lock:
             self._file.close()
 
-    def add(self, id: str, choice: int, model: str, prompt: Prompt, completion: Completion, refused: str | None) -> None:
+    def add(
+        self, id: str, choice: int, model: str, prompt: Prompt, completion: Completion, refused: str | None
+    ) -> None:
         """Keep an answer until its score comes. `refused`: why it will not be trained on; its tokens are not kept then."""
         keeps = refused is None and completion.logprobs is not None
         logprobs = completion.logprobs.numpy().astype(np.float32).tobytes() if keeps and completion.logprobs is not None else None  # fmt: skip
@@ -117,7 +119,9 @@ class Store:
                 "SELECT model, version, refused, score, created FROM answers WHERE id = ? AND choice = ?", (id, choice)
             ).fetchone()
             if found is None:
-                raise FeedbackError(404, "unknown", f"No answer {id!r} with index {choice} is waiting for a score here.")
+                raise FeedbackError(
+                    404, "unknown", f"No answer {id!r} with index {choice} is waiting for a score here."
+                )
             model, version, refused, former, created = found
             if former is not None:
                 said = f"Answer {id!r} has the score {former:g} already; one score is taken."
@@ -174,7 +178,8 @@ class Store:
         with self._lock:
             self._file.execute("BEGIN")
             self._file.executemany(
-                "UPDATE answers SET candidate = ?, prompt = '[]', tokens = '[]', logprobs = NULL WHERE id = ? AND choice = ?", keys
+                "UPDATE answers SET candidate = ?, prompt = '[]', tokens = '[]', logprobs = NULL WHERE id = ? AND choice = ?",
+                keys,
             )
             self._file.execute("COMMIT")
 

@@ -104,8 +104,9 @@ class Versions:
         return [dict(one) for one in self._of(model)["versions"]]
 
     def _of(self, model: str) -> dict[str, Any]:
-        blank = {"served": 0, "base_reward": None, "versions": []}
-        return json.loads(json.dumps(self._state["models"].get(model, blank)))
+        blank: dict[str, Any] = {"served": 0, "base_reward": None, "versions": []}
+        copied: dict[str, Any] = json.loads(json.dumps(self._state["models"].get(model, blank)))
+        return copied
 
     def _write(self, model: str, state: Mapping[str, Any]) -> None:
         whole = {**self._state, "models": {**self._state["models"], model: dict(state)}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,9 +23,10 @@ from covey.feedback.settings import Settings
 from covey.feedback.store import Conversation
 from covey.models import first_line
 
-
 WEIGHTS = "adapter_model.safetensors"
 """File of an adapter's folder that holds its weights."""
+_IN_FLIGHT = 128
+"""Answers to the fixed set that are written at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +73,21 @@ class Bench:
         self._scores: dict[str | None, tuple[float, ...]] = {}
 
     def scores(self, adapter: Path | None) -> tuple[float, ...]:
-        """[P], rewards of the greedy answers to the fixed set, by the weights that would be served."""
-        from covey.evaluation.assessment import assess
-        from covey.rollout import choose_sampler
+        """[P], mean rewards of `num_samples` drawn answers to each prompt of the fixed set, by the weights that would be served.
+
+        Drawn, since a greedy answer does not show a loss until it changes; with the same seed for every version.
+        """
+        from covey.evaluation.assessment import scored_answers, totals
+        from covey.rollout import SamplingParams, choose_sampler
         from covey.serving.loading import with_merged_adapter
 
         key = None if adapter is None else hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest()
         if key not in self._scores:
             model = self.base if adapter is None else with_merged_adapter(self.base, adapter)
             sampler = choose_sampler(model, self.tokenizer, eos_ids=self.eos_ids)
-            found = assess(sampler, self.scorer, self.prompts, max_tokens=self.settings.max_tokens)
-            self._scores[key] = found.greedy
+            params = SamplingParams(max_tokens=self.settings.max_tokens, seed=self.settings.seed)
+            groups = scored_answers(sampler, self.scorer, self.prompts, self.settings.num_samples, params, _IN_FLIGHT)
+            self._scores[key] = tuple(_mean(totals(group, self.scorer)) for group in groups)
         return self._scores[key]
 
     def make(self, order: Order) -> Made:
@@ -92,11 +99,23 @@ class Bench:
         shutil.rmtree(order.output, ignore_errors=True)
         order.output.mkdir(parents=True)
         metrics = train_candidate(
-            self.base, self.tokenizer, self.eos_ids, self.scorer, order.start, order.conversations, self.settings, order.output
+            self.base,
+            self.tokenizer,
+            self.eos_ids,
+            self.scorer,
+            order.start,
+            order.conversations,
+            self.settings,
+            order.output,
         )
         own = self.scores(order.output)
         verdicts = tuple(judged(self.scores(one), own, self.settings.tolerance) for one in order.against)
         return Made(verdicts=verdicts, metrics=metrics, seconds=time.monotonic() - started)
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def fixed_prompts(settings: Settings, tokenizer: Any) -> list[Any]:

@@ -61,7 +61,12 @@ class Service:
             Route("/health", self.health),
             *(Route(path, self._page(work), methods=[method]) for (method, path), work in self.further.items()),
         ]
-        handlers: Any = {APIError: self._refuse, CoveyError: self._refuse, HTTPException: self._refuse, ClientDisconnect: self._gone}
+        handlers: Any = {
+            APIError: self._refuse,
+            CoveyError: self._refuse,
+            HTTPException: self._refuse,
+            ClientDisconnect: self._gone,
+        }
         return Guard(Starlette(routes=routes, exception_handlers=handlers), api_key)
 
     # -- pages ------------------------------------------------------------------------------------------------------
