@@ -45,11 +45,13 @@ def is_right(text: str, row: dict[str, Any]) -> float:
     return task.reward([text], [row["answer"]])[0]
 
 
-def scored(url: str, rows: list[dict[str, Any]], judge: Judge) -> list[dict[str, Any]]:
-    """Ask every row, sixteen at a time, and score every answer. Returns the answers."""
+def scored(url: str, rows: list[dict[str, Any]], judge: Judge | None, **how: Any) -> list[dict[str, Any]]:
+    """Ask every row, sixteen at a time, and score every answer where there is a judge. Returns the answers."""
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
-        said = ask(url, row)
+        said = ask(url, row, **how)
+        if judge is None:
+            return said
         status, taken = call(url, "feedback", {"id": said["id"], "score": judge(text_of(said), row)})
         assert status == 200, taken
         return said

@@ -140,6 +140,34 @@ def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_
         assert ask(url, rows(1)[0])["weights_version"] == 2
 
 
+def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(tmp_path):
+    short = lambda text, row: -min(1.0, len(text) / 60)
+    length = lambda url, **how: sum(len(text_of(one)) for one in scored(url, rows(96, seed=9), None, **how)) / 96
+    with learning(tmp_path, rewards=(FORM,), users=True, learning_rate=3e-3) as (url, _):
+        nobody = ask(url, rows(1)[0])
+        assert call(url, "feedback", {"id": nobody["id"], "score": 1})[1]["trained_on"] is False
+        for turn in range(2):
+            scored(url, rows(128, seed=turn), short, user="anna")
+            scored(url, rows(64, seed=turn), lambda text, row: 1.0, user="ben")
+            log = candidates(url, turn + 1)
+        assert [(one["model"], one["outcome"]) for one in log[:2]] == [("demo@anna", "promoted")] * 2
+        anna, ben, named = (
+            ask(url, rows(1)[0], **how) for how in ({"user": "anna"}, {"user": "ben"}, {"model": "demo@anna"})
+        )
+        assert [(one["model"], one["weights_version"]) for one in (anna, ben, named)] == [
+            ("demo@anna", 2),
+            ("demo", 0),
+            ("demo@anna", 2),
+        ]
+        theirs = ask(url, rows(1)[0], user="ben", model="demo@anna")
+        assert call(url, "feedback", {"id": theirs["id"], "score": 1})[1]["trained_on"] is False
+        assert length(url, user="anna") < length(url) - 2
+        assert call(url, "chat/completions", {"messages": rows(1)[0]["prompt"], "user": "../x"})[0] == 400
+    with learning(tmp_path, rewards=(FORM,), users=True) as (url, _):
+        assert ask(url, rows(1)[0], user="anna")["weights_version"] == 2
+        assert call(url, "rollback", {"model": "demo@anna"})[1]["weights_version"] == 1
+
+
 def outcome_of(folder, judge, seed, count=3):
     """What became of candidates from clients that judge so: the endpoint's log."""
     with learning(folder, seed=seed, learning_rate=2e-3) as (url, _):

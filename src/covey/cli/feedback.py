@@ -25,7 +25,7 @@ def run(given: Given) -> None:
     if given.get("status"):
         _show(_ask(given, "learning"), given)
     elif given.get("rollback"):
-        said = _ask(given, "rollback", {})
+        said = _ask(given, "rollback", {"model": given["model"]} if given.get("model") else {})
         told = f"{said['model']} is served in version {said['weights_version']}; {said['withdrawn']} is withdrawn."
         output.result_json(said) if given.get("json") else output.result(told)
     else:
@@ -53,7 +53,8 @@ def _show(said: dict[str, Any], given: Given) -> None:
     if given.get("json"):
         output.result_json(said)
         return
-    output.result(_row("served", f"version {said['served']}"))
+    for name, version in said["served"].items():
+        output.result(_row("served", f"{name} in version {version}"))
     waiting = sum(said["waiting"].values())
     output.result(_row("scores", f"{waiting} wait, {said['needed']} make a candidate"))
     for name, count in said["scores"].items():
@@ -116,6 +117,7 @@ verb = Verb(
         Flag(name="comment", help="Words to keep beside the score.", group="score"),
         Flag(name="status", help="Show the served version, scores that wait, and the latest candidates.", type=bool, group="learning"),
         Flag(name="rollback", help="Serve the version of before, and withdraw the present one.", type=bool, group="learning"),
+        Flag(name="model", help="With --rollback: which model; the one that is served to all when left out.", group="learning"),
         Flag(name="url", help=f"Base URL of the endpoint; {URL} when left out.", group="server"),
         Flag(name="api_key", help=f"Key of the endpoint; better set {KEY}.", group="server"),
         JSON,

@@ -23,6 +23,8 @@ FLAGS = (
     Flag(name="max_feedback_hours", help="Age of an answer from which on its score comes too late.", type=float, default=24.0, group="learning", is_common=False),
     Flag(name="fixed_set_prompts", help="Use only the first so many rows of the fixed set.", type=int, group="learning", is_common=False),
     Flag(name="fixed_set_samples", help="Answers drawn to each prompt of the fixed set.", type=int, default=4, group="learning", is_common=False),
+    Flag(name="learn_users", help="Learn an adapter for each user (the field user of requests) of that user's scores alone, served as MODEL@USER.", type=bool, default=False, group="learning"),
+    Flag(name="max_users", help="Users who may have an adapter.", type=int, default=64, group="learning", is_common=False),
 )  # fmt: skip
 _ALONE = ("fixed_set", "reward", "learn_folder")
 
@@ -64,6 +66,8 @@ def settings_of(options: Given) -> Any:
         max_age_seconds=3600 * options["max_feedback_hours"],
         max_tokens=options["max_output_tokens"] or 256,
         num_samples=options["fixed_set_samples"],
+        users=options["learn_users"],
+        max_users=options["max_users"],
         dtype=options["dtype"],
         trust_remote_code=bool(options["trust_remote_code"]),
         use_cpu=bool(options["use_cpu"]),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -24,6 +26,7 @@ from covey.models import unwrapped
 from covey.rollout import NativeSampler
 from covey.runs.lock import FolderLock
 from covey.serving import Call, Endpoint
+from covey.serving.asking import Wanted
 from covey.serving.errors import APIError, bad
 from covey.serving.fields import Fields
 from covey.serving.loading import with_merged_adapter
@@ -35,6 +38,7 @@ LONGEST_COMMENT = 4000
 _ATTEMPTS = 3
 """Failures of the learning process in a row after which learning ends."""
 _SHOWN = 20
+_USER = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class LearningEndpoint:
@@ -69,11 +73,12 @@ class LearningEndpoint:
                 ("POST", "/v1/rollback"): self._roll_back,
                 ("GET", "/v1/learning"): lambda body: self.status(),
             },
+            model_for=self._model_for,
             **options,
         )
-        version = self.versions.served(name)
-        if version:
-            sampler.load(self._weights(name, version), version)
+        for model in self.versions.models:
+            if version := self.versions.served(model):
+                self._add(model, version)
 
     # -- a server ---------------------------------------------------------------------------------------------------
 
@@ -109,13 +114,13 @@ class LearningEndpoint:
     def status(self) -> dict[str, Any]:
         """What `GET /v1/learning` answers."""
         return {
-            "served": self.versions.served(self.name),
-            "best": self.versions.best(self.name),
+            "served": {
+                model: self.versions.served(model) for model in {self.name: 0} | dict.fromkeys(self.versions.models)
+            },
             "waiting": self.store.waiting(),
             "needed": self.settings.scores_per_candidate,
             "scores": self.store.counts(),
             "problem": self._problem,
-            "versions": self.versions.history(self.name),
             "candidates": self._log()[-_SHOWN:],
         }
 
@@ -125,12 +130,16 @@ class LearningEndpoint:
         """Keep the answers of a prompt, on the engine's thread."""
         first = int(call.group.prompt.uid) * call.group.size  # prompts of a request have the uids "0", "1", ...
         for place, completion in enumerate(call.group.completions):
-            refused = self._refusal(call)
-            self.store.add(call.id, first + place, self.name, call.group.prompt, completion, refused)
+            model, refused = self._learner(call), self._refusal(call)
+            self.store.add(call.id, first + place, model, call.group.prompt, completion, refused)
 
     def _refusal(self, call: Call) -> str | None:
         """Why answers of this call are not trained on."""
-        params = call.params
+        params, model, known = call.params, self._learner(call), self.versions.models
+        if self.settings.users and model == self.name:
+            return "it was not asked by a user of their own model"
+        if model != self.name and model not in known and len(known) >= self.settings.max_users:
+            return "as many users have an adapter as may have one"
         if params.temperature <= 0:
             return "it was drawn greedily"
         if params.truncates or params.repetition_penalty != 1.0:
@@ -138,6 +147,25 @@ class LearningEndpoint:
         if marks(call.group.prompt) & self._fixed:
             return "its prompt is in the fixed set"
         return None
+
+    def _learner(self, call: Call) -> str:
+        """Model that learns of this call: the one that is served to all, or the user's own."""
+        if not self.settings.users or call.user is None:
+            return self.name
+        own = self._of_user(call.user)
+        return own if call.model in (self.name, own) else self.name
+
+    def _of_user(self, user: str) -> str:
+        return f"{self.name}@{user}"
+
+    def _model_for(self, wanted: Wanted) -> str:
+        """The user's own model once it has learnt something. Raises APIError for a `user` that cannot be part of a name."""
+        if not self.settings.users or wanted.user is None:
+            return wanted.model
+        if not _USER.fullmatch(wanted.user):
+            raise bad("user must be 1 to 64 letters, digits, dots, hyphens or underscores here.", "user")
+        own = self._of_user(wanted.user)
+        return own if wanted.model == self.name and own in self.endpoint.samplers else wanted.model
 
     def _feedback(self, body: Any) -> dict[str, Any]:
         fields = Fields(body)
@@ -162,17 +190,20 @@ class LearningEndpoint:
 
     def _roll_back(self, body: Any) -> dict[str, Any]:
         fields = Fields(body)
+        model = fields.text("model") or self.name
         fields.rest()
+        if model not in self.endpoint.samplers:
+            raise APIError(404, f"There is no model {model!r} here.", param="model", code="model_not_found")
         with self._serving:
-            former = self.versions.served(self.name)
+            former = self.versions.served(model)
             try:
-                version = self.versions.roll_back(self.name)
+                version = self.versions.roll_back(model)
             except LookupError as error:
                 raise APIError(409, str(error), code="nothing_to_roll_back") from error
-            self._serve(self.name, version)
-        logger.warning("%s was rolled back from version %d to %d.", self.name, former, version)
-        self._write({"model": self.name, "outcome": "rolled_back", "version": version, "from": former})
-        return {"model": self.name, "weights_version": version, "withdrawn": former}
+            self._serve(model, version)
+        logger.warning("%s was rolled back from version %d to %d.", model, former, version)
+        self._write({"model": model, "outcome": "rolled_back", "version": version, "from": former})
+        return {"model": model, "weights_version": version, "withdrawn": former}
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -243,7 +274,18 @@ class LearningEndpoint:
 
     def _serve(self, model: str, version: int) -> None:
         """Answer with this version from the next batch of requests on."""
-        self.endpoint.load(self._weights(model, version), version, model)
+        if model in self.endpoint.samplers:
+            self.endpoint.load(self._weights(model, version), version, model)
+        else:
+            self._add(model, version)
+
+    def _add(self, model: str, version: int) -> None:
+        """Serve a version of a model that nothing runs yet: before the endpoint is open, or a user's first."""
+        own = self.endpoint.samplers[self.name]
+        sampler = own if model == self.name else copy.copy(own)
+        sampler.load(self._weights(model, version), version)
+        if model != self.name:
+            self.endpoint.add(model, sampler)
 
     def _weights(self, model: str, version: int) -> Any:
         folder = self.versions.adapter(model, version)

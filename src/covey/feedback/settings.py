@@ -44,6 +44,10 @@ class Settings:
     dtype: str = "float32"
     trust_remote_code: bool = False
     use_cpu: bool = False
+    users: bool = False
+    """An adapter for each user, learnt of that user's scores alone."""
+    max_users: int = 64
+    """Users who may have an adapter."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,7 +58,7 @@ class Settings:
         for name in ("tolerance", "beta"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ConfigError(f"{name} is {getattr(self, name)}; give a finite number of at least 0.")
-        for name in ("lora_r", "max_tokens", "num_samples"):
+        for name in ("lora_r", "max_tokens", "num_samples", "max_users"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 1 or more.")
         if not 2 <= self.batch_size <= self.scores_per_candidate:

@@ -100,9 +100,6 @@ class Versions:
             self._write(model, state)
         return int(state["served"])
 
-    def history(self, model: str) -> list[dict[str, Any]]:
-        return [dict(one) for one in self._of(model)["versions"]]
-
     def _of(self, model: str) -> dict[str, Any]:
         blank: dict[str, Any] = {"served": 0, "base_reward": None, "versions": []}
         copied: dict[str, Any] = json.loads(json.dumps(self._state["models"].get(model, blank)))

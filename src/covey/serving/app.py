@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
@@ -41,8 +42,15 @@ class Service:
     """The routes, for these samplers by model name, and the engine that runs them."""
 
     def __init__(
-        self, samplers: dict[str, NativeSampler], engine: Engine, limits: Limits, further: Routes | None = None
+        self,
+        samplers: dict[str, NativeSampler],
+        engine: Engine,
+        limits: Limits,
+        further: Routes | None = None,
+        model_for: Callable[[Wanted], str] | None = None,
     ) -> None:
+        """`model_for`: the model that answers a request; the one that it names when left out."""
+        self.model_for = model_for or (lambda wanted: wanted.model)
         self.samplers, self.engine, self.limits, self.further = samplers, engine, limits, dict(further or {})
         self.reader = Reader(samplers, limits)
         self.created = int(time.time())
@@ -72,7 +80,7 @@ class Service:
     # -- pages ------------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return self._json(request, {"object": "list", "data": [self._about(name) for name in self.samplers]})
+        return self._json(request, {"object": "list", "data": [self._about(name) for name in list(self.samplers)]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -125,6 +133,7 @@ class Service:
     async def _answer(self, request: Request, read: Callable[[Any], Wanted]) -> Response:
         body = await self._body(request)
         wanted = await anyio.to_thread.run_sync(read, body)
+        wanted = replace(wanted, model=self.model_for(wanted))
         call = _Call(self, wanted, request.headers.get("x-session-id"))
         self.engine.submit(call.tickets)
         if wanted.is_streamed:
@@ -199,7 +208,8 @@ class _Call:
         self.id, self.created = new_id(wanted.is_chat), int(time.time())
         self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
         self.tokenizer = service.samplers[wanted.model].tokenizer
-        self.tickets = [Ticket(wanted.model, asked, self._wake, self.id, session) for asked in wanted.asked]
+        of = lambda asked: Ticket(wanted.model, asked, self._wake, self.id, session, wanted.user)
+        self.tickets = [of(asked) for asked in wanted.asked]
 
     def _wake(self) -> None:
         if not self.loop.is_closed():

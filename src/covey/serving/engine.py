@@ -62,8 +62,17 @@ class Asked:
 class Ticket:
     """A prompt in the engine: `events` as they come, then `group`, or `error`. `wake` is called, from the engine, after each."""
 
-    def __init__(self, model: str, asked: Asked, wake: Callable[[], None], call_id: str, session: str | None) -> None:
-        self.model, self.asked, self.wake, self.call_id, self.session = model, asked, wake, call_id, session
+    def __init__(
+        self,
+        model: str,
+        asked: Asked,
+        wake: Callable[[], None],
+        call_id: str,
+        session: str | None,
+        user: str | None = None,
+    ) -> None:
+        self.model, self.asked, self.wake = model, asked, wake
+        self.call_id, self.session, self.user = call_id, session, user
         self.events: deque[Token | Ended] = deque()
         self.group: Group | None = None
         self.scored: list[Scored] = []
@@ -113,6 +122,8 @@ class Call:
     seed: int
     session: str | None
     """The header `X-Session-Id` of the request."""
+    user: str | None
+    """The request's `user`."""
     created: float
     """Seconds since 1970 when the request came."""
     seconds: float
@@ -207,6 +218,10 @@ class Engine:
                 )
             self._inbox.extend(tickets)
             self._changed.notify()
+
+    def add(self, name: str, sampler: NativeSampler) -> None:
+        """Run one more model from now on."""
+        self._lanes = {**self._lanes, name: _Lane(sampler)}
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a request that no client waits for; nothing happens if it is over."""
@@ -345,6 +360,7 @@ class Engine:
             params=ticket.asked.params,
             seed=ticket.asked.seed,
             session=ticket.session,
+            user=ticket.user,
             created=ticket.created,
             seconds=seconds,
         )
