@@ -122,7 +122,7 @@ def learning_twice(folder):
 
 def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_one_call(tmp_path, capsys):
     short = lambda text, row: -min(1.0, len(text) / 60)
-    with learning(tmp_path, rewards=(FORM,), learning_rate=2e-3) as (url, _):
+    with learning(tmp_path, rewards=(FORM,), learning_rate=2e-3, batch_size=16) as (url, _):
         before = mean_length(url)
         with Load(url, rows(500, seed=5), clients=2) as load:
             for turn in range(3):
@@ -143,7 +143,7 @@ def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_
 def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(tmp_path):
     short = lambda text, row: -min(1.0, len(text) / 60)
     length = lambda url, **how: sum(len(text_of(one)) for one in scored(url, rows(96, seed=9), None, **how)) / 96
-    with learning(tmp_path, rewards=(FORM,), users=True, learning_rate=3e-3) as (url, _):
+    with learning(tmp_path, rewards=(FORM,), users=True, learning_rate=2e-3, batch_size=16) as (url, _):
         nobody = ask(url, rows(1)[0])
         assert call(url, "feedback", {"id": nobody["id"], "score": 1})[1]["trained_on"] is False
         for turn in range(2):
@@ -218,7 +218,7 @@ def server(folder, *options):
         str(folder),
     ]
     command += ["--fixed-set", "demo:test", "--fixed-set-prompts", "100", "--reward", "demo", "--tolerance", "0.06"]
-    command += ["--scores-per-candidate", "128", "--learning-rate", "1e-3", "--max-output-tokens", "40", *options]
+    command += ["--scores-per-candidate", "128", "--learning-rate", "1e-3", "--max-output-tokens", "48", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
