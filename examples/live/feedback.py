@@ -89,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "covey", "serve", MODEL, "--port", "0", "--learn", "--learn-folder", folder]
         command += ["--fixed-set", FIXED_SET, "--fixed-set-prompts", "100" if given.smoke else "300"]
-        command += ["--reward", REWARD[given.guard], "--tolerance", "0.06" if given.smoke else "0.03"]
+        command += ["--reward", REWARD[given.guard], "--tolerance", "0.1" if given.smoke else "0.05"]
         command += ["--scores-per-candidate", str(SCORES), "--learn-batch-size", "16", "--learning-rate", "2e-3"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:

@@ -73,9 +73,10 @@ def candidates(url: str, count: int, seconds: float = 300.0) -> list[dict[str, A
 
 
 class Load:
-    """Clients that ask without pause, in a thread each, from `with` to its end; `answers` and `errors` are what they got."""
+    """Clients that ask `pause` seconds after each answer, in a thread each, from `with` to its end; `answers` and `errors` are what they got."""
 
-    def __init__(self, url: str, rows: list[dict[str, Any]], clients: int = 4) -> None:
+    def __init__(self, url: str, rows: list[dict[str, Any]], clients: int = 4, pause: float = 0.0) -> None:
+        self.pause = pause
         self.answers: list[dict[str, Any]] = []
         self.errors: list[str] = []
         self._done = threading.Event()
@@ -88,6 +89,7 @@ class Load:
                     return
                 try:
                     self.answers.append(ask(url, row))
+                    time.sleep(self.pause)
                 except Exception as error:  # noqa: BLE001 - counted by the test
                     self.errors.append(repr(error))
 

@@ -36,8 +36,10 @@ HOW = {
     "batch_size": 32,
     "learning_rate": 1e-3,
     "max_tokens": 40,
+    "num_samples": 2,
     "use_cpu": True,
 }
+STYLE = {"tolerance": 0.1, "learning_rate": 2e-3, "batch_size": 16}
 
 
 @contextlib.contextmanager
@@ -122,28 +124,29 @@ def learning_twice(folder):
 
 def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_one_call(tmp_path, capsys):
     short = lambda text, row: -min(1.0, len(text) / 60)
-    with learning(tmp_path, rewards=(FORM,), learning_rate=2e-3, batch_size=16) as (url, _):
+    with learning(tmp_path, rewards=(FORM,), **STYLE) as (url, _):
         before = mean_length(url)
-        with Load(url, rows(500, seed=5), clients=2) as load:
-            for turn in range(3):
+        with Load(url, rows(500, seed=5), clients=3, pause=0.05) as load:
+            for turn in range(2):
                 scored(url, rows(128, seed=turn), short)
                 log = candidates(url, turn + 1)
+            before_last = len(load.answers)
+            while len(load.answers) < before_last + 6 and not load.errors:
+                time.sleep(0.05)
         assert load.errors == []
         assert {one["weights_version"] for one in load.answers} >= {0, 1, 2}
         assert all(one["model"] == "demo" for one in load.answers)
-        assert [one["outcome"] for one in log] == ["promoted"] * 3
-        assert mean_length(url) < before - 3
+        assert [one["outcome"] for one in log] == ["promoted"] * 2
+        assert mean_length(url) < before - 2
         assert main(["feedback", "--rollback", "--url", url, "--json"]) == 0
-        assert '"weights_version": 2' in capsys.readouterr().out
-        assert ask(url, rows(1)[0])["weights_version"] == 2
-    with learning(tmp_path, rewards=(FORM,)) as (url, _):
-        assert ask(url, rows(1)[0])["weights_version"] == 2
+        assert '"weights_version": 1' in capsys.readouterr().out
+        assert ask(url, rows(1)[0])["weights_version"] == 1
 
 
 def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(tmp_path):
     short = lambda text, row: -min(1.0, len(text) / 60)
     length = lambda url, **how: sum(len(text_of(one)) for one in scored(url, rows(96, seed=9), None, **how)) / 96
-    with learning(tmp_path, rewards=(FORM,), users=True, learning_rate=2e-3, batch_size=16) as (url, _):
+    with learning(tmp_path, rewards=(FORM,), users=True, **STYLE) as (url, _):
         nobody = ask(url, rows(1)[0])
         assert call(url, "feedback", {"id": nobody["id"], "score": 1})[1]["trained_on"] is False
         for turn in range(2):
@@ -163,12 +166,12 @@ def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(
         assert call(url, "feedback", {"id": theirs["id"], "score": 1})[1]["trained_on"] is False
         assert length(url, user="anna") < length(url) - 2
         assert call(url, "chat/completions", {"messages": rows(1)[0]["prompt"], "user": "../x"})[0] == 400
-    with learning(tmp_path, rewards=(FORM,), users=True) as (url, _):
+    with learning(tmp_path, rewards=(FORM,), users=True, **STYLE) as (url, _):
         assert ask(url, rows(1)[0], user="anna")["weights_version"] == 2
         assert call(url, "rollback", {"model": "demo@anna"})[1]["weights_version"] == 1
 
 
-def outcome_of(folder, judge, seed, count=3):
+def outcome_of(folder, judge, seed, count=2):
     """What became of candidates from clients that judge so: the endpoint's log."""
     with learning(folder, seed=seed, learning_rate=2e-3) as (url, _):
         for turn in range(count):
@@ -183,7 +186,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1,
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_harmful_preference_is_never_promoted(tmp_path, seed):
     log = outcome_of(tmp_path, lambda text, row: 1.0 - is_right(text, row), seed)
-    assert [one["outcome"] for one in log] == ["dropped"] * 3
+    assert [one["outcome"] for one in log] == ["dropped"] * 2
     assert all(one["verdicts"]["0"]["difference"] < 0 for one in log)
 
 
