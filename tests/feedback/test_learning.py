@@ -18,10 +18,11 @@ from covey import demo
 from covey.cli import main
 from covey.demo import task
 from covey.errors import RunFolderError
+from covey.evaluation.intervals import paired_difference
 from covey.feedback.endpoint import LearningEndpoint
 from covey.feedback.settings import Settings
 from covey.rollout import NativeSampler
-from feedback.serving import Load, ask, call, candidates, is_right, scored, text_of
+from feedback.simulated import Load, ask, call, candidates, is_right, scored, text_of
 
 pytestmark = pytest.mark.slow
 FORM = "feedback.rewards:form"
@@ -55,13 +56,14 @@ def rows(count, seed=0):
     return task.rows("train", count, seed=seed)
 
 
-def mean_length(url, seed=99):
-    """Characters of 128 answers to questions that were never scored."""
-    with Load(url, rows(128, seed), clients=16) as load:
-        while len(load.answers) + len(load.errors) < 128:
-            time.sleep(0.05)
-    texts = [text_of(one) for one in load.answers[:128]]
-    return sum(map(len, texts)) / len(texts)
+def lengths(url, **how):
+    """Characters of the answers to 192 problems that are never scored."""
+    return [float(len(text_of(one))) for one in scored(url, rows(192, seed=99), None, **how)]
+
+
+def short(text, row):
+    """The score of a client who likes short answers."""
+    return -min(1.0, len(text) / 60)
 
 
 def test_scores_are_taken_once_within_bounds_with_the_key_and_never_for_the_fixed_set(tmp_path):
@@ -123,9 +125,8 @@ def learning_twice(folder):
 
 
 def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_one_call(tmp_path, capsys):
-    short = lambda text, row: -min(1.0, len(text) / 60)
     with learning(tmp_path, rewards=(FORM,), **STYLE) as (url, _):
-        before = mean_length(url)
+        before = lengths(url)
         with Load(url, rows(500, seed=5), clients=3, pause=0.05) as load:
             for turn in range(2):
                 scored(url, rows(128, seed=turn), short)
@@ -137,15 +138,13 @@ def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_
         assert {one["weights_version"] for one in load.answers} >= {0, 1, 2}
         assert all(one["model"] == "demo" for one in load.answers)
         assert [one["outcome"] for one in log] == ["promoted"] * 2
-        assert mean_length(url) < before - 2
+        assert paired_difference(before, lengths(url)).high < 0
         assert main(["feedback", "--rollback", "--url", url, "--json"]) == 0
         assert '"weights_version": 1' in capsys.readouterr().out
         assert ask(url, rows(1)[0])["weights_version"] == 1
 
 
 def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(tmp_path):
-    short = lambda text, row: -min(1.0, len(text) / 60)
-    length = lambda url, **how: sum(len(text_of(one)) for one in scored(url, rows(96, seed=9), None, **how)) / 96
     with learning(tmp_path, rewards=(FORM,), users=True, **STYLE) as (url, _):
         nobody = ask(url, rows(1)[0])
         assert call(url, "feedback", {"id": nobody["id"], "score": 1})[1]["trained_on"] is False
@@ -164,7 +163,7 @@ def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(
         ]
         theirs = ask(url, rows(1)[0], user="ben", model="demo@anna")
         assert call(url, "feedback", {"id": theirs["id"], "score": 1})[1]["trained_on"] is False
-        assert length(url, user="anna") < length(url) - 2
+        assert paired_difference(lengths(url), lengths(url, user="anna")).high < 0
         assert call(url, "chat/completions", {"messages": rows(1)[0]["prompt"], "user": "../x"})[0] == 400
     with learning(tmp_path, rewards=(FORM,), users=True, **STYLE) as (url, _):
         assert ask(url, rows(1)[0], user="anna")["weights_version"] == 2

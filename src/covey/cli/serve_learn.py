@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def settings_of(options: Given) -> Any:
     from covey.rewards import Scorer
 
     rows = load(options["fixed_set"], limit=options["fixed_set_prompts"])
-    Scorer.of(list(options["reward"])).check(rows.column_names)
+    with closing(Scorer.of(list(options["reward"]))) as scorer:
+        scorer.check(rows.column_names)
     return Settings(
         folder=_folder(options),
         model=str(model_folder(options["model"])),

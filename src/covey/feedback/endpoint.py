@@ -15,14 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from covey.errors import CoveyError, StorageError
+from covey.errors import ConfigError, CoveyError, StorageError
 from covey.feedback.process import Learning
 from covey.feedback.settings import Settings
 from covey.feedback.store import FeedbackError, Store
 from covey.feedback.text import cleaned, marks, marks_of
 from covey.feedback.versions import Versions
 from covey.feedback.worker import Made, Order, fixed_prompts
-from covey.models import unwrapped
+from covey.models import has_adapter, unwrapped
 from covey.rollout import NativeSampler
 from covey.runs.lock import FolderLock
 from covey.serving import Call, Endpoint
@@ -54,6 +54,10 @@ class LearningEndpoint:
 
         Raises ConfigError, RunFolderError or CoveyError before anything is served.
         """
+        if has_adapter(sampler.model):
+            raise ConfigError(
+                f"{name} is a model with an adapter; add it into its base first (covey merge), and serve that."
+            )
         self.settings, self.name, self.base = settings, name, unwrapped(sampler.model)
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(settings.folder)
@@ -224,7 +228,7 @@ class LearningEndpoint:
             try:
                 self._candidate(model)
                 failures = 0
-            except (CoveyError, OSError) as error:
+            except (CoveyError, OSError, APIError) as error:  # APIError: the engine closes
                 failures += 1
                 if not self._closing.is_set() and self._is_over(error, failures):
                     return

@@ -171,7 +171,7 @@ class Engine:
         self._changed = threading.Condition()
         self._inbox: deque[Ticket] = deque()
         self._gone: deque[Ticket] = deque()
-        self._idle_jobs: deque[Callable[[], None]] = deque()
+        self._idle_jobs: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -230,7 +230,10 @@ class Engine:
             self._changed.notify()
 
     def when_idle(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` on the engine's thread once what runs is finished; later requests wait until it has returned."""
+        """Call `function` on the engine's thread once what runs is finished; later requests wait until it has returned.
+
+        An engine that closes first gives APIError 503.
+        """
         future: Future[T] = Future()
 
         def job() -> None:
@@ -240,7 +243,9 @@ class Engine:
                 future.set_exception(error)
 
         with self._changed:
-            self._idle_jobs.append(job)
+            if self._is_closing:
+                raise APIError(503, "The server is stopping.")
+            self._idle_jobs.append((job, future))
             self._changed.notify()
         return future
 
@@ -268,6 +273,8 @@ class Engine:
             self._fail(lane, APIError(503, "The server is stopping."))
         for ticket in self._inbox:
             self._answer(ticket, error=APIError(503, "The server is stopping."))
+        for _, future in self._idle_jobs:
+            future.set_exception(APIError(503, "The server is stopping."))
 
     def _turn(self, arrived: list[Ticket], cancelled: list[Ticket]) -> None:
         for ticket in cancelled:
@@ -276,7 +283,7 @@ class Engine:
             self._begin(ticket)
         if not self._is_busy:
             while self._idle_jobs:
-                self._idle_jobs.popleft()()
+                self._idle_jobs.popleft()[0]()
         for lane in self._lanes.values():
             if lane.scheduler is not None:
                 self._step(lane, lane.scheduler)
