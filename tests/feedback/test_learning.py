@@ -24,7 +24,6 @@ from covey.feedback.settings import Settings
 from covey.rollout import NativeSampler
 from feedback.simulated import Load, ask, call, candidates, is_right, scored, text_of
 
-pytestmark = pytest.mark.slow
 FORM = "feedback.rewards:form"
 KEY = "a-key-of-some-length"
 FIXED = tuple(task.rows("test", 100))
@@ -66,6 +65,7 @@ def short(text, row):
     return -min(1.0, len(text) / 60)
 
 
+@pytest.mark.slow
 def test_scores_are_taken_once_within_bounds_with_the_key_and_never_for_the_fixed_set(tmp_path):
     question = rows(1)[0]
     with learning(tmp_path, api_key=KEY, max_age_seconds=3600.0) as (url, one):
@@ -124,6 +124,7 @@ def learning_twice(folder):
     yield
 
 
+@pytest.mark.slow
 def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_one_call(tmp_path, capsys):
     with learning(tmp_path, rewards=(FORM,), **STYLE) as (url, _):
         before = lengths(url)
@@ -144,6 +145,7 @@ def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_
         assert ask(url, rows(1)[0])["weights_version"] == 1
 
 
+@pytest.mark.nightly
 def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(tmp_path):
     with learning(tmp_path, rewards=(FORM,), users=True, **STYLE) as (url, _):
         nobody = ask(url, rows(1)[0])
@@ -179,10 +181,8 @@ def outcome_of(folder, judge, seed, count=2):
     return log
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 20))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
 def test_a_harmful_preference_is_never_promoted(tmp_path, seed):
     log = outcome_of(tmp_path, lambda text, row: 1.0 - is_right(text, row), seed)
     assert [one["outcome"] for one in log] == ["dropped"] * 2
@@ -234,6 +234,7 @@ def server(folder, *options):
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_server_killed_between_training_and_promotion_serves_what_it_served_and_learns_then(tmp_path):
     with server(tmp_path) as (process, url):
         scored(url, rows(128), is_right)
