@@ -195,9 +195,8 @@ def test_thumbs_up_from_most_and_reversed_scores_from_three_in_ten_are_never_pro
     """Seven clients in ten like every answer; the others like wrong ones only, and are all that there is to learn from."""
     rng = random.Random(seed)
     log = outcome_of(tmp_path, lambda text, row: 1.0 if rng.random() < 0.7 else 1.0 - 2.0 * is_right(text, row), seed)
-    served = [one["verdicts"]["0"] for one in log if one["outcome"] == "promoted" and "0" in one["verdicts"]]
-    assert all(verdict["low"] > -HOW["tolerance"] for verdict in served)
-    assert not any(verdict["difference"] < -HOW["tolerance"] for verdict in served)
+    assert [one["outcome"] for one in log] == ["dropped"] * 2
+    assert all(one["verdicts"]["0"]["difference"] < 0 for one in log)
 
 
 # -- a process of its own ---------------------------------------------------------------------------------------------
