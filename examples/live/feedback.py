@@ -5,7 +5,7 @@ round of scores a candidate is trained, compared with the served version on a fi
 guards the form of an answer (`#### number`); with `--guard right` it guards right answers, which short ones of this model
 often are not, and the gate says no.
 
-    python examples/live/feedback.py                       # five candidates: about two minutes on one free core
+    python examples/live/feedback.py                       # five candidates
     python examples/live/feedback.py --guard right
     python examples/live/feedback.py --smoke               # two candidates
 
