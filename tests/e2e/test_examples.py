@@ -55,6 +55,17 @@ def test_every_configuration_is_whole(name: str, tmp_path: Path, capsys: pytest.
     )
 
 
+@pytest.mark.nightly
+def test_the_feedback_example_teaches_the_endpoint_to_be_short(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "live" / "feedback.py"), "--smoke"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = (float(line.split()[4]) for line in done.stdout.splitlines()[-2:])
+    assert after < before
+
+
 @pytest.mark.slow
 def test_the_image_example_runs_from_drawing_to_the_last_evaluation(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "images" / "train.py"), str(tmp_path), "--smoke"]

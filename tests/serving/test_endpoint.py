@@ -18,6 +18,7 @@ from covey import demo
 from covey.errors import ConfigError
 from covey.rollout import NativeSampler, SamplingParams
 from covey.serving import Call, Endpoint, Limits
+from covey.serving.errors import APIError
 from covey.serving.loading import with_merged_adapter
 from environments.acting import chat_tokenizer, trained_on
 from kit import tiny_model, tiny_tokenizer
@@ -329,3 +330,11 @@ def test_processed_log_probabilities_are_those_of_the_draw():
     (group,) = tiny_sampler().sample(["2 + 2"], 1, SamplingParams(max_tokens=8, seed=1, temperature=0.5, top_k=3))
     assert choice.token_ids == group.completions[0].token_ids.tolist()
     assert choice.logprobs.token_logprobs == pytest.approx(group.completions[0].logprobs.tolist(), abs=1e-5)
+
+
+def test_weights_for_an_endpoint_that_has_closed_are_refused_and_not_waited_for():
+    sampler = tiny_sampler()
+    with Endpoint(sampler) as endpoint:
+        pass
+    with pytest.raises(APIError, match="stopping"):
+        endpoint.load(sampler.model, version=1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from covey.cli import output
+from covey.cli import output, serve_learn
 from covey.cli.flags import Flag
-from covey.cli.verb import Given, Verb
+from covey.cli.verb import CONFIG, Given, Verb
 from covey.errors import ConfigError
 
 KEY = "COVEY_API_KEY"
@@ -31,6 +31,8 @@ _FLAGS = (
     Flag(name="sampler_dtype", help="Type that is computed in: auto, float32 (exact) or bfloat16.", default="auto", group="model", is_common=False),
     Flag(name="trust_remote_code", help="Run Python code that comes with the model.", type=bool, group="model", is_common=False),
     Flag(name="use_cpu", help="Use the CPU even where there is an accelerator.", type=bool, group="model", is_common=False),
+    *serve_learn.FLAGS,
+    CONFIG,
 )  # fmt: skip
 _LIMITS = ("max_waiting", "max_output_tokens", "max_choices", "max_body_bytes", "max_connections", "drain_seconds")
 
@@ -48,12 +50,27 @@ def run(given: Given) -> None:
         from covey.serving.endpoint import url_of
     except ModuleNotFoundError as error:
         raise ConfigError(f"covey serve needs {error.name}; install it with pip install 'covey[serve]'.") from error
+    serve_learn.refuse_alone(options)
     limits = Limits(**{name: options[name] for name in _LIMITS})
     key = checked_key(options["api_key"] or os.environ.get(KEY) or None, options["host"])
-    endpoint = Endpoint(samplers_of(options), limits=limits, api_key=key, logprobs_mode=options["logprobs_mode"])
-    listener = endpoint.listen(options["host"], options["port"])
-    names = ", ".join(endpoint.samplers)
-    endpoint.run(listener, lambda: output.result(f"{names} at {url_of(options['host'], listener)}  (Ctrl-C ends it)"))
+    how: dict[str, Any] = {"limits": limits, "api_key": key, "logprobs_mode": options["logprobs_mode"]}
+    served = learning_endpoint(options, how) if options["learn"] else Endpoint(samplers_of(options), **how)
+    endpoint = getattr(served, "endpoint", served)
+    try:
+        listener = endpoint.listen(options["host"], options["port"])
+        names = ", ".join(endpoint.samplers)
+        served.run(listener, lambda: output.result(f"{names} at {url_of(options['host'], listener)}  (Ctrl-C ends it)"))
+    finally:
+        served.close()
+
+
+def learning_endpoint(options: Given, how: Given) -> Any:
+    """The endpoint of `--learn`."""
+    from covey.feedback.endpoint import LearningEndpoint
+
+    settings = serve_learn.settings_of(options)
+    ((name, sampler),) = samplers_of(options).items()
+    return LearningEndpoint(sampler, settings, name=name, **how)
 
 
 def samplers_of(options: Given) -> dict[str, Any]:
@@ -95,6 +112,7 @@ verb = Verb(
         "covey serve demo --port 0",
         "covey serve BASE --adapter polite=runs/lora/model",
         "COVEY_API_KEY=... covey serve runs/first --host 0.0.0.0",
+        "covey serve runs/first --learn --fixed-set held_out.jsonl --reward my.py:reward",
     ),
     positional=("model",),
     flags=lambda: _FLAGS,

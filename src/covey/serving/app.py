@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
@@ -32,11 +33,25 @@ _PATHS = frozenset(
 """Names of paths in the metrics; a client cannot add others."""
 
 
+Routes = Mapping[tuple[str, str], Callable[[Any], dict[str, Any]]]
+"""Further pages by method and path, such as ("POST", "/v1/feedback"): from the JSON body (None for GET) to the JSON answer. They
+run on a thread of their own and may raise APIError."""
+
+
 class Service:
     """The routes, for these samplers by model name, and the engine that runs them."""
 
-    def __init__(self, samplers: dict[str, NativeSampler], engine: Engine, limits: Limits) -> None:
-        self.samplers, self.engine, self.limits = samplers, engine, limits
+    def __init__(
+        self,
+        samplers: dict[str, NativeSampler],
+        engine: Engine,
+        limits: Limits,
+        further: Routes | None = None,
+        model_for: Callable[[Wanted], str] | None = None,
+    ) -> None:
+        """`model_for`: the model that answers a request; the one that it names when left out."""
+        self.model_for = model_for or (lambda wanted: wanted.model)
+        self.samplers, self.engine, self.limits, self.further = samplers, engine, limits, dict(further or {})
         self.reader = Reader(samplers, limits)
         self.created = int(time.time())
 
@@ -52,14 +67,20 @@ class Service:
             Route("/tokenizer_info", self.tokenizer_info),
             Route("/metrics", self.metrics),
             Route("/health", self.health),
+            *(Route(path, self._page(work), methods=[method]) for (method, path), work in self.further.items()),
         ]
-        handlers: Any = {APIError: self._refuse, HTTPException: self._refuse, ClientDisconnect: self._gone}
+        handlers: Any = {
+            APIError: self._refuse,
+            CoveyError: self._refuse,
+            HTTPException: self._refuse,
+            ClientDisconnect: self._gone,
+        }
         return Guard(Starlette(routes=routes, exception_handlers=handlers), api_key)
 
     # -- pages ------------------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return self._json(request, {"object": "list", "data": [self._about(name) for name in self.samplers]})
+        return self._json(request, {"object": "list", "data": [self._about(name) for name in list(self.samplers)]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -112,6 +133,7 @@ class Service:
     async def _answer(self, request: Request, read: Callable[[Any], Wanted]) -> Response:
         body = await self._body(request)
         wanted = await anyio.to_thread.run_sync(read, body)
+        wanted = replace(wanted, model=self.model_for(wanted))
         call = _Call(self, wanted, request.headers.get("x-session-id"))
         self.engine.submit(call.tickets)
         if wanted.is_streamed:
@@ -147,6 +169,15 @@ class Service:
             parts.append(part)
         return b"".join(parts)
 
+    def _page(self, work: Callable[[Any], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """A further page, which computes its answer on a thread."""
+
+        async def page(request: Request) -> Response:
+            body = None if request.method == "GET" else await self._body(request)
+            return self._json(request, await anyio.to_thread.run_sync(work, body))
+
+        return page
+
     # -- errors and counts ------------------------------------------------------------------------------------------
 
     def _json(self, request: Request, body: Any) -> Response:
@@ -164,7 +195,8 @@ class Service:
         return Response(status_code=499)
 
     def _count(self, request: Request, status: int) -> None:
-        path = request.url.path if request.url.path in _PATHS else "other"
+        known = _PATHS | {path for _, path in self.further}
+        path = request.url.path if request.url.path in known else "other"
         self.engine.counters.add("covey_requests_total", path=path, status=status)
 
 
@@ -176,7 +208,8 @@ class _Call:
         self.id, self.created = new_id(wanted.is_chat), int(time.time())
         self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
         self.tokenizer = service.samplers[wanted.model].tokenizer
-        self.tickets = [Ticket(wanted.model, asked, self._wake, self.id, session) for asked in wanted.asked]
+        of = lambda asked: Ticket(wanted.model, asked, self._wake, self.id, session, wanted.user)
+        self.tickets = [of(asked) for asked in wanted.asked]
 
     def _wake(self) -> None:
         if not self.loop.is_closed():

@@ -40,6 +40,8 @@ class Wanted:
     includes_usage: bool
     returns_ids: bool
     echoes: bool = False
+    user: str | None = None
+    """Who asks, by the client's own word."""
     template: Template | None = None
     """Reader of tool calls. None: none are looked for."""
 
@@ -140,7 +142,7 @@ class Reader:
         streams = fields.flag("stream")
         usage = _stream_options(fields, streams)
         returns_ids = fields.flag("return_token_ids")
-        ignores_eos = fields.flag("ignore_eos")
+        ignores_eos, user = fields.flag("ignore_eos"), fields.text("user")
         seed = fields.whole("seed", None)
         most = self._most(most)
         params = _params(fields)
@@ -168,6 +170,7 @@ class Reader:
             includes_usage=usage,
             returns_ids=returns_ids,
             echoes=echoes,
+            user=user,
             template=template,
         )
 

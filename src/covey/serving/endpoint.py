@@ -15,7 +15,8 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler
 from covey.rollout.live import LogprobsMode
 from covey.serving.access import checked_key
-from covey.serving.app import Service
+from covey.serving.app import Routes, Service
+from covey.serving.asking import Wanted
 from covey.serving.engine import Call, Engine
 from covey.serving.limits import Limits
 
@@ -38,8 +39,13 @@ class Endpoint:
         api_key: str | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         on_call: Callable[[Call], None] | None = None,
+        routes: Routes | None = None,
+        model_for: Callable[[Wanted], str] | None = None,
     ) -> None:
-        """`logprobs_mode`: what clients get; a `Call` always has the log-probabilities as drawn."""
+        """`logprobs_mode`: what clients get; a `Call` always has the log-probabilities as drawn.
+
+        `routes`: pages of one's own. `model_for`: the model that answers a request, where it is not the one that it names.
+        """
         self.samplers = dict(samplers) if isinstance(samplers, Mapping) else {name: samplers}
         if not self.samplers:
             raise ConfigError("An endpoint needs at least one model.")
@@ -50,7 +56,7 @@ class Endpoint:
             raise ConfigError(f"logprobs_mode {logprobs_mode!r} is not known; take raw_logprobs or processed_logprobs.")
         self.limits, self.api_key = limits or Limits(), checked_key(api_key, "127.0.0.1")
         self.engine = Engine(self.samplers, max_waiting=self.limits.max_waiting, mode=logprobs_mode, on_call=on_call)
-        self.app = Service(self.samplers, self.engine, self.limits).app(api_key)
+        self.app = Service(self.samplers, self.engine, self.limits, routes, model_for).app(api_key)
         """The ASGI application, for a server of your own; `engine.start()` comes first."""
         self.url = ""
         """Base URL for clients, `http://127.0.0.1:PORT/v1`, while it is open."""
@@ -61,6 +67,11 @@ class Endpoint:
         """Answer with these weights from now on. Requests that run are finished with the former ones first."""
         sampler = self.samplers[model or next(iter(self.samplers))]
         self.engine.when_idle(lambda: sampler.load(policy, version)).result()
+
+    def add(self, name: str, sampler: NativeSampler) -> None:
+        """Serve one more model from now on."""
+        self.engine.add(name, sampler)
+        self.samplers[name] = sampler
 
     # -- beside other work ------------------------------------------------------------------------------------------
 

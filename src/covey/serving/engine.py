@@ -62,8 +62,17 @@ class Asked:
 class Ticket:
     """A prompt in the engine: `events` as they come, then `group`, or `error`. `wake` is called, from the engine, after each."""
 
-    def __init__(self, model: str, asked: Asked, wake: Callable[[], None], call_id: str, session: str | None) -> None:
-        self.model, self.asked, self.wake, self.call_id, self.session = model, asked, wake, call_id, session
+    def __init__(
+        self,
+        model: str,
+        asked: Asked,
+        wake: Callable[[], None],
+        call_id: str,
+        session: str | None,
+        user: str | None = None,
+    ) -> None:
+        self.model, self.asked, self.wake = model, asked, wake
+        self.call_id, self.session, self.user = call_id, session, user
         self.events: deque[Token | Ended] = deque()
         self.group: Group | None = None
         self.scored: list[Scored] = []
@@ -113,6 +122,8 @@ class Call:
     seed: int
     session: str | None
     """The header `X-Session-Id` of the request."""
+    user: str | None
+    """The request's `user`."""
     created: float
     """Seconds since 1970 when the request came."""
     seconds: float
@@ -160,7 +171,7 @@ class Engine:
         self._changed = threading.Condition()
         self._inbox: deque[Ticket] = deque()
         self._gone: deque[Ticket] = deque()
-        self._idle_jobs: deque[Callable[[], None]] = deque()
+        self._idle_jobs: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -208,6 +219,10 @@ class Engine:
             self._inbox.extend(tickets)
             self._changed.notify()
 
+    def add(self, name: str, sampler: NativeSampler) -> None:
+        """Run one more model from now on."""
+        self._lanes = {**self._lanes, name: _Lane(sampler)}
+
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a request that no client waits for; nothing happens if it is over."""
         with self._changed:
@@ -215,7 +230,10 @@ class Engine:
             self._changed.notify()
 
     def when_idle(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` on the engine's thread once what runs is finished; later requests wait until it has returned."""
+        """Call `function` on the engine's thread once what runs is finished; later requests wait until it has returned.
+
+        An engine that closes first gives APIError 503.
+        """
         future: Future[T] = Future()
 
         def job() -> None:
@@ -225,7 +243,9 @@ class Engine:
                 future.set_exception(error)
 
         with self._changed:
-            self._idle_jobs.append(job)
+            if self._is_closing:
+                raise APIError(503, "The server is stopping.")
+            self._idle_jobs.append((job, future))
             self._changed.notify()
         return future
 
@@ -253,6 +273,8 @@ class Engine:
             self._fail(lane, APIError(503, "The server is stopping."))
         for ticket in self._inbox:
             self._answer(ticket, error=APIError(503, "The server is stopping."))
+        for _, future in self._idle_jobs:
+            future.set_exception(APIError(503, "The server is stopping."))
 
     def _turn(self, arrived: list[Ticket], cancelled: list[Ticket]) -> None:
         for ticket in cancelled:
@@ -261,7 +283,7 @@ class Engine:
             self._begin(ticket)
         if not self._is_busy:
             while self._idle_jobs:
-                self._idle_jobs.popleft()()
+                self._idle_jobs.popleft()[0]()
         for lane in self._lanes.values():
             if lane.scheduler is not None:
                 self._step(lane, lane.scheduler)
@@ -345,6 +367,7 @@ class Engine:
             params=ticket.asked.params,
             seed=ticket.asked.seed,
             session=ticket.session,
+            user=ticket.user,
             created=ticket.created,
             seconds=seconds,
         )

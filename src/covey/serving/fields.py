@@ -34,7 +34,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters that Covey does not honour, and the values that ask for nothing."""
 WITHOUT_EFFECT = (
-    "user",
     "metadata",
     "store",
     "service_tier",

@@ -1,0 +1,67 @@
+"""The endpoint's side of the process that trains: how it is started, asked and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from covey.errors import CoveyError
+from covey.feedback.settings import Settings
+from covey.feedback.worker import Made, Order
+
+
+class Learning:
+    """The process that trains, from its start to `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Start it and wait until it has loaded the model. Raises CoveyError with its own words where it cannot."""
+        mine, theirs = Pipe()
+        self.connection: Connection = mine
+        self.is_closed = False
+        self.process = _start(theirs)
+        self._ask(settings)
+
+    def make(self, order: Order) -> Made:
+        """Train a candidate and compare it. Raises CoveyError where that fails or the process ends."""
+        made: Made = self._ask(order)[1]
+        return made
+
+    def close(self) -> None:
+        """End it; what it was training is lost."""
+        self.is_closed = True
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):
+            self.connection.close()
+
+    def _ask(self, message: Any) -> tuple[Any, ...]:
+        try:
+            self.connection.send(message)
+            answer: tuple[Any, ...] = self.connection.recv()
+        except (EOFError, OSError, TypeError) as error:  # TypeError: closed meanwhile by this process
+            code = self.process.wait()
+            raise CoveyError(f"the process that learns ended with exit code {code}") from error
+        if answer[0] == "failed":
+            raised = CoveyError(f"the process that learns failed: {answer[2]}")
+            raise raised from Exception(f"in the process that learns:\n{answer[3]}")
+        return answer
+
+
+def _start(theirs: Connection) -> subprocess.Popen[bytes]:
+    package = str(Path(__file__).parents[2])
+    search = os.pathsep.join(filter(None, [package, *sys.path, os.environ.get("PYTHONPATH", "")]))
+    with theirs:
+        return subprocess.Popen(
+            [sys.executable, "-m", "covey.feedback.worker", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": search},
+            start_new_session=True,  # Ctrl-C is the endpoint's to handle
+        )

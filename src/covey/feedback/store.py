@@ -1,0 +1,204 @@
+"""Answers and their scores in one SQLite file: an answer waits for its score, a scored one for its candidate."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from covey.errors import StorageError
+from covey.types import Completion, Group, Prompt
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (
+    id TEXT, choice INTEGER, model TEXT NOT NULL, version INTEGER NOT NULL, created REAL NOT NULL,
+    prompt TEXT NOT NULL, tokens TEXT NOT NULL, logprobs BLOB, finish TEXT NOT NULL, refused TEXT,
+    score REAL, scored REAL, comment TEXT, candidate INTEGER,
+    PRIMARY KEY (id, choice)
+);
+CREATE INDEX IF NOT EXISTS waiting ON answers (model, scored) WHERE score IS NOT NULL AND candidate IS NULL AND refused IS NULL;
+CREATE INDEX IF NOT EXISTS ages ON answers (created) WHERE score IS NULL;
+CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, count INTEGER NOT NULL);
+"""
+
+
+class FeedbackError(Exception):
+    """A score that is not taken: the HTTP status and a sentence. `outcome` is its name in counts."""
+
+    def __init__(self, status: int, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.outcome = status, outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A score that was taken."""
+
+    model: str
+    version: int
+    """Of the weights that wrote the answer."""
+    refused: str | None
+    """Why the answer is not trained on; None: it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A scored answer, exact to the token."""
+
+    id: str
+    choice: int
+    version: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+    score: float
+
+    def group(self) -> Group:
+        """A group of one completion, whose reward is the score."""
+        completion = Completion(
+            token_ids=torch.tensor(self.token_ids, dtype=torch.int64),
+            text="",
+            finish=self.finish,  # type: ignore[arg-type]
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            version=self.version,
+        )
+        prompt = Prompt(uid=f"{self.id}:{self.choice}", token_ids=self.prompt_ids)
+        return Group(prompt=prompt, completions=(completion,), rewards=torch.tensor([[self.score]]))
+
+
+class Store:
+    """The file of a folder. Its methods may be called from any thread."""
+
+    def __init__(self, folder: Path, max_age_seconds: float) -> None:
+        self.max_age_seconds = max_age_seconds
+        self._lock = threading.Lock()
+        path = folder / "feedback.sqlite"
+        try:
+            self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute("PRAGMA synchronous=NORMAL")
+            self._file.executescript(_TABLES)
+        except sqlite3.Error as error:
+            raise StorageError(f"{path} cannot be used ({error}); give another --learn-folder.") from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def add(
+        self, id: str, choice: int, model: str, prompt: Prompt, completion: Completion, refused: str | None
+    ) -> None:
+        """Keep an answer until its score comes. `refused`: why it will not be trained on; its tokens are not kept then."""
+        keeps = refused is None and completion.logprobs is not None
+        logprobs = completion.logprobs.numpy().astype(np.float32).tobytes() if keeps and completion.logprobs is not None else None  # fmt: skip
+        row = (
+            id, choice, model, completion.version, time.time(),
+            json.dumps(list(prompt.token_ids)) if keeps else "[]",
+            json.dumps(completion.token_ids.tolist()) if keeps else "[]",
+            logprobs, completion.finish, refused,
+        )  # fmt: skip
+        with self._lock:
+            self._file.execute(
+                "INSERT OR REPLACE INTO answers (id, choice, model, version, created, prompt, tokens, logprobs, finish, refused) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
+
+    def score(self, id: str, choice: int, score: float, comment: str | None) -> Taken:
+        """Give an answer its score. Raises FeedbackError for an unknown one, a second score, or one that comes too late."""
+        with self._lock:
+            found = self._file.execute(
+                "SELECT model, version, refused, score, created FROM answers WHERE id = ? AND choice = ?", (id, choice)
+            ).fetchone()
+            if found is None:
+                raise FeedbackError(
+                    404, "unknown", f"No answer {id!r} with index {choice} is waiting for a score here."
+                )
+            model, version, refused, former, created = found
+            if former is not None:
+                said = f"Answer {id!r} has the score {former:g} already; one score is taken."
+                raise FeedbackError(409, "second", said)
+            age = time.time() - created
+            if age > self.max_age_seconds:
+                said = f"Answer {id!r} is {age:.0f} s old; scores are taken for {self.max_age_seconds:.0f} s."
+                raise FeedbackError(410, "late", said)
+            self._file.execute(
+                "UPDATE answers SET score = ?, scored = ?, comment = ? WHERE id = ? AND choice = ?",
+                (score, time.time(), comment, id, choice),
+            )
+        return Taken(model=model, version=version, refused=refused)
+
+    def due(self, least: int) -> str | None:
+        """Model with at least so many conversations to train on, the one that has waited longest; None where there is none."""
+        with self._lock:
+            found = self._file.execute(
+                f"SELECT model FROM answers WHERE {_WAITING} GROUP BY model HAVING COUNT(*) >= ? ORDER BY MIN(scored) LIMIT 1",
+                (least,),
+            ).fetchone()
+        return None if found is None else str(found[0])
+
+    def waiting(self) -> dict[str, int]:
+        """Conversations to train on, by model."""
+        with self._lock:
+            return dict(self._file.execute(f"SELECT model, COUNT(*) FROM answers WHERE {_WAITING} GROUP BY model"))
+
+    def oldest(self, model: str, count: int) -> list[Conversation]:
+        """The first `count` conversations that wait, in the order of their scores."""
+        with self._lock:
+            rows = self._file.execute(
+                "SELECT id, choice, version, prompt, tokens, logprobs, finish, score FROM answers "
+                f"WHERE {_WAITING} AND model = ? ORDER BY scored, id, choice LIMIT ?",
+                (model, count),
+            ).fetchall()
+        return [
+            Conversation(
+                id=id,
+                choice=choice,
+                version=version,
+                prompt_ids=tuple(json.loads(prompt)),
+                token_ids=tuple(json.loads(tokens)),
+                logprobs=tuple(np.frombuffer(logprobs, dtype=np.float32).tolist()),
+                finish=finish,
+                score=score,
+            )
+            for id, choice, version, prompt, tokens, logprobs, finish, score in rows
+        ]
+
+    def used(self, conversations: Sequence[Conversation], candidate: int) -> None:
+        """Note that a candidate was trained on them: they are not taken again, and their tokens are forgotten."""
+        keys = [(candidate, one.id, one.choice) for one in conversations]
+        with self._lock:
+            self._file.execute("BEGIN")
+            self._file.executemany(
+                "UPDATE answers SET candidate = ?, prompt = '[]', tokens = '[]', logprobs = NULL WHERE id = ? AND choice = ?",
+                keys,
+            )
+            self._file.execute("COMMIT")
+
+    def forget_old(self) -> int:
+        """Drop answers whose time for a score has long passed. Returns how many."""
+        with self._lock:
+            before = time.time() - 2 * self.max_age_seconds
+            return self._file.execute("DELETE FROM answers WHERE score IS NULL AND created < ?", (before,)).rowcount
+
+    def count(self, name: str) -> None:
+        with self._lock:
+            self._file.execute(
+                "INSERT INTO counts VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET count = count + 1", (name,)
+            )
+
+    def counts(self) -> dict[str, int]:
+        """Scores by what became of them: `taken`, `not_trained`, `unknown`, `second`, `late`."""
+        with self._lock:
+            return dict(self._file.execute("SELECT name, count FROM counts ORDER BY name"))
+
+
+_WAITING = "score IS NOT NULL AND candidate IS NULL AND refused IS NULL"

@@ -1,0 +1,36 @@
+"""Texts that clients send, cleaned; and prompts that are measured on, told by hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+from covey.types import Prompt
+
+_DROPPED = frozenset({"Cc", "Cs", "Co", "Cn"})
+
+
+def cleaned(text: str) -> str:
+    """The text in Unicode's form NFC without control characters, lone surrogates and unassigned characters; line ends as `\\n`."""
+    lines = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return "".join(one for one in lines if one in "\n\t" or unicodedata.category(one) not in _DROPPED).strip()
+
+
+def marks(prompt: Prompt) -> set[str]:
+    """Hashes that tell a prompt: of its token ids, and of its text or last user message without spaces at the ends, in any case."""
+    found = {_hash(list(prompt.token_ids))}
+    said = [str(one.get("content", "")) for one in prompt.messages or () if one.get("role") == "user"]
+    text = said[-1] if said else prompt.text
+    if text is not None and text.strip():
+        found.add(_hash(" ".join(unicodedata.normalize("NFKC", text).casefold().split())))
+    return found
+
+
+def marks_of(prompts: Iterable[Prompt]) -> frozenset[str]:
+    return frozenset(mark for prompt in prompts for mark in marks(prompt))
+
+
+def _hash(value: str | Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

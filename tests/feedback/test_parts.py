@@ -1,0 +1,238 @@
+"""The parts of learning from feedback: the gate's arithmetic, the store's rules, versions on the disk, cleaned texts."""
+
+import math
+import random
+
+import numpy
+import pytest
+import torch
+
+from covey.errors import ConfigError, RunFolderError
+from covey.feedback.gate import judged, smallest_set
+from covey.feedback.settings import Settings
+from covey.feedback.store import FeedbackError, Store
+from covey.feedback.text import cleaned, marks
+from covey.feedback.versions import Versions
+from covey.types import Completion, Prompt
+
+VERDICT = {"candidate": 0.6, "served": 0.5}
+
+
+# -- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_is_agresti_and_mins_for_paired_proportions():
+    """Agresti and Min 2005: with b gains and c losses of n, (b - c) / (n + 2) +- z sqrt((b + c + 1) - (b - c)^2 / (n + 2)) / (n + 2)."""
+    n, b, c = 100, 12, 5
+    served = [0.0] * b + [1.0] * c + [1.0] * (n - b - c)
+    candidate = [1.0] * b + [0.0] * c + [1.0] * (n - b - c)
+    found = judged(served, candidate, 0.02)
+    spread = 1.959963984540054 * math.sqrt((b + c + 1) - (b - c) ** 2 / (n + 2)) / (n + 2)
+    assert found.difference == pytest.approx(0.07)
+    assert (found.low, found.high) == pytest.approx(((b - c) / (n + 2) - spread, (b - c) / (n + 2) + spread))
+
+
+def test_a_candidate_that_changes_nothing_passes_from_the_smallest_set_on():
+    least = smallest_set(0.02)
+    assert judged([1.0] * least, [1.0] * least, 0.02).passes
+    assert not judged([1.0] * (least - 1), [1.0] * (least - 1), 0.02).passes
+
+
+def test_at_tolerance_zero_only_what_is_better_for_certain_passes():
+    same = [0.0, 1.0] * 100
+    assert not judged(same, same, 0.0).passes
+    assert judged([0.0] * 20 + same, [1.0] * 20 + same, 0.0).passes
+
+
+def test_the_scale_of_a_reward_does_not_change_the_verdict():
+    served = [random.random() for _ in range(50)]
+    candidate = [score + random.gauss(0.05, 0.2) for score in served]
+    small = judged(served, candidate, 0.02)
+    large = judged([100 * one for one in served], [100 * one for one in candidate], 2.0)
+    assert (large.low, large.high) == pytest.approx((100 * small.low, 100 * small.high))
+
+
+def test_prompts_without_a_reward_are_left_out_and_none_at_all_never_passes():
+    assert judged([1.0, math.nan, 0.0], [1.0, 1.0, math.nan], 0.5).prompts == 1
+    assert not judged([math.nan], [1.0], 10.0).passes
+
+
+@pytest.mark.parametrize(("gains", "losses"), [(0.0, 0.06), (0.06, 0.12), (0.2, 0.26)])
+def test_candidates_that_lose_the_tolerance_pass_as_seldom_as_the_interval_says(gains, losses):
+    """A loss of exactly the tolerance: 2.5% may pass. Of 2000 draws more than 3.6% would, by chance, in 1 test of 1000."""
+    rng = numpy.random.default_rng(0)
+    steps = rng.choice([1.0, -1.0, 0.0], size=(2000, 200), p=[gains, losses, 1 - gains - losses])
+    passed = [judged((row < 0).astype(float), (row > 0).astype(float), losses - gains).passes for row in steps]
+    assert sum(passed) <= 0.036 * 2000
+
+
+@pytest.mark.parametrize("losses", [0.06, 0.12])
+def test_several_drawn_answers_a_prompt_do_not_make_the_gate_looser(losses):
+    """Four answers a prompt, of which each may be lost or gained: again at most 2.5% pass at a loss of the tolerance."""
+    rng = numpy.random.default_rng(0)
+    gains = losses - 0.06
+    steps = rng.choice([1.0, -1.0, 0.0], size=(2000, 200, 4), p=[gains, losses, 1 - gains - losses])
+    served, candidate = (steps < 0).mean(-1), (steps > 0).mean(-1)
+    passed = [judged(a, b, 0.06).passes for a, b in zip(served, candidate, strict=True)]
+    assert sum(passed) <= 0.036 * 2000
+
+
+# -- answers and scores -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path, max_age_seconds=60.0)
+    yield made
+    made.close()
+
+
+def kept(store, id="a", choice=0, refused=None, version=3):
+    completion = Completion(
+        token_ids=torch.tensor([5, 6, 2]),
+        text="x",
+        finish="stop",
+        logprobs=torch.tensor([-0.25, -1.5, -0.125]),
+        version=version,
+    )
+    store.add(id, choice, "demo", Prompt(uid="0", token_ids=(1, 2)), completion, refused)
+
+
+def test_a_scored_answer_is_trained_on_exactly_as_it_was_drawn(store):
+    kept(store)
+    assert store.oldest("demo", 9) == []
+    assert store.score("a", 0, 0.5, None).version == 3
+    (group,) = [one.group() for one in store.oldest("demo", 9)]
+    (answer,) = group.completions
+    assert group.prompt.token_ids == (1, 2)
+    assert answer.token_ids.tolist() == [5, 6, 2]
+    assert answer.logprobs.tolist() == [-0.25, -1.5, -0.125]
+    assert (answer.version, group.rewards.tolist()) == (3, [[0.5]])
+
+
+def test_one_score_is_taken_for_each_answer(store):
+    kept(store)
+    kept(store, choice=1)
+    store.score("a", 0, 1.0, None)
+    store.score("a", 1, -1.0, None)
+    with pytest.raises(FeedbackError, match="has the score 1 already") as second:
+        store.score("a", 0, -1.0, None)
+    with pytest.raises(FeedbackError) as unknown:
+        store.score("b", 0, 1.0, None)
+    assert (second.value.status, unknown.value.status) == (409, 404)
+    assert sorted(one.score for one in store.oldest("demo", 9)) == [-1.0, 1.0]
+
+
+def test_a_score_that_comes_too_late_is_not_taken(store):
+    kept(store)
+    store.max_age_seconds = 0.0
+    with pytest.raises(FeedbackError) as late:
+        store.score("a", 0, 1.0, None)
+    assert (late.value.status, late.value.outcome) == (410, "late")
+    assert store.oldest("demo", 9) == []
+
+
+def test_answers_that_may_not_be_trained_on_take_a_score_and_keep_no_tokens(store):
+    kept(store, refused="its prompt is in the fixed set")
+    assert store.score("a", 0, 1.0, None).refused == "its prompt is in the fixed set"
+    assert store.due(1) is None
+
+
+def test_used_conversations_are_not_taken_again_even_by_another_process(store, tmp_path):
+    for id in "abc":
+        kept(store, id)
+        store.score(id, 0, 1.0, None)
+    assert store.due(3) == "demo"
+    store.used(store.oldest("demo", 2), 1)
+    store.close()
+    again = Store(tmp_path, max_age_seconds=60.0)
+    assert [one.id for one in again.oldest("demo", 9)] == ["c"]
+    again.close()
+    store.__init__(tmp_path, 60.0)
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def promoted(versions, parent, reward=0.6):
+    candidate = versions.folder / "candidates" / "next"
+    candidate.mkdir(parents=True)
+    (candidate / "adapter_model.safetensors").write_text(str(reward))
+    return versions.promote("demo", parent, candidate, {**VERDICT, "candidate": reward})
+
+
+def test_the_served_version_is_what_a_new_process_finds(tmp_path):
+    versions = Versions(tmp_path, "base")
+    assert promoted(versions, 0) == 1
+    assert promoted(versions, 1) == 2
+    (tmp_path / "candidates" / "next").mkdir(parents=True)  # one that was not judged when the process was killed
+    again = Versions(tmp_path, "base")
+    assert again.served("demo") == 2
+    assert again.adapter("demo", 2).is_dir()
+    assert not (tmp_path / "candidates").exists()
+
+
+def test_rolling_back_serves_the_parent_and_never_reuses_a_number(tmp_path):
+    versions = Versions(tmp_path, "base")
+    promoted(versions, 0)
+    promoted(versions, 1, reward=0.9)
+    assert versions.roll_back("demo") == 1
+    assert Versions(tmp_path, "base").served("demo") == 1
+    assert promoted(versions, 1) == 3
+    assert [versions.roll_back("demo") for _ in range(2)] == [1, 0]
+    with pytest.raises(LookupError, match="nothing to roll back"):
+        versions.roll_back("demo")
+
+
+def test_the_best_version_is_not_a_withdrawn_one_and_stays_on_the_disk(tmp_path):
+    versions = Versions(tmp_path, "base")
+    promoted(versions, 0, reward=0.8)
+    for parent in range(1, 12):
+        promoted(versions, parent, reward=0.7)
+    assert versions.best("demo") == 1
+    assert versions.adapter("demo", 1).is_dir()
+    assert not versions.adapter("demo", 2).exists()
+    assert versions.adapter("demo", 12).is_dir()
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path):
+    promoted(Versions(tmp_path, "base"), 0)
+    with pytest.raises(RunFolderError, match="learnt with another model"):
+        Versions(tmp_path, "another")
+
+
+# -- texts and settings -----------------------------------------------------------------------------------------------
+
+
+def test_comments_lose_control_characters_and_broken_ones():
+    assert cleaned(" too\x00 long\ud800\r\nreally\u0007 ") == "too long\nreally"
+
+
+def test_a_prompt_of_the_fixed_set_is_known_by_its_ids_or_its_words():
+    fixed = Prompt(uid="0", token_ids=(1, 2, 3), messages=({"role": "user", "content": "How many apples?"},))
+    system = {"role": "system", "content": "Be brief."}
+    other = Prompt(
+        uid="1", token_ids=(9, 1, 2, 3), messages=(system, {"role": "user", "content": " how  many APPLES?\n"})
+    )
+    plain = Prompt(uid="2", token_ids=(1, 2, 3), text="something else")
+    new = Prompt(uid="3", token_ids=(4,), messages=({"role": "user", "content": "How many pens?"},))
+    assert marks(fixed) & marks(other)
+    assert marks(fixed) & marks(plain)
+    assert not marks(fixed) & marks(new)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"tolerance": -1.0}, "tolerance is -1.0"),
+        ({"tolerance": 0.001}, "too few to show"),
+        ({"fixed_rows": (), "tolerance": 0.0}, "needs a fixed set"),
+        ({"batch_size": 1}, "at least 2"),
+        ({"rewards": ()}, "needs a reward"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, wrong, said):
+    rows = tuple({"prompt": str(i)} for i in range(200))
+    given = {"folder": tmp_path, "model": "demo", "fixed_rows": rows, "rewards": ("demo",), **wrong}
+    with pytest.raises(ConfigError, match=said):
+        Settings(**given)
