@@ -122,9 +122,7 @@ def memory_of(found: Measured, args: GRPOConfig, model_config: Any, drawn: int, 
     )
 
 
-def measured(
-    args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_tokens: int, target: Target
-) -> Measured:
+def measured(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_tokens: int, target: Target) -> Measured:
     """A step of the run's learner on fake tensors, continued from short models where there are many layers."""
     few = few_layers(model_config)
     layers = model_config.get_text_config().num_hidden_layers

@@ -10,7 +10,13 @@ T = TypeVar("T")
 
 _MANY = 12
 """Layers from which a model is continued from few."""
-_UNEVEN = ("first_k_dense_replace", "mlp_only_layers", "num_kv_shared_layers", "attn_layer_indices", "cross_attention_layers")
+_UNEVEN = (
+    "first_k_dense_replace",
+    "mlp_only_layers",
+    "num_kv_shared_layers",
+    "attn_layer_indices",
+    "cross_attention_layers",
+)
 """Entries of configurations that make single layers unlike the others, without a list of all."""
 
 
