@@ -101,9 +101,14 @@ def _show(plan: Estimate, rows: int, found: list[Answer]) -> None:
         f"{setup.mean:.0f} tokens (at most {args.max_completion_length}) behind prompts of {setup.prompt_tokens}"
     )
     output.result("\na step, in seconds by the roofline:")
-    for name, value in asdict(seconds).items():
+    for name, value in asdict(seconds).items() if plan.decoding.room else ():
         output.result(f"  {name:<12}{value:>10.3g}{100 * value / seconds.step:>6.0f}%")
-    output.result(f"  {'step':<12}{seconds.step:>10.3g}        (rewards come on top)")
+    whole = (
+        f"{seconds.step:>10.3g}        (rewards come on top)"
+        if plan.decoding.room
+        else "not known: there is no room for keys and values"
+    )
+    output.result(f"  {'step':<12}{whole}")
     output.result("\nmemory on each device:")
     for name, value in asdict(plan.held).items():
         if value:

@@ -53,11 +53,15 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
 
 
 def _compared(plan: Estimate, other: Estimate, change: str, must: float = PAYS) -> Answer:
-    speed, peak = plan.seconds.step / other.seconds.step, other.held.peak
-    enables = other.fits and not plan.fits
+    peak = other.held.peak
+    if not other.fits:
+        return Answer(change=change, said=f"{in_gib(peak)} at the peak, which does not fit", pays=False, peak=peak)
+    if not plan.fits:
+        said = f"{other.seconds.step:.3g} s a step, {in_gib(peak)} at the peak; it would fit"
+        return Answer(change=change, said=said, pays=True, peak=peak)
+    speed = plan.seconds.step / other.seconds.step
     said = f"{other.seconds.step:.3g} s a step, {speed:.2f} times as fast, {in_gib(peak)} at the peak"
-    said += "; it would fit" if enables else "" if other.fits else "; it does not fit"
-    return Answer(change=change, said=said, pays=other.fits and (enables or speed >= must), speed=speed, peak=peak)
+    return Answer(change=change, said=said, pays=speed >= must, speed=speed, peak=peak)
 
 
 def _on(setup: Setup, gpus: int) -> Setup | None:
@@ -80,6 +84,8 @@ def asynchrony(plan: Estimate) -> Answer:
     """
     setup, change = plan.setup, "asynchronous rollouts on GPUs of their own (max_staleness 1)"
     count = setup.gpus
+    if not plan.fits:
+        return Answer(change=change, said="asked of a run that fits", pays=False)
     if count < 2:
         said = "needs a second GPU: on one, writing and learning take turns anyway"
         return Answer(change=change, said=said, pays=False)
