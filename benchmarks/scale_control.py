@@ -39,6 +39,9 @@ class Store:
     def set(self, key: str, value: str) -> None:
         self.held[key] = value
 
+    def get(self, key: str) -> bytes:
+        return self.held[key].encode()
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.asked += 1
         return [self.held[key].encode() for key in keys]
