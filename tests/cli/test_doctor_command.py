@@ -38,6 +38,7 @@ def test_a_rate_at_which_a_small_model_does_not_move_is_warned_of(capsys):
     assert "hardly moves at it" in capsys.readouterr().out.replace("\n" + " " * 19, " ")
 
 
+@pytest.mark.slow
 def test_a_fault_is_exit_code_1_with_what_to_do_below_it(capsys):
     Path("mine.py").write_text("def flat(completions):\n    return [1.0 for _ in completions]\n")
     assert main([*DEMO, "--reward", "mine.py:flat"]) == 1
@@ -47,6 +48,7 @@ def test_a_fault_is_exit_code_1_with_what_to_do_below_it(capsys):
     assert "mend what failed" in out
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_every_finding(capsys):
     assert main([*DEMO, "--sample-prompts", "0", "--json", "--learning-rate", "6e-4"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -9,6 +9,7 @@ from covey.cli.plan import model_config
 from covey.config.checks import processor_has_bfloat16
 from covey.doctor import dry_run as module
 from covey.doctor.dry_run import dry_run
+from covey.doctor.layers import few_layers
 from covey.kernels.footprint import footprint
 from covey.learner.live_memory import LiveBytes
 from covey.learner.memory_estimate import bytes_a_token, in_gib, starting_tokens
@@ -70,7 +71,7 @@ def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
         model = prepare_for_training(with_adapter(model, lora(name)), args)
         parts = RunInputs(args, model, module._NoTokenizer(), (), build_algorithm(args), None, None, World())
         learner = build_learner(parts, 1, (None, None), is_off_policy=False)
-        held, peak, _ = module._step(learner, args, live, PROMPT)
+        held, peak, *_ = module._step(learner, args, live, PROMPT)
     found = predicted(args, config, lora(name))
     stays = found.weights + found.reference + found.critic + found.optimizer
     near = 0.15 if "LoRA" in name else 0.02  # PEFT leaves garbage on the way that a real model holds for a while
@@ -114,6 +115,7 @@ def test_options_that_save_memory_do(more, tmp_path):
     assert predicted(options(tmp_path, **more), config).activations < predicted(options(tmp_path), config).activations
 
 
+@pytest.mark.slow
 def test_the_state_of_an_8_bit_optimizer_is_a_quarter(tmp_path):
     pytest.importorskip("bitsandbytes")
     config = tiny_model(layers=3, hidden=64, vocab_size=5000).config
@@ -121,15 +123,33 @@ def test_the_state_of_an_8_bit_optimizer_is_a_quarter(tmp_path):
     assert small.optimizer < 0.35 * whole.optimizer
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, period", [("qwen2", 1), ("gemma2", 2)])
+def test_many_layers_are_continued_from_few_to_the_byte(name, period, tmp_path, monkeypatch):
+    config, args = tiny_model(name, layers=12, hidden=32).config, options(tmp_path)
+    assert few_layers(config) == ((2, 4) if period == 1 else (period, 2 * period))
+    continued = predicted(args, config)
+    monkeypatch.setattr("covey.doctor.layers._MANY", 1000)
+    assert few_layers(config) is None
+    assert predicted(args, config) == continued
+
+
+def test_models_whose_layers_are_not_alike_are_not_continued():
+    config = tiny_model(layers=2, hidden=32).config
+    config.num_hidden_layers, config.layer_types = 30, ["full_attention"] * 29 + ["sliding_attention"]
+    assert few_layers(config) is None
+    config.layer_types = ["full_attention"] * 30
+    assert few_layers(config) == (2, 4)
+    config.first_k_dense_replace = 1
+    assert few_layers(config) is None
+
+
+@pytest.mark.slow
 def test_a_long_completion_is_continued_from_shorter_ones(tmp_path, monkeypatch):
     config, args = tiny_model(layers=2, hidden=32).config, options(tmp_path, max_completion_length=256)
     whole = predicted(args, config)
     monkeypatch.setattr(module, "_LONG", 128)
     assert predicted(args, config).activations == pytest.approx(whole.activations, rel=0.1)
-
-
-def test_the_demo_needs_no_weights(tmp_path):
-    assert predicted(options(tmp_path), model_config("demo", False)).peak > 0
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -172,8 +192,9 @@ def test_live_bytes_are_those_of_storages_that_are_held():
         assert (live.now, live.peak) == (0, 4000)
 
 
-def test_the_words_end_with_the_peak(tmp_path):
-    memory = predicted(options(tmp_path), tiny_model().config)
+def test_the_demo_needs_no_weights_and_the_words_end_with_the_peak(tmp_path):
+    memory = predicted(options(tmp_path), model_config("demo", False))
+    assert memory.peak > 0
     assert memory.in_words().splitlines()[-1].startswith("peak")
     assert in_gib(memory.peak) in memory.in_words()
     assert in_gib(3 * 2**30) == "3.0 GiB"

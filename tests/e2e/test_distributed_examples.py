@@ -85,6 +85,73 @@ def test_the_slurm_script_starts_one_agent_on_each_of_two_nodes(tmp_path):
     expect_split_run(started(command, tmp_path, PORT=free_port(), **env), tmp_path)
 
 
+@pytest.mark.nightly
+def test_a_ray_cluster_starts_one_torchrun_on_each_node(tmp_path):
+    """On a real Ray whose one machine holds both nodes (`make test-ray`)."""
+    pytest.importorskip("ray")
+    own = ["--nodes", "2", "--gpus-per-node", "0", "--strategy", "PACK"]
+    command = [sys.executable, str(EXAMPLES / "on_each_node.py"), *own]
+    run = ["-m", "covey", "train", "--config", "run.yaml", "--fsdp", "true", "--resume", "auto"]
+    expect_split_run(started([*command, *run], tmp_path, RAY_ADDRESS="local"), tmp_path)
+
+
+def fields(value, allowed, place=""):
+    """Entries that `allowed` does not name: a dict of entries, a list of one element's, or a type."""
+    if isinstance(allowed, dict):
+        unknown = [f"{place}.{name}" for name in value if name not in allowed]
+        known = [
+            found
+            for name in value
+            if name in allowed
+            for found in fields(value[name], allowed[name], f"{place}.{name}")
+        ]
+        return unknown + known
+    if isinstance(allowed, list):
+        return [found for i, one in enumerate(value) for found in fields(one, allowed[0], f"{place}[{i}]")]
+    return [] if isinstance(value, allowed) else [f"{place} is a {type(value).__name__}"]
+
+
+AMOUNTS = {"nvidia.com/gpu": int, "cpu": int, "memory": str}
+POD = {
+    "spec": {
+        "containers": [{"name": str, "image": str, "resources": {"limits": AMOUNTS, "requests": AMOUNTS},
+                        "volumeMounts": [{"name": str, "mountPath": str}]}],
+        "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str}}],
+    }
+}  # fmt: skip
+RAY_JOB = {
+    "apiVersion": str, "kind": str, "metadata": {"name": str},
+    "spec": {"entrypoint": str, "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int, "backoffLimit": int,
+             "rayClusterSpec": {
+                 "rayVersion": str,
+                 "headGroupSpec": {"rayStartParams": {"num-gpus": str}, "template": POD},
+                 "workerGroupSpecs": [{"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int,
+                                       "rayStartParams": {"num-gpus": str}, "template": POD}]}},
+}  # fmt: skip
+"""Fields of ray.io/v1 RayJob and of pods that the manifest uses, with their types (KubeRay's API reference)."""
+
+
+def test_the_kuberay_manifest_has_fields_of_its_schema_and_a_command_that_covey_takes():
+    told = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text())
+    assert fields(told, RAY_JOB) == []
+    assert (told["apiVersion"], told["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = told["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    words = told["spec"]["entrypoint"].split()
+    assert words[words.index("--nodes") + 1] == str(sum(group.get("replicas", 1) for group in groups))
+    assert (EXAMPLES / Path(words[1]).name).is_file()
+    for group in groups:
+        pod = group["template"]["spec"]
+        container = pod["containers"][0]
+        assert group["rayStartParams"]["num-gpus"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    from covey.cli import train
+
+    known = {flag.spelled for flag in train.flags()} | {"--config"} | {flag.spelled for flag in train.other_flags()}
+    asked = words[words.index("train") + 1 :]
+    assert {word for word in asked if word.startswith("--")} <= known
+
+
 def test_the_fsdp2_file_says_nothing_that_is_refused(monkeypatch):
     """As `accelerate launch` hands its entries on."""
     from covey import GRPOConfig

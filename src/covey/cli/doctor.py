@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,27 +86,34 @@ def _verdict(counts: Mapping[str, int]) -> str:
     return "ready to train; read the warnings." if counts["WARN"] else "ready to train."
 
 
+_APART = {"memory": "covey.cli.doctor_memory", "plan": "covey.cli.doctor_plan"}
+
+
 class _Doctor(Verb):
     def __call__(self, arguments: Sequence[str]) -> int:
-        """`covey doctor memory` is a verb of its own, unless a file has that name; the word may also stand behind options."""
-        taking = {flag.spelled for flag in self.flags() if not flag.is_switch}
-        places = [i for i, word in enumerate(arguments) if word == "memory" and not (i and arguments[i - 1] in taking)]
-        if not places or Path("memory").exists():
+        """`covey doctor memory` and `plan` are verbs of their own, unless a file has that name; the word may stand behind options."""
+        taking = {flag.spelled for flag in self.flags() if not flag.is_switch} | {"--gpus"}
+        asked = [word for i, word in enumerate(arguments) if word in _APART and not (i and arguments[i - 1] in taking)]
+        if not asked or Path(asked[0]).exists():
             return super().__call__(arguments)
-        from covey.cli import doctor_memory
-
-        return doctor_memory.verb([*arguments[: places[0]], *arguments[places[0] + 1 :]])
+        place = next(
+            i for i, word in enumerate(arguments) if word == asked[0] and not (i and arguments[i - 1] in taking)
+        )
+        verb: Verb = import_module(_APART[asked[0]]).verb
+        return verb([*arguments[:place], *arguments[place + 1 :]])
 
 
 verb = _Doctor(
     name="doctor",
-    usage="[memory] [CONFIG.yaml | demo] --model MODEL --dataset DATA --reward REWARD [options of covey train]",
+    usage="[memory | plan] [CONFIG.yaml | demo] --model MODEL --dataset DATA --reward REWARD [options of covey train]",
     sentence="Look at a run before it is paid for: machine, model, data, rewards, memory, time, and whether it would learn. "
-    "covey doctor memory: memory alone, without data or reward; its own --help.",
+    "covey doctor memory: memory alone, without data or reward; covey doctor plan: memory and time on GPUs that are not here. "
+    "Each has its own --help.",
     examples=(
         "covey doctor demo",
         "covey doctor run.yaml --sample-prompts 64 --json",
         "covey doctor memory --model Qwen/Qwen2.5-0.5B-Instruct",
+        "covey doctor plan --model Qwen/Qwen2.5-7B --gpus 8xH100 --fsdp true",
     ),
     flags=flags,
     quiet_flags=other_flags,
@@ -116,6 +124,6 @@ verb = _Doctor(
         "from_run": "Give its options: covey doctor runs/x/train.yaml --output-dir runs/new.",
     },
     positional=("config",),
-    presets={**train.PRESETS, "memory": {}},
+    presets={**train.PRESETS, "memory": {}, "plan": {}},
     run=run,
 )

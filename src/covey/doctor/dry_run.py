@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from covey.config import GRPOConfig
+from covey.doctor.layers import continued, few_layers, shortened
 from covey.kernels import SamplerLinear, footprint
 from covey.learner.learner import Learner
 from covey.learner.live_memory import FakeBytes, nbytes
 from covey.learner.lm_head import chunk_for
-from covey.learner.memory_estimate import Memory, allocator_bytes, cache_bytes, enough_tokens, starting_tokens
+from covey.learner.memory_estimate import (
+    Memory,
+    allocator_bytes,
+    bytes_a_token,
+    cache_bytes,
+    enough_tokens,
+    starting_tokens,
+)
 from covey.learner.packing import Row, tokens_in
 from covey.learner.preparation import prepare_for_training
 from covey.learner.worst_case import groups_of
@@ -31,38 +41,147 @@ _WIDENED = 5
 """Copies in float32 that bitsandbytes makes on a CPU of a parameter in its update, which fake tensors do not enter."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The device that a dry run is made for."""
+
+    on_cpu: bool
+    logits: int | None = None
+    """Logits that exist at a time on it; None: as many as on the device that is here."""
+    live: Callable[[], FakeBytes] = FakeBytes
+    """Makes what counts bytes, and operations too where they are asked for."""
+
+    @classmethod
+    def here(cls, args: GRPOConfig) -> Target:
+        """The device of a run that starts now."""
+        return cls(on_cpu=args.use_cpu or not torch.accelerator.is_available())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Bytes and seconds of a learner on fake tensors; every number is linear in the layers."""
+
+    size: int
+    """Parameters."""
+    weights: int
+    reference: int
+    critic: int
+    gradients: int
+    held: int
+    """What stays after a step."""
+    peak: int
+    tokens: int
+    """Of the largest micro-batch."""
+    saved: float
+    """Bytes of its activations that kernels for a CPU do without."""
+    kept: float
+    """Bytes that a CPU's libraries keep for its products."""
+    widest: int
+    """Parameters of the largest tensor that is trained."""
+    scoring: float
+    """Seconds in which the micro-batch is scored before it is learnt from; 0 where operations are not counted, as below."""
+    learning: float
+    """Of its forward and backward pass, and of the update."""
+    updating: float
+    """Of the update alone."""
+    is_checkpointed: bool
+    is_adapted: bool
+    is_8_bit: bool
+    dtype: torch.dtype
+
+
 def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: int, prompt_tokens: int) -> Memory:
     """Memory of each device for a model of this transformers configuration, of which no weight is loaded.
 
     `prompts` times `args.num_generations` completions are drawn at a time, all as long as allowed. Fake tensors are those of a
-    CPU also where the run is not on one: FlexAttention is compiled and takes none, and what stands in for it holds as much.
+    CPU also where the run is not on one: FlexAttention is compiled and takes none, and what stands in for it holds as much. A
+    model of many layers is continued from two short ones (`layers.py`).
     """
-    on_cpu = args.use_cpu or not torch.accelerator.is_available()
-    with FakeBytes() as live:
-        learner = _learner(args, model_config, peft_config, live, on_cpu)
-        held, peak, tokens = _step(learner, args, live, prompt_tokens)
-    model = learner.policy.model
-    own, size = _dtype_of(model), sum(parameter.numel() for parameter in model.parameters())
-    samples_in_copy = own == torch.float32 and _samples_in_16_bits(args, size, on_cpu)
-    value_bytes = 2 if samples_in_copy else own.itemsize
+    target = Target.here(args)
+    found = measured(args, model_config, peft_config=peft_config, prompt_tokens=prompt_tokens, target=target)
     drawn = prompts * (prompt_tokens + args.num_generations * args.max_completion_length)
-    weights = nbytes([*model.parameters(), *model.buffers()])
-    copies = nbytes(learner.reference.weights().values()), nbytes(learner.critic.parameters())
-    gradients = nbytes(learner.trainable())
-    activations = peak - held - gradients
-    allocator = 0
-    if on_cpu:
-        activations, allocator = _on_a_cpu(learner, activations, tokens, len(live.products))
+    return memory_of(found, args, model_config, drawn, target)
+
+
+def memory_of(found: Measured, args: GRPOConfig, model_config: Any, drawn: int, target: Target) -> Memory:
+    """Memory by what holds it, where `drawn` tokens are in the cache at a time."""
+    samples_in_copy = found.dtype == torch.float32 and _samples_in_16_bits(args, found.size, target.on_cpu)
+    activations, allocator = found.peak - found.held - found.gradients, 0
+    if target.on_cpu:
+        activations, allocator = _on_a_cpu(found, activations)
     return Memory(
-        weights=weights,
-        reference=copies[0],
-        critic=copies[1],
-        gradients=gradients,
-        optimizer=held - weights - sum(copies),
+        weights=found.weights,
+        reference=found.reference,
+        critic=found.critic,
+        gradients=found.gradients,
+        optimizer=found.held - found.weights - found.reference - found.critic,
         activations=activations,
         allocator=allocator,
-        sampler=2 * size if samples_in_copy else 0,
-        cache=cache_bytes(model_config, drawn, value_bytes),
+        sampler=2 * found.size if samples_in_copy else 0,
+        cache=cache_bytes(model_config, drawn, 2 if samples_in_copy else found.dtype.itemsize),
+    )
+
+
+def measured(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompt_tokens: int, target: Target) -> Measured:
+    """A step of the run's learner on fake tensors, continued from short models where there are many layers."""
+    few = few_layers(model_config)
+    layers = model_config.get_text_config().num_hidden_layers
+    models = [shortened(model_config, count) for count in few] if few else [model_config]
+    made = []
+    for one in models:
+        live = target.live()
+        with live:
+            made.append((_learner(args, one, peft_config, live, target), live))
+    tokens = _tokens_of_a_pass(args, [learner for learner, _ in made], few, layers, made, target)
+    results = []
+    for learner, live in made:
+        learner.micro_batcher.max_tokens = tokens
+        with live:
+            results.append(_counted(learner, args, live, prompt_tokens))
+    return continued(results[0], results[1], few, layers) if few else results[0]
+
+
+def _tokens_of_a_pass(
+    args: GRPOConfig, learners: Sequence[Learner], few: tuple[int, int] | None, layers: int, made: Any, target: Target
+) -> int | None:
+    """Tokens of one forward pass at the start, of the whole model."""
+    asked = args.max_tokens_per_microbatch
+
+    def each() -> float:
+        found = []
+        for learner, live in made:
+            with live:
+                found.append(bytes_a_token(learner.policy, is_warm=True))
+        return found[0] if few is None else found[1] + (layers - few[1]) * (found[1] - found[0]) / (few[1] - few[0])
+
+    return starting_tokens(asked, learners[0].policy, on_cpu=target.on_cpu, bytes_each=each)
+
+
+def _counted(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> Measured:
+    held, peak, tokens, seconds = _step(learner, args, live, prompt_tokens)
+    policy, model = learner.policy, learner.policy.model
+    saves = footprint(model, policy.compute_dtype or _dtype_of(model))
+    layers = 1 if policy.is_checkpointing else model.config.get_text_config().num_hidden_layers
+    trained = learner.trainable()
+    return Measured(
+        size=sum(parameter.numel() for parameter in model.parameters()),
+        weights=nbytes([*model.parameters(), *model.buffers()]),
+        reference=nbytes(learner.reference.weights().values()),
+        critic=nbytes(learner.critic.parameters()),
+        gradients=nbytes(trained),
+        held=held,
+        peak=peak,
+        tokens=tokens,
+        saved=float(saves.saved_a_token * layers * tokens),
+        kept=float(len(live.products) * saves.kept_a_product),
+        widest=max(parameter.numel() for parameter in trained),
+        scoring=seconds[0],
+        learning=seconds[1],
+        updating=seconds[2],
+        is_checkpointed=policy.is_checkpointing,
+        is_adapted=hasattr(model, "peft_config"),
+        is_8_bit=type(learner.optimizer).__module__.startswith("bitsandbytes."),
+        dtype=_dtype_of(model),
     )
 
 
@@ -77,22 +196,14 @@ def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
     )
 
 
-def _on_a_cpu(learner: Learner, activations: int, tokens: int, products: int) -> tuple[int, int]:
+def _on_a_cpu(found: Measured, activations: int) -> tuple[int, int]:
     """Activations less what the kernels save of them, and what the allocator keeps."""
-    policy = learner.policy
-    dtype = policy.compute_dtype or _dtype_of(policy.model)
-    saves = footprint(policy.model, dtype)
-    layers = 1 if policy.is_checkpointing else policy.model.config.get_text_config().num_hidden_layers
-    activations = max(0, activations - saves.saved_a_token * layers * tokens)
+    activations = max(0, activations - int(found.saved))
     allocator = allocator_bytes(
-        activations,
-        products * saves.kept_a_product,
-        is_checkpointed=policy.is_checkpointing,
-        is_adapted=hasattr(policy.model, "peft_config"),
+        activations, int(found.kept), is_checkpointed=found.is_checkpointed, is_adapted=found.is_adapted
     )
-    if type(learner.optimizer).__module__.startswith("bitsandbytes."):
-        largest = max(parameter.numel() for parameter in learner.trainable())
-        activations = max(activations, _WIDENED * 4 * largest)
+    if found.is_8_bit:
+        activations = max(activations, _WIDENED * 4 * found.widest)
     return activations, allocator
 
 
@@ -105,7 +216,7 @@ class _NoTokenizer:
     pad_token_id = 0
 
 
-def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBytes, on_cpu: bool) -> Learner:
+def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBytes, target: Target) -> Learner:
     """The learner of a run with these options, on a model of fake tensors."""
     from transformers import AutoModelForCausalLM
 
@@ -124,12 +235,11 @@ def _learner(args: GRPOConfig, model_config: Any, peft_config: Any, live: FakeBy
         algorithm, nothing = without_teaching(build_algorithm(args)), None
         parts = RunInputs(plain, model, _NoTokenizer(), (), algorithm, nothing, nothing, World(device=CPU))  # type: ignore[arg-type]
         learner = build_learner(parts, 1, (None, None), is_off_policy=False)
-    if not on_cpu:
+    if not target.on_cpu:
         vocabulary = learner.policy.model.get_output_embeddings().weight.shape[0]
-        device = torch.accelerator.current_accelerator()
-        learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device)
-    learner.micro_batcher.max_tokens = starting_tokens(args.max_tokens_per_microbatch, learner.policy, on_cpu=on_cpu)
-    learner.micro_batcher.enough_tokens = enough_tokens(args.max_tokens_per_microbatch, on_cpu=on_cpu)
+        device = None if target.logits else torch.accelerator.current_accelerator()
+        learner.policy.logits_chunk = chunk_for(vocabulary, args.logits_chunk_tokens, device, elements=target.logits)
+    learner.micro_batcher.enough_tokens = enough_tokens(args.max_tokens_per_microbatch, on_cpu=target.on_cpu)
     return learner
 
 
@@ -154,20 +264,28 @@ _LONG = 4096
 """Tokens of a completion beyond which the peak is continued from that of half and of all of these: it grows with the length."""
 
 
-def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> tuple[int, int, int]:
-    """Bytes that stay after a short step, bytes at the peak of one with the largest micro-batch, and the tokens of that."""
+def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: int) -> tuple[int, int, int, list[float]]:
+    """Bytes that stay after an update, bytes at the peak of a step with the largest micro-batch, and the tokens of that.
+
+    The list is of `Measured.scoring`, `learning`, `updating`.
+    """
     algorithm = without_teaching(build_algorithm(args))
     algorithm = algorithm.resolve(algorithm.initial_controllers())
     vocabulary = learner.policy.model.get_input_embeddings().num_embeddings
     size, length = args.num_generations, args.max_completion_length
+    seconds = list[float]()
 
     def peak_of(count: int, prompt: int, answer: int) -> int:
         groups = groups_of(count, prompt, answer, size, vocabulary)
         live.begin()
-        learner.step(learner.annotate(groups, algorithm), algorithm, 1)
+        before = live.seconds
+        groups = learner.annotate(groups, algorithm)
+        between = live.seconds
+        learner.step(groups, algorithm, 1)
+        seconds[:2] = [between - before, live.seconds - between]
         return live.peak
 
-    peak_of(size, 4, 4)
+    updating = _first_update(learner, live)
     held = live.now
     batches = learner.micro_batcher.batches(_rows(args, prompt_tokens))
     count = len(batches[0])
@@ -175,10 +293,22 @@ def _step(learner: Learner, args: GRPOConfig, live: FakeBytes, prompt_tokens: in
         parameter.grad = torch.zeros_like(parameter)  # of the micro-batch before
     tokens = tokens_in(batches[0], learner.policy.shares_prompts())
     if length <= _LONG:
-        return held, peak_of(count, prompt_tokens, length), tokens
+        return held, peak_of(count, prompt_tokens, length), tokens, [*seconds, updating]
     learner.micro_batcher.max_tokens = learner.micro_batcher.enough_tokens = None  # so many rows in one micro-batch
-    half, whole = (peak_of(count, prompt_tokens, answer) for answer in (_LONG // 2, _LONG))
-    return held, whole + (length - _LONG) * (whole - half) // (_LONG - _LONG // 2), tokens
+    half, whole = ((peak_of(count, prompt_tokens, answer), *seconds) for answer in (_LONG // 2, _LONG))
+    times = (length - _LONG) / (_LONG - _LONG // 2)
+    peak, *spent = (b + times * (b - a) for a, b in zip(half, whole, strict=True))
+    return held, int(peak), tokens, [*spent, updating]
+
+
+def _first_update(learner: Learner, live: FakeBytes) -> float:
+    """The state of the optimizer comes to be. Returns the seconds of an update."""
+    for parameter in learner.trainable():
+        parameter.grad = torch.zeros_like(parameter)
+    before = live.seconds
+    learner.optimizer.step()
+    learner.optimizer.zero_grad(set_to_none=True)
+    return live.seconds - before
 
 
 def _rows(args: GRPOConfig, prompt_tokens: int) -> list[Row]:

@@ -29,6 +29,8 @@ class LiveBytes(TorchDispatchMode):
         """Bytes that are held."""
         self.peak = 0
         """The most that were held at a time since the last `begin`."""
+        self.seconds = 0.0
+        """Time of the operations on another device; counted by those who know one."""
         self._freed_by: dict[int, weakref.finalize[Any, Any]] = {}
 
     def begin(self) -> None:
@@ -75,6 +77,11 @@ class FakeBytes(LiveBytes):
         self.products: set[tuple[Any, ...]] = set()
         """Sizes of the products that were computed."""
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked for twice as often as anything is computed, and makes no tensor
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _READ and any(isinstance(given, FakeTensor) for given in args):
             return _READ[func](args[0])
@@ -93,6 +100,7 @@ def _everywhere(x: Tensor) -> Tensor:
     return x.new_zeros((x.numel(), x.ndim), dtype=torch.long)
 
 
+_DEVICE = torch.ops.prim.device.default
 _READ = {
     aten._local_scalar_dense.default: _number,
     aten.equal.default: lambda x: True,

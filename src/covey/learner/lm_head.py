@@ -141,14 +141,16 @@ def _gradient(
     return shape.backward_(gradient, logits)
 
 
-def chunk_for(vocabulary: int, chunk: int | None, device: torch.device | None = None) -> int:
+def chunk_for(
+    vocabulary: int, chunk: int | None, device: torch.device | None = None, *, elements: int | None = None
+) -> int:
     """Tokens whose logits exist at a time: `chunk` if given, else `elements_at_a_time(device) / vocabulary`.
 
     At least 16, and at most 1024 on a CPU and 8192 elsewhere. The hidden size does not enter: it changes what a product costs, not
-    what a logit takes.
+    what a logit takes. `elements`: those of an accelerator that is not here.
     """
-    on_cpu = device is None or device.type == "cpu"
-    return chunk or min(1024 if on_cpu else 8192, max(16, elements_at_a_time(device) // vocabulary))
+    on_cpu = elements is None and (device is None or device.type == "cpu")
+    return chunk or min(1024 if on_cpu else 8192, max(16, (elements or elements_at_a_time(device)) // vocabulary))
 
 
 def elements_at_a_time(device: torch.device | None) -> int:
@@ -157,8 +159,11 @@ def elements_at_a_time(device: torch.device | None) -> int:
     `memory` is what the accelerator has in all, not what is free of it: sums would be made in another order after each start.
     """
     total = None if device is None else device_memory(device)
-    if total is None:
-        return CPU_ELEMENTS
+    return CPU_ELEMENTS if total is None else elements_of(total)
+
+
+def elements_of(total: int) -> int:
+    """Logits that exist at a time on an accelerator with `total` bytes."""
     wanted = min(MOST_ELEMENTS, total // DEVICE_SHARE // BYTES_AN_ELEMENT)
     return max(CPU_ELEMENTS, 1 << max(0, wanted.bit_length() - 1))
 

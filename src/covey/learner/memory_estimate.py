@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -89,18 +90,21 @@ CPU_ENOUGH = 2048
 million parameters, and 1024 up to a third more)."""
 
 
-def starting_tokens(asked: int | str | None, policy: Policy, *, on_cpu: bool) -> int | None:
+def starting_tokens(
+    asked: int | str | None, policy: Policy, *, on_cpu: bool, bytes_each: Callable[[], float] | None = None
+) -> int | None:
     """Tokens of one forward pass at the start; running out of memory halves them.
 
     "auto" sets no bound on an accelerator, which says when memory is short. A CPU does not (the system kills), so there
-    it is as much as half of the free memory holds, and no more than `CPU_TOKENS`.
+    it is as much as half of the free memory holds, and no more than `CPU_TOKENS`. `bytes_each` measures the bytes of a token
+    otherwise than on this policy.
     """
     if asked != "auto":
         return None if asked is None else int(asked)
     if not on_cpu:
         return None
     free = free_memory() or psutil.virtual_memory().available
-    return max(256, min(CPU_TOKENS, int(0.5 * free / bytes_a_token(policy))))
+    return max(256, min(CPU_TOKENS, int(0.5 * free / (bytes_each() if bytes_each else bytes_a_token(policy)))))
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:
@@ -112,15 +116,16 @@ _TRIED = (32, 32, 96)
 """Tokens of the rows that are computed; the first loads what is loaded on first use."""
 
 
-def bytes_a_token(policy: Policy) -> float:
+def bytes_a_token(policy: Policy, *, is_warm: bool = False) -> float:
     """Bytes that a forward and backward pass of the decoder holds for one token more, measured on short rows.
 
-    Gradients and the state of the random generator stay as they are.
+    Gradients and the state of the random generator stay as they are. `is_warm`: nothing is loaded on first use any more, so
+    that two passes tell.
     """
     decoder = decoder_of(policy.model)
     embedding = unwrapped(policy.model).get_input_embeddings()
     peaks = []
-    for count in _TRIED:
+    for count in _TRIED[1:] if is_warm else _TRIED:
         ids = (torch.arange(count) % embedding.num_embeddings)[None].to(policy.device)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), LiveBytes() as live, policy.autocast():
             start = embedding(ids).detach().requires_grad_()  # of the weights no gradient is computed

@@ -38,6 +38,8 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
     def check(self, keys: list[str]) -> bool: ...
 
 
@@ -266,15 +268,16 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._now(beat=self._mine.beat + 1, place=_place(sys._current_frames().get(self._main or 0)))
-        self.store.set(f"covey/heartbeat/{self.rank}", json.dumps(asdict(self._mine)))
+        self.store.set(_key(self.rank), json.dumps(asdict(self._mine)))
         self._told.set()
 
     def _listen(self) -> None:
-        for rank in self.heard:
-            key = f"covey/heartbeat/{rank}"
-            if not self.store.check([key]):
-                continue
-            beat = HeartbeatState.parse(self.store.get(key))
+        ranks = [rank for rank in self.heard if rank in self.others or self.store.check([_key(rank)])]
+        if not ranks:
+            return
+        said = self.store.multi_get([_key(rank) for rank in ranks])  # one request of the store, however many ranks
+        for rank, one in zip(ranks, said, strict=True):
+            beat = HeartbeatState.parse(one)
             if beat != self.others.get(rank):
                 self.others[rank] = beat
                 self.heard[rank] = time.monotonic()
@@ -285,6 +288,10 @@ class Heartbeat:
         if why is not None:
             logger.error("%s", why)
             leave_now()
+
+
+def _key(rank: int) -> str:
+    return f"covey/heartbeat/{rank}"
 
 
 def leave_now() -> None:

@@ -1,0 +1,162 @@
+"""`covey doctor plan`: memory and seconds of a step on GPUs that are not here, and what would make it cheaper."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from covey.cli import output, train
+from covey.cli.fields import other_flags
+from covey.cli.flags import Flag
+from covey.cli.verb import Given, Verb
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from covey.doctor.roofline.answers import Answer
+    from covey.doctor.roofline.estimate import Estimate, Setup
+
+_OWN = (
+    Flag(name="gpus", help="Number and kind of the GPUs: 8xH100, 2xA100-40GB, L4.", group="run"),
+    Flag(name="prompt_tokens", help="Tokens of a prompt.", type=int, default=512, group="run"),
+    Flag(name="mean_completion_tokens", help="Tokens of a completion in the mean; left out: all are as long as allowed.", type=float, group="run"),
+)  # fmt: skip
+_LEFT_OUT = {"dry_run", "print_config", "resume", "from_run", "seeds", "trust_source"}
+
+
+def flags() -> tuple[Flag, ...]:
+    return (*_OWN, *(flag for flag in train.flags() if flag.name not in _LEFT_OUT))
+
+
+def run(given: Given) -> int:
+    """Print the plan. Exit code 1 where the run does not fit."""
+    for name, example in (("model", "Qwen/Qwen2.5-7B"), ("gpus", "8xH100")):
+        if not given.get(name):
+            raise ConfigError(f"--{name} is missing, such as covey doctor plan --{name} {example}.")
+    setup = _setup(given)
+    from covey.doctor.roofline.answers import answers, rows_that_fit
+    from covey.doctor.roofline.estimate import estimate
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT calls
+        plan = estimate(setup)
+        rows, found = rows_that_fit(plan), list(answers(plan, _lora()))
+    if given.get("json"):
+        output.result_json(_as_json(plan, rows, found))
+    else:
+        _show(plan, rows, found)
+    return 0 if plan.fits else 1
+
+
+def _setup(given: Given) -> Setup:
+    from covey.doctor.roofline.gpus import gpus
+
+    count, gpu = gpus(given["gpus"])
+    least = {"prompt_tokens": 1, "mean_completion_tokens": 1}
+    for name, lowest in least.items():
+        if given.get(name, lowest) < lowest:
+            raise ConfigError(f"--{name.replace('_', '-')} is less than {lowest}; give a number of tokens.")
+    from covey.cli.plan import model_config
+    from covey.doctor.roofline.estimate import Setup
+    from covey.doctor.roofline.known_models import config_of
+    from covey.doctor.roofline.options import planned
+
+    own = {flag.name for flag in _OWN}
+    config, is_split = planned(train.config_options({name: value for name, value in given.items() if name not in own}))
+    if given.get("mean_completion_tokens", 0) > config.max_completion_length:
+        raise ConfigError("--mean-completion-tokens is more than --max-completion-length; raise that one too.")
+    if count % (config.vllm_tensor_parallel_size if config.use_vllm else 1):
+        raise ConfigError(
+            f"--vllm-tensor-parallel-size {config.vllm_tensor_parallel_size} does not divide {count} GPUs."
+        )
+    return Setup(
+        args=config,
+        model_config=config_of(given["model"], config.trust_remote_code, model_config),
+        gpu=gpu,
+        gpus=count,
+        is_split=is_split and count > 1,
+        adapter=train.adapter(given),
+        prompt_tokens=given.get("prompt_tokens", 512),
+        mean_tokens=given.get("mean_completion_tokens"),
+    )
+
+
+def _lora() -> Any:
+    """LoRA of rank 16, to compare with; None where PEFT is not installed."""
+    try:
+        return train.adapter({"lora_r": 16})
+    except ConfigError:
+        return None
+
+
+def _show(plan: Estimate, rows: int, found: list[Answer]) -> None:
+    from covey.learner.memory_estimate import in_gib
+
+    setup, seconds = plan.setup, plan.seconds
+    args, gpu = setup.args, setup.gpu
+    split = ", split over all of them" if setup.is_split else ""
+    output.result(
+        f"{plan.found.size / 1e9:.2f} billion parameters on {setup.gpus} x {gpu.name}{split}; {plan.completions} completions a step of "
+        f"{setup.mean:.0f} tokens (at most {args.max_completion_length}) behind prompts of {setup.prompt_tokens}"
+    )
+    output.result("\na step, in seconds by the roofline:")
+    for name, value in asdict(seconds).items() if plan.decoding.room else ():
+        output.result(f"  {name:<12}{value:>10.3g}{100 * value / seconds.step:>6.0f}%")
+    whole = (
+        f"{seconds.step:>10.3g}        (rewards come on top)"
+        if plan.decoding.room
+        else "not known: there is no room for keys and values"
+    )
+    output.result(f"  {'step':<12}{whole}")
+    output.result("\nmemory on each device:")
+    for name, value in asdict(plan.held).items():
+        if value:
+            output.result(f"  {name:<12}{in_gib(value):>12}")
+    fits = "fits" if plan.fits else "does not fit"
+    output.result(f"  {'peak':<12}{in_gib(plan.held.peak):>12}  of {in_gib(gpu.memory)}: {fits}")
+    most = f"up to {rows}" if rows else "not even 1"
+    output.result(
+        f"\n{most} completions in a micro-batch fit (--per-device-train-batch-size, {args.per_device_train_batch_size} here)"
+    )
+    output.result("\nwhat a change would bring:")
+    for one in found:
+        said = f"{'pays' if one.pays else 'does not pay':<13} {one.change}: {one.said}"
+        output.result(textwrap.fill(said, output.width(), initial_indent="  ", subsequent_indent=" " * 16))
+    output.say("\nBy calculation, from data sheets: docs/plan.md says how near published runs come.")
+
+
+def _as_json(plan: Estimate, rows: int, found: list[Answer]) -> dict[str, Any]:
+    setup = plan.setup
+    return {
+        "ok": plan.fits,
+        "parameters": plan.found.size,
+        "gpu": asdict(setup.gpu),
+        "gpus": setup.gpus,
+        "is_split": setup.is_split,
+        "completions_a_step": plan.completions,
+        "seconds": {**asdict(plan.seconds), "step": plan.seconds.step},
+        "memory": {**asdict(plan.held), "peak": plan.held.peak, "available": setup.gpu.memory},
+        "rows_that_fit": rows,
+        "changes": [asdict(one) for one in found],
+    }
+
+
+verb = Verb(
+    name="doctor plan",
+    usage="[CONFIG.yaml | demo] --model MODEL --gpus 8xH100 [options of covey train]",
+    sentence="Memory and seconds of a step on GPUs that are not here, by calculation: which batch fits, and whether LoRA, more GPUs or "
+    "asynchronous rollouts would pay.",
+    examples=(
+        "covey doctor plan --model Qwen/Qwen2.5-7B --gpus 8xH100 --fsdp true --gradient-accumulation-steps 8",
+        "covey doctor plan --model Qwen/Qwen2.5-7B --gpus H100 --lora-r 16 --dtype bfloat16",
+        "covey doctor plan run.yaml --gpus 2xA100 --mean-completion-tokens 300 --json",
+    ),
+    flags=flags,
+    quiet_flags=other_flags,
+    types=train.config_types,
+    hints={**train.HINTS, "gpu": "Write --gpus H100."},
+    positional=("config",),
+    presets=train.PRESETS,
+    run=run,
+)

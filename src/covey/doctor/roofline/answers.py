@@ -1,0 +1,104 @@
+"""Answers that follow from a plan: batches that fit, and whether LoRA, more GPUs or asynchrony pays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covey.doctor.roofline.estimate import Estimate, Setup, estimate
+from covey.errors import ConfigError
+from covey.learner.memory_estimate import in_gib
+
+PAYS = 1.1
+"""Times faster from which a change is said to pay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One change, and what would come of it."""
+
+    change: str
+    said: str
+    pays: bool
+    speed: float | None = None
+    """Steps a second, by those of the plan; None: not comparable."""
+    peak: int | None = None
+    """Bytes on each device."""
+
+
+def rows_that_fit(plan: Estimate) -> int:
+    """Completions of a micro-batch that fit on one device, from two dry runs on a line; 0: not even one."""
+    setup, rows = plan.setup, plan.setup.args.per_device_train_batch_size
+    other = max(1, rows // 2) if rows > 1 else 2
+    measured = setup.with_rows(other).measure()
+    slope = (plan.found.peak - measured.peak) / (rows - other)
+    free = setup.gpu.memory - plan.held.learning
+    return max(0, int(rows + free // slope)) if slope > 0 else rows
+
+
+def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
+    """Of LoRA (`lora` is PEFT's configuration, None: not installed, or in force), FSDP, twice the GPUs, and asynchrony."""
+    setup = plan.setup
+    if lora is not None and setup.adapter is None:
+        yield _compared(plan, estimate(replace(setup, adapter=lora)), "LoRA of rank 16 (--lora-r 16)")
+    if not setup.is_split and setup.gpus > 1:
+        yield _compared(plan, estimate(replace(setup, is_split=True), plan.found), "a split model (--fsdp true)")
+    doubled = _on(setup, 2 * setup.gpus)
+    if doubled is not None:
+        more = estimate(doubled, plan.found)
+        yield _compared(plan, more, f"{doubled.gpus} GPUs instead of {setup.gpus}", must=1.6)
+    yield asynchrony(plan)
+
+
+def _compared(plan: Estimate, other: Estimate, change: str, must: float = PAYS) -> Answer:
+    peak = other.held.peak
+    if not other.fits:
+        return Answer(change=change, said=f"{in_gib(peak)} at the peak, which does not fit", pays=False, peak=peak)
+    if not plan.fits:
+        said = f"{other.seconds.step:.3g} s a step, {in_gib(peak)} at the peak; it would fit"
+        return Answer(change=change, said=said, pays=True, peak=peak)
+    speed = plan.seconds.step / other.seconds.step
+    said = f"{other.seconds.step:.3g} s a step, {speed:.2f} times as fast, {in_gib(peak)} at the peak"
+    return Answer(change=change, said=said, pays=speed >= must, speed=speed, peak=peak)
+
+
+def _on(setup: Setup, gpus: int) -> Setup | None:
+    """The same completions a step on so many GPUs; None where they cannot be shared out."""
+    args = copy.copy(setup.args)
+    if args.gradient_accumulation_steps % 2 == 0:
+        args.gradient_accumulation_steps //= 2
+        args.steps_per_generation = None if args.steps_per_generation is None else args.steps_per_generation // 2
+    elif args.per_device_train_batch_size % 2 == 0:
+        args.per_device_train_batch_size //= 2
+    else:
+        return None
+    return replace(setup, args=args, gpus=gpus)
+
+
+def asynchrony(plan: Estimate) -> Answer:
+    """Some GPUs write completions without pause, the others learn, against all of them doing one after the other.
+
+    What is won is the end of each rollout, where few completions still run and their steps read all weights.
+    """
+    setup, change = plan.setup, "asynchronous rollouts on GPUs of their own (max_staleness 1)"
+    count = setup.gpus
+    if not plan.fits:
+        return Answer(change=change, said="asked of a run that fits", pays=False)
+    if count < 2:
+        said = "needs a second GPU: on one, writing and learning take turns anyway"
+        return Answer(change=change, said=said, pays=False)
+    tokens = plan.completions * setup.mean
+    best, at = float("inf"), 0
+    for samplers in range(plan.decoding.gpus, count, plan.decoding.gpus):
+        engines = samplers // plan.decoding.gpus
+        rate = engines * plan.decoding.rate(-(-plan.completions // engines), setup.prompt_tokens, setup.mean)
+        learning = (plan.seconds.scoring + plan.seconds.update) * count / (count - samplers)
+        step = max(tokens / rate, learning)
+        best, at = (step, samplers) if step < best else (best, at)
+    if not at:
+        raise ConfigError("One engine takes all GPUs; lower --vllm-tensor-parallel-size.")
+    speed = plan.seconds.step / best
+    said = f"{best:.3g} s a step, {speed:.2f} times as fast, with {at} of {count} GPUs writing"
+    return Answer(change=change, said=said, pays=speed >= PAYS, speed=speed)

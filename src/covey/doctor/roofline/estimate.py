@@ -1,0 +1,210 @@
+"""Memory and seconds of a step of a run on given GPUs, from the run's own learner on fake tensors and the roofline."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from covey.config import GRPOConfig
+from covey.config.grpo_config import batch_arithmetic
+from covey.doctor.dry_run import Measured, Target, measured, memory_of
+from covey.doctor.roofline.gpus import Gpu
+from covey.doctor.roofline.operations import TimedBytes
+from covey.doctor.roofline.rollout import Decoding
+from covey.learner.lm_head import elements_of
+from covey.learner.memory_estimate import cache_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run and the GPUs that it is planned for."""
+
+    args: GRPOConfig
+    model_config: Any
+    """transformers' configuration of the model."""
+    gpu: Gpu
+    gpus: int
+    is_split: bool = False
+    """FSDP2: each device holds its part of what a learner keeps."""
+    adapter: Any = None
+    prompt_tokens: int = 512
+    mean_tokens: float | None = None
+    """Of a completion; None: all are as long as allowed."""
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a completion in the mean."""
+        return min(self.mean_tokens or self.args.max_completion_length, self.args.max_completion_length)
+
+    @property
+    def shards(self) -> int:
+        return self.gpus if self.is_split else 1
+
+    def measure(self) -> Measured:
+        """A step with the largest micro-batch on fake tensors, its operations timed on the GPU."""
+        target = Target(
+            on_cpu=False, logits=elements_of(int(self.gpu.memory_gb * 1e9)), live=partial(TimedBytes, self.gpu)
+        )
+        return measured(
+            self.args, self.model_config, peft_config=self.adapter, prompt_tokens=self.prompt_tokens, target=target
+        )
+
+    def with_rows(self, rows: int) -> Setup:
+        """The same with so many completions in a micro-batch of one device."""
+        args = copy.copy(self.args)
+        args.per_device_train_batch_size = rows
+        return replace(self, args=args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes on each device, by what they hold."""
+
+    weights: int
+    reference: int
+    critic: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Layers that are whole for the moment, of a model that is split."""
+    activations: int
+    sampler: int
+    """The copy of the weights that is sampled from."""
+    cache: int
+    """Keys and values: of all completions, or as many as there is room for."""
+
+    @property
+    def stays(self) -> int:
+        return self.weights + self.reference + self.critic + self.optimizer
+
+    @property
+    def learning(self) -> int:
+        """At the peak of an update."""
+        return self.stays + self.gradients + self.activations + self.gathered
+
+    @property
+    def peak(self) -> int:
+        return max(self.learning, self.stays + self.sampler + self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of one optimizer step, by part."""
+
+    rollout: float
+    scoring: float
+    """Log-probabilities of the policy at rollout time and of the reference, where the algorithm needs them."""
+    update: float
+    sync: float
+    """The new weights on their way to the sampler."""
+
+    @property
+    def step(self) -> float:
+        return self.rollout + self.scoring + self.update + self.sync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run takes on its GPUs."""
+
+    setup: Setup
+    found: Measured
+    held: Held
+    seconds: Seconds
+    decoding: Decoding
+    completions: int
+    """A step."""
+
+    @property
+    def fits(self) -> bool:
+        return self.held.peak <= self.setup.gpu.memory and self.decoding.room > 0
+
+
+def estimate(setup: Setup, found: Measured | None = None) -> Estimate:
+    """The plan for this setup. Raises ConfigError where its batch does not divide. `found`: of `setup.measure()`, if it is known."""
+    found = found or setup.measure()
+    counts = batch_arithmetic(setup.args, setup.gpus, num_prompts=1)
+    held, decoding = _held(setup, found, counts.completions_per_generation)
+    steps = counts.optimizer_steps_per_generation
+    engines = max(1, setup.gpus // decoding.gpus)
+    share = -(-counts.completions_per_generation // engines)
+    group = setup.args.num_generations
+    rolled = decoding.seconds(share, group, setup.prompt_tokens, setup.mean, setup.args.max_completion_length)
+    scoring, update = _learning(setup, found, counts.completions_per_step)
+    seconds = Seconds(rollout=rolled / steps, scoring=scoring, update=update, sync=_sync(setup, found) / steps)
+    return Estimate(
+        setup=setup,
+        found=found,
+        held=held,
+        seconds=seconds,
+        decoding=decoding,
+        completions=counts.completions_per_step,
+    )
+
+
+def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decoding]:
+    args, shards = setup.args, setup.shards
+    prompts = -(-completions // args.num_generations // setup.gpus)
+    drawn = prompts * (setup.prompt_tokens + args.num_generations * args.max_completion_length)
+    whole = memory_of(found, args, setup.model_config, drawn, Target(on_cpu=False))
+    copied = bool(whole.sampler) or args.use_vllm
+    item = 2 if copied else found.dtype.itemsize
+    split = args.vllm_tensor_parallel_size if args.use_vllm else 1
+    sampled = item * found.size // split if copied else found.weights if setup.is_split else 0
+    gathered = _gathered(setup, found) if setup.is_split and setup.gpus > 1 else 0
+    kept = {
+        name: -(-getattr(whole, name) // shards)
+        for name in ("weights", "reference", "critic", "gradients", "optimizer")
+    }
+    held = Held(**kept, gathered=gathered, activations=whole.activations, sampler=sampled, cache=0)
+    room = setup.gpu.memory - held.stays - held.sampler
+    decoding = Decoding(
+        gpu=setup.gpu,
+        gpus=split,
+        weights=item * found.size,
+        parameters=found.size,
+        key_bytes=cache_bytes(setup.model_config, 1, item),
+        room=max(0, room) * split,
+        item_bytes=item,
+    )
+    return replace(held, cache=min(whole.cache, max(0, room))), decoding
+
+
+def _gathered(setup: Setup, found: Measured) -> int:
+    """Bytes of what FSDP2 holds whole at a time: the embeddings and the head, this layer and the next, and their gradients."""
+    text = setup.model_config.get_text_config()
+    tables = 1 if text.tie_word_embeddings else 2
+    ends = min(found.weights, tables * text.vocab_size * text.hidden_size * found.dtype.itemsize)
+    layer = (found.weights - ends) // text.num_hidden_layers
+    trained = found.gradients / found.weights
+    return int(ends * (1 + trained) + layer * (2 + trained))
+
+
+def _learning(setup: Setup, found: Measured, completions: int) -> tuple[float, float]:
+    """Seconds of scoring and of the update of `completions`, with what has to be moved between devices.
+
+    Movement overlaps with arithmetic; whichever is longer counts.
+    """
+    args, gpus = setup.args, setup.gpus
+    passes = max(1.0, completions / gpus / args.per_device_train_batch_size)
+    rows = min(args.per_device_train_batch_size, completions / gpus)
+    real = rows * setup.mean + max(1.0, rows / args.num_generations) * setup.prompt_tokens
+    share = min(1.0, real / found.tokens)
+    one_score, one_pass = found.scoring * share, (found.learning - found.updating) * share
+    update = found.updating / setup.shards
+    there = (gpus - 1) / gpus / setup.gpu.sends(gpus)
+    if setup.is_split:
+        gather, scatter = found.weights * there, found.gradients * there
+        scoring = passes * max(one_score, gather) if one_score else 0.0
+        return scoring, passes * max(one_pass, 2 * gather + scatter) + update
+    summed = 2 * found.gradients * there
+    return passes * one_score, (passes - 1) * one_pass + max(one_pass, summed) + update
+
+
+def _sync(setup: Setup, found: Measured) -> float:
+    """Seconds to bring new weights to the sampler: gathered where they are split, else copied in their memory."""
+    if setup.is_split:
+        return found.weights * (setup.gpus - 1) / setup.gpus / setup.gpu.sends(setup.gpus)
+    return (found.weights + 2 * found.size) / setup.gpu.reads

@@ -1,0 +1,99 @@
+"""GPUs by name: what their data sheets say of memory, arithmetic and bandwidth, and how much of that runs get."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from covey.errors import ConfigError, did_you_mean
+
+PRODUCTS = 0.36
+"""Share of the peak that products get: Llama 3.1 8B on 8 H100 with FSDP trains at 33% (eager) to 39% (compiled) of it (torchtitan,
+benchmarks/llama3_h100_202412_torchtitan.md, Dec 2024)."""
+READS = 0.69
+"""Share of the bandwidth that decoding gets: Llama 2 7B reads 1,397 GB/s of an A100's 2,039 (gpt-fast, README)."""
+LINKS = 0.8
+"""Share of a link that collectives get; assumed."""
+NETWORK = 50e9
+"""Bytes a second of a GPU between nodes: InfiniBand or RoCE at 400 Gb/s a GPU."""
+A_NODE = 8
+"""GPUs of a node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU by its data sheet: decimal GB, dense TFLOPS, GB/s; `link` is one direction of NVLink, or PCIe."""
+
+    name: str
+    memory_gb: float
+    bfloat16: float
+    float32: float
+    bandwidth: float
+    link: float
+    source: str
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a process can use: CUDA's context and the allocator's holes leave 94%."""
+        return int(0.94 * self.memory_gb * 1e9)
+
+    def flops(self, itemsize: int) -> float:
+        """Operations a second that products of numbers of so many bytes get."""
+        return PRODUCTS * 1e12 * (self.bfloat16 if itemsize <= 2 else self.float32)
+
+    @property
+    def reads(self) -> float:
+        """Bytes a second from its memory."""
+        return READS * 1e9 * self.bandwidth
+
+    def sends(self, count: int) -> float:
+        """Bytes a second to `count` GPUs of a group, by the slowest link on the way."""
+        return LINKS * (self.link * 1e9 if count <= A_NODE else min(self.link * 1e9, NETWORK))
+
+
+def _gpu(name: str, memory: float, bf16: float, fp32: float, bandwidth: float, link: float, source: str) -> Gpu:
+    return Gpu(name=name, memory_gb=memory, bfloat16=bf16, float32=fp32, bandwidth=bandwidth, link=link, source=source)
+
+
+_SHEET = "NVIDIA data sheet"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100", 80, 312, 19.5, 2039, 300, _SHEET + ", A100 80GB SXM"),
+        _gpu("A100-40GB", 40, 312, 19.5, 1555, 300, _SHEET + ", A100 40GB SXM"),
+        _gpu("A800", 80, 312, 19.5, 2039, 200, _SHEET + ", A800 80GB SXM"),
+        _gpu("A10G", 24, 70, 35, 600, 32, "AWS, instances G5"),
+        _gpu("L4", 24, 121, 30.3, 300, 32, _SHEET),
+        _gpu("L40S", 48, 362, 91.6, 864, 32, _SHEET),
+        _gpu("RTX3090", 24, 71, 35.6, 936, 32, "NVIDIA Ampere GA102 white paper"),
+        _gpu("RTX4090", 24, 165, 82.6, 1008, 32, "NVIDIA Ada white paper"),
+        _gpu("RTX5090", 32, 210, 104.8, 1792, 64, "NVIDIA Blackwell RTX white paper"),
+        _gpu("RTX-A6000", 48, 155, 38.7, 768, 32, _SHEET),
+        _gpu("H100", 80, 989, 67, 3350, 450, _SHEET + ", H100 SXM"),
+        _gpu("H100-PCIe", 80, 756, 51, 2000, 64, _SHEET),
+        _gpu("GH200", 96, 990, 67, 4000, 450, _SHEET + ", GH200 96GB"),
+        _gpu("H800", 80, 989, 67, 3350, 200, _SHEET + ", H800 SXM"),
+        _gpu("H20", 96, 148, 44, 4000, 450, _SHEET),
+        _gpu("H200", 141, 989, 67, 4800, 450, _SHEET),
+        _gpu("B200", 180, 2250, 75, 7700, 900, _SHEET + ", DGX B200"),
+        _gpu("MI300X", 192, 1307, 163, 5300, 448, "AMD data sheet"),
+    )
+}
+
+
+def gpus(text: str) -> tuple[int, Gpu]:
+    """The number and kind of GPUs of "8xH100"; a name alone is one. Raises ConfigError with the known names."""
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z].*?)\s*", text)
+    by_plain = {_plain(name): gpu for name, gpu in GPUS.items()}
+    gpu = by_plain.get(_plain(found[2])) if found else None
+    if found is None or gpu is None or int(found[1] or 1) < 1:
+        near = did_you_mean(found[2], GPUS) if found else ""
+        raise ConfigError(
+            f"--gpus {text!r} names no GPU that is known here.{near} Write a number and a name, such as 8xH100; known: "
+            f"{', '.join(GPUS)}."
+        )
+    return int(found[1] or 1), gpu
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removesuffix("sxm").replace("80gb", "").removeprefix("nvidia")

@@ -1,0 +1,39 @@
+"""The options of a run that is planned for GPUs which are not here: what they decide by the machine is decided for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from covey.config import GRPOConfig
+from covey.errors import ConfigError
+
+_ELSEWHERE = {
+    "deepspeed": "say --fsdp true, which is how ZeRO-2 and ZeRO-3 are carried out",
+    "fsdp_config": "a plan knows one way to split a model; say --fsdp true",
+    "use_cpu": "a plan is for GPUs; covey doctor memory is for a CPU",
+    "fp16": "a plan computes in bfloat16 (--bf16 false: in float32)",
+}
+_NO = ("", "false", "no", "off", "0", "none")
+
+
+def planned(wanted: Mapping[str, Any]) -> tuple[GRPOConfig, bool]:
+    """The configuration on a GPU, in bfloat16 unless `bf16` says otherwise, and True where FSDP splits the model.
+
+    Raises ConfigError for what a plan cannot look at.
+    """
+    wanted = dict(wanted)
+    for name, instead in _ELSEWHERE.items():
+        if wanted.get(name):
+            raise ConfigError(f"covey doctor plan does not take --{name.replace('_', '-')}: {instead}.")
+    if wanted.get("use_vllm") and wanted.get("vllm_mode", "server") != "colocate":
+        raise ConfigError(
+            "A plan is for GPUs that write and learn in turn; add --vllm-mode colocate, or leave vLLM out."
+        )
+    is_split = str(wanted.pop("fsdp", None) or "").lower() not in _NO
+    if is_split and wanted.get("use_vllm"):
+        raise ConfigError("fsdp gathers the weights for the native sampler; leave --use-vllm or --fsdp out.")
+    bf16 = wanted.pop("bf16", True)
+    config = GRPOConfig(**wanted)
+    config.bf16 = bf16
+    return config, is_split

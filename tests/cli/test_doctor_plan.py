@@ -1,0 +1,63 @@
+"""`covey doctor plan`: one page about GPUs that are not here."""
+
+import json
+import re
+
+import pytest
+
+from covey.cli import main
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["plan"], "--model is missing"),
+        (["plan", "--model", "demo"], "--gpus is missing"),
+        (["plan", "--model", "demo", "--gpus", "8xH99"], "known: A100"),
+        (["plan", "--model", "Qwen/Qwen2.5-9B", "--gpus", "H100"], "Did you mean Qwen/Qwen2.5-7B?"),
+        (["plan", "--model", "demo", "--gpus", "H100", "--prompt-tokens", "0"], "--prompt-tokens is less than 1"),
+        (["--model", "demo", "--gpus", "H100", "plan", "--mean-completion-tokens", "9999"], "more than --max-completion-length"),
+    ],
+)  # fmt: skip
+def test_a_mistake_gets_one_sentence(words, sentence, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["doctor", *words]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_plan_names_the_parts_of_a_step_what_fits_and_what_would_pay(capsys):
+    asked = [
+        "doctor",
+        "plan",
+        "--model",
+        "Qwen/Qwen2.5-0.5B",
+        "--gpus",
+        "2xA100",
+        "--json",
+        "--gradient-accumulation-steps",
+        "4",
+    ]
+    assert main(asked) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["ok"]
+    assert said["parameters"] == 494_032_768
+    parts = ("rollout", "scoring", "update", "sync")
+    assert said["seconds"]["step"] == pytest.approx(sum(said["seconds"][name] for name in parts))
+    assert said["memory"]["peak"] < said["memory"]["available"]
+    assert said["rows_that_fit"] > 8
+    changes = " ".join(one["change"] for one in said["changes"])
+    assert all(word in changes for word in ("fsdp", "4 GPUs", "asynchronous"))
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_is_exit_code_1_and_is_told_what_would(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor", "plan", "--model", "Qwen/Qwen2.5-7B", "--gpus", "8xA100"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of 70.0 GiB: does not fit" in said
+    assert "not even 1 completions" in said
+    assert re.search(r"pays a split model \(--fsdp true\): [\d.]+ s a step, [\d.]+ GiB at the peak; it would fit", said)
+    assert "asked of a run that fits" in said
