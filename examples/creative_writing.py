@@ -14,12 +14,14 @@ from tiny import taught
 
 from covey import GRPOConfig, GRPOTrainer
 
-WORDS = [["The", "A", "One"], ["old", "cold", "pale", "young"], ["moon", "bird", "wind", "child"], ["sings", "waits", "falls"]]
+ADJECTIVES = ["old", "cold", "pale", "young", "small", "blue", "lost", "slow"]
+NOUNS = ["moon", "bird", "wind", "child", "boat", "rose", "king", "dog"]
+VERBS = ["sings", "waits", "falls", "sleeps", "turns", "calls"]
 RHYMES = [["at night", "in the light", "so bright"], ["by the sea", "for me", "and is free"], ["all day", "far away", "in May"]]
 
 
 def line(rng, endings):
-    return " ".join([*(rng.choice(words) for words in WORDS), rng.choice(endings)])
+    return f"The {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} {rng.choice(VERBS)} {rng.choice(endings)}"
 
 
 def row(rng):
@@ -35,15 +37,16 @@ def row(rng):
 def rhyme(completions, **columns):
     """1 for two lines that end in different words of one rhyme."""
     def is_rhyme(text):
-        endings = [next((n, one) for n, rhymes in enumerate(RHYMES) for one in rhymes if part.endswith(one)) for part in text]
-        return len(endings) == 2 and endings[0][0] == endings[1][0] and endings[0][1] != endings[1][1]
+        lines = text.split("\n")
+        endings = [(n, one) for line in lines for n, rhymes in enumerate(RHYMES) for one in rhymes if line.endswith(one)]
+        return len(lines) == len(endings) == 2 and endings[0][0] == endings[1][0] and endings[0][1] != endings[1][1]
 
-    return [float(is_rhyme(one[0]["content"].split("\n"))) for one in completions]
+    return [float(is_rhyme(one[0]["content"])) for one in completions]
 
 
 smoke, rng = "--smoke" in sys.argv, random.Random(1)
 model = taught("runs/creative-start", row)
-for name, weight in (("form", 0.0), ("both", 1.0)):
+for name, weight in (("form", 0.0), ("both", 2.0)):
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=[rhyme, "distinct(n=2)"],  # the share of word pairs that no other completion of the prompt has
@@ -51,7 +54,7 @@ for name, weight in (("form", 0.0), ("both", 1.0)):
             output_dir=f"runs/creative-{name}",
             reward_weights=[1.0, weight],
             max_steps=15 if smoke else 150,
-            num_generations=16,
+            num_generations=8,
             per_device_train_batch_size=64,
             max_completion_length=24,
             learning_rate=1e-3,

@@ -30,7 +30,7 @@ def row(rng):
     return {
         "prompt": [{"role": role, "content": text} for role, text in [("system", f"Be {style}."), *turns]],
         "name": name, "hobby": hobby, "topic": topic, "style": style,
-        "completion": f"{rng.choice(list(STYLES.values()))}, {rng.choice([name, 'friend'])}, {said}.",
+        "completion": f"{STYLES[rng.choice([style, rng.choice(list(STYLES))])]}, {rng.choice([name, 'friend'])}, {said}.",
     }  # fmt: skip
 
 

@@ -26,11 +26,11 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         output_dir="runs/maths",
         reward_weights=[1.0, 0.2],
-        max_steps=15 if smoke else 100,
+        max_steps=20 if smoke else 100,
         num_generations=8,
         per_device_train_batch_size=96,
         max_completion_length=32,
-        learning_rate=6e-4,
+        learning_rate=1e-3,
         logging_steps=1,
         report_to="none",
     ),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 Row = dict[str, Any]
 """`prompt`, a list of chat messages, and `completion`, a text."""
@@ -25,6 +26,7 @@ WORD = Regex(r" ?[A-Za-zÀ-ž_]+|\d|\s|[^\s]")
 
 def taught(folder: str, row: Callable[[random.Random], Row], *, steps: int = 120, hidden: int = 64) -> str:
     """The folder of a Llama of 0.1 million parameters that learnt `completion` after `prompt` from 32 new rows a step."""
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer = make_tokenizer([row(rng) for _ in range(2000)])
