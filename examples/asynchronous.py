@@ -9,9 +9,9 @@ that learn from it, which importance weights correct. `idle/learner` and `idle/s
 
 import sys
 
-from datasets import Dataset
+from tiny import problems
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
@@ -25,7 +25,7 @@ def main():
             output_dir="runs/asynchronous",
             async_rollouts=True,
             max_staleness=1,
-            max_steps=20 if smoke else 100,
+            max_steps=12 if smoke else 100,
             num_generations=8,
             per_device_train_batch_size=64,
             max_completion_length=32,
@@ -33,7 +33,7 @@ def main():
             logging_steps=1,
             report_to="none",
         ),
-        train_dataset=Dataset.from_list(demo.rows("train", 2000)),
+        train_dataset=problems(),
     )
     trainer.train()
 

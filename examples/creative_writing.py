@@ -46,18 +46,18 @@ def rhyme(completions, **columns):
 
 smoke, rng = "--smoke" in sys.argv, random.Random(1)
 model = taught("runs/creative-start", row)
-for name, weight in (("form", 0.0), ("both", 2.0)):
+for name, weight in (("form", 0.0), ("both", 1.0)):
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=[rhyme, "distinct(n=2)"],  # the share of word pairs that no other completion of the prompt has
         args=GRPOConfig(
             output_dir=f"runs/creative-{name}",
             reward_weights=[1.0, weight],
-            max_steps=15 if smoke else 150,
+            max_steps=20 if smoke else 150,
             num_generations=8,
             per_device_train_batch_size=64,
             max_completion_length=24,
-            learning_rate=1e-3,
+            learning_rate=2e-3,
             logging_steps=1,
             report_to="none",
         ),

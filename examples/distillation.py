@@ -9,6 +9,7 @@ Expect: `distill/reverse_kl`, nats a token from the teacher, falls, and the shar
 import sys
 
 from datasets import Dataset
+from tiny import problems
 
 from covey import GRPOConfig, GRPOTrainer, SFTTrainer, demo, sft_config
 from covey import algorithms as alg
@@ -20,9 +21,14 @@ smoke = "--smoke" in sys.argv
 
 def make_teacher(folder):
     """The model that ships, after supervised fine-tuning on right answers."""
-    rows = [{"prompt": one.question, "completion": worked(one)} for one in demo.problems("train", 2000)]
-    rows = [{name: [{"role": role, "content": row[name]}] for name, role in (("prompt", "user"), ("completion", "assistant"))} for row in rows]
-    args = sft_config(output_dir=folder, max_steps=60, per_device_train_batch_size=16, learning_rate=1e-3, report_to="none")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": one.question}],
+            "completion": [{"role": "assistant", "content": worked(one)}],
+        }
+        for one in demo.problems("train", 2000)
+    ]
+    args = sft_config(output_dir=folder, max_steps=50, per_device_train_batch_size=16, learning_rate=1e-3, report_to="none")
     trainer = SFTTrainer("demo", args, Dataset.from_list(rows))
     trainer.train()
     trainer.save_model(f"{folder}/model")
@@ -36,7 +42,7 @@ trainer = GRPOTrainer(
     algorithm=alg.dapo().replace(objective=alg.zero, regularizers=(alg.distill(teacher),)),  # alg.dapo() alone: reward and teacher
     args=GRPOConfig(
         output_dir="runs/student",
-        max_steps=15 if smoke else 100,
+        max_steps=12 if smoke else 100,
         num_generations=4,
         per_device_train_batch_size=64,
         max_completion_length=32,
@@ -44,6 +50,6 @@ trainer = GRPOTrainer(
         logging_steps=1,
         report_to="none",
     ),
-    train_dataset=Dataset.from_list(demo.rows("train", 2000)),
+    train_dataset=problems(),
 )
 trainer.train()

@@ -13,7 +13,9 @@ import threading
 import time
 from pathlib import Path
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from tiny import problems
+
+from covey import GRPOConfig, GRPOTrainer
 from covey.data import follow
 
 MODEL = "demo"
@@ -30,16 +32,16 @@ def write(rows):
 
 smoke = "--smoke" in sys.argv
 PROMPTS.parent.mkdir(exist_ok=True)
-threading.Thread(target=write, args=(demo.rows("train", 2000),), daemon=True).start()
+threading.Thread(target=write, args=(problems(),), daemon=True).start()
 trainer = GRPOTrainer(
     model=MODEL,
     reward_funcs="math",
     args=GRPOConfig(
         output_dir="runs/live",
-        max_steps=20 if smoke else 100,  # a stream has no end
+        max_steps=16 if smoke else 100,  # a stream has no end
         curriculum="replay:0.25",
         live_timeout_seconds=60,
-        num_generations=8,
+        num_generations=4,
         per_device_train_batch_size=64,
         max_completion_length=32,
         learning_rate=1e-3,

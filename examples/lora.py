@@ -9,10 +9,10 @@ Expect: the reward rises. runs/lora/adapter holds the adapter alone; `covey merg
 
 import sys
 
-from datasets import Dataset
+from tiny import problems
 from peft import LoraConfig
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
@@ -24,15 +24,15 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         output_dir="runs/lora",
         beta=0.01,  # costs no second model: the reference is the policy with its adapter off
-        max_steps=20 if smoke else 100,
+        max_steps=12 if smoke else 100,
         num_generations=8,
         per_device_train_batch_size=64,
         max_completion_length=32,
-        learning_rate=5e-3,
+        learning_rate=2e-3,
         logging_steps=1,
         report_to="none",
     ),
-    train_dataset=Dataset.from_list(demo.rows("train", 2000)),
+    train_dataset=problems(),
 )
 trainer.train()
 trainer.save_model("runs/lora/adapter")

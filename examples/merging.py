@@ -30,7 +30,7 @@ def rows(split, skill, count):
 def trainer_of(model, skill):
     args = GRPOConfig(
         output_dir=f"runs/merging-{skill}-{Path(model).name}",
-        max_steps=15 if smoke else 60,
+        max_steps=10 if smoke else 60,
         num_generations=8,
         num_generations_eval=1,
         per_device_train_batch_size=64,

@@ -9,9 +9,9 @@ every 4 steps, the KL stays small and the reward rises further. (Gorbatovski et 
 
 import sys
 
-from datasets import Dataset
+from tiny import problems
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
@@ -26,7 +26,7 @@ for name, is_moving in (("still", False), ("moving", True)):
             sync_ref_model=is_moving,
             ref_model_mixup_alpha=0.6,
             ref_model_sync_steps=4,
-            max_steps=20 if smoke else 100,
+            max_steps=12 if smoke else 100,
             num_generations=8,
             per_device_train_batch_size=64,
             max_completion_length=32,
@@ -34,6 +34,6 @@ for name, is_moving in (("still", False), ("moving", True)):
             logging_steps=1,
             report_to="none",
         ),
-        train_dataset=Dataset.from_list(demo.rows("train", 2000)),
+        train_dataset=problems(),
     )
     trainer.train()

@@ -9,9 +9,9 @@ Expect: the reward rises, and metrics.jsonl has the metric of the part, `sure/sh
 import sys
 from dataclasses import dataclass
 
-from datasets import Dataset
+from tiny import problems
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.testing import check_advantage, check_regularizer
 
@@ -48,7 +48,7 @@ trainer = GRPOTrainer(
     algorithm=mine,
     args=GRPOConfig(
         output_dir="runs/own-algorithm",
-        max_steps=20 if smoke else 100,
+        max_steps=12 if smoke else 100,
         num_generations=8,
         per_device_train_batch_size=64,
         max_completion_length=32,
@@ -56,6 +56,6 @@ trainer = GRPOTrainer(
         logging_steps=1,
         report_to="none",
     ),
-    train_dataset=Dataset.from_list(demo.rows("train", 2000)),
+    train_dataset=problems(),
 )
 trainer.train()

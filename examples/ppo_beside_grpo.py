@@ -9,9 +9,9 @@ explains the rewards PPO learns more slowly. docs/algorithms-measured.md compare
 
 import sys
 
-from datasets import Dataset
+from tiny import problems
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
@@ -23,7 +23,7 @@ for name in ("grpo", "ppo"):
         algorithm=name,  # or "ppo, critic_model=separate": a second model as critic
         args=GRPOConfig(
             output_dir=f"runs/beside-{name}",
-            max_steps=15 if smoke else 100,
+            max_steps=12 if smoke else 100,
             num_generations=8,
             per_device_train_batch_size=64,
             max_completion_length=32,
@@ -31,7 +31,7 @@ for name in ("grpo", "ppo"):
             logging_steps=1,
             report_to="none",
         ),
-        train_dataset=Dataset.from_list(demo.rows("train", 2000)),
+        train_dataset=problems(),
     )
     trainer.train()
 

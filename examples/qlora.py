@@ -10,11 +10,11 @@ Expect: the reward rises. The 4-bit kernels of bitsandbytes are trained through 
 import sys
 
 import torch
-from datasets import Dataset
+from tiny import problems
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
-from covey import GRPOConfig, GRPOTrainer, demo
+from covey import GRPOConfig, GRPOTrainer
 
 smoke = "--smoke" in sys.argv
 MODEL = "demo" if smoke else "Qwen/Qwen2.5-7B-Instruct"
@@ -28,14 +28,14 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         output_dir="runs/qlora",
         optim="adamw_torch" if smoke else "paged_adamw_8bit",
-        max_steps=20 if smoke else 200,
+        max_steps=12 if smoke else 200,
         num_generations=8,
         per_device_train_batch_size=64,
         max_completion_length=32 if smoke else 512,
-        learning_rate=5e-3 if smoke else 1e-5,
+        learning_rate=2e-3 if smoke else 1e-5,
         logging_steps=1,
         report_to="none",
     ),
-    train_dataset=Dataset.from_list(demo.rows("train", 2000)),
+    train_dataset=problems(),
 )
 trainer.train()

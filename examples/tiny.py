@@ -1,6 +1,6 @@
-"""Tiny models for the examples: words are tokens, two layers, taught from answers in seconds. Nothing is downloaded.
+"""What the examples need where there is no network: problems for the model that ships, and tiny models taught in seconds.
 
-With a real model you need none of this: `model = "Qwen/Qwen2.5-0.5B-Instruct"`.
+With a real model you need none of this: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and a data set of yours.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
+
+from covey import demo
 
 Row = dict[str, Any]
 """`prompt`, a list of chat messages, and `completion`, a text."""
@@ -22,6 +25,13 @@ TEMPLATE = (
 )
 WORD = Regex(r" ?[A-Za-zÀ-ž_]+|\d|\s|[^\s]")
 """A token: a word with the space before it, a digit, or any other character."""
+
+
+def problems(count: int = 1000, split: str = "train") -> Dataset:
+    """Word problems of two steps, of which the model that ships ("demo") misreads one in two: columns `prompt` and `answer`."""
+    found = [one for one in demo.problems(split, 4 * count) if len(one.operations) == 2][:count]
+    rows = [{"prompt": [{"role": "user", "content": one.question}], "answer": str(one.answer)} for one in found]
+    return Dataset.from_list(rows)
 
 
 def taught(folder: str, row: Callable[[random.Random], Row], *, steps: int = 120, hidden: int = 64) -> str:
