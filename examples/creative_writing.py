@@ -17,7 +17,11 @@ from covey import GRPOConfig, GRPOTrainer
 ADJECTIVES = ["old", "cold", "pale", "young", "small", "blue", "lost", "slow"]
 NOUNS = ["moon", "bird", "wind", "child", "boat", "rose", "king", "dog"]
 VERBS = ["sings", "waits", "falls", "sleeps", "turns", "calls"]
-RHYMES = [["at night", "in the light", "so bright"], ["by the sea", "for me", "and is free"], ["all day", "far away", "in May"]]
+RHYMES = [
+    ["at night", "in the light", "so bright"],
+    ["by the sea", "for me", "and is free"],
+    ["all day", "far away", "in May"],
+]
 
 
 def line(rng, endings):
@@ -36,9 +40,12 @@ def row(rng):
 
 def rhyme(completions, **columns):
     """1 for two lines that end in different words of one rhyme."""
+
     def is_rhyme(text):
         lines = text.split("\n")
-        endings = [(n, one) for line in lines for n, rhymes in enumerate(RHYMES) for one in rhymes if line.endswith(one)]
+        endings = [
+            (n, one) for line in lines for n, rhymes in enumerate(RHYMES) for one in rhymes if line.endswith(one)
+        ]
         return len(lines) == len(endings) == 2 and endings[0][0] == endings[1][0] and endings[0][1] != endings[1][1]
 
     return [float(is_rhyme(one[0]["content"])) for one in completions]

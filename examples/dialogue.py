@@ -26,7 +26,9 @@ def row(rng):
     question, topic = rng.choice(list(QUESTIONS.items()))
     small_talk = [("user", "It rains today."), ("assistant", "Yes, it does.")] * rng.randint(0, 1)
     turns = [("user", f"I am {name} and I like {hobby}."), ("assistant", "Hello!"), *small_talk, ("user", question)]
-    said = ANSWERS[rng.choice([topic, rng.choice(list(ANSWERS))])].format(rng.choice([hobby, hobby, rng.choice(HOBBIES)]))
+    said = ANSWERS[rng.choice([topic, rng.choice(list(ANSWERS))])].format(
+        rng.choice([hobby, hobby, rng.choice(HOBBIES)])
+    )
     return {
         "prompt": [{"role": role, "content": text} for role, text in [("system", f"Be {style}."), *turns]],
         "name": name, "hobby": hobby, "topic": topic, "style": style,
@@ -48,7 +50,10 @@ def context(completions, name, hobby, **columns):
 def coherence(completions, name, hobby, **columns):
     """Nothing in the reply contradicts an earlier turn: no other name, no other hobby."""
     others = [{*NAMES, *HOBBIES} - {*mine} for mine in zip(name, hobby, strict=True)]
-    return [float(not any(word in one[0]["content"] for word in wrong)) for one, wrong in zip(completions, others, strict=True)]
+    return [
+        float(not any(word in one[0]["content"] for word in wrong))
+        for one, wrong in zip(completions, others, strict=True)
+    ]
 
 
 def style(completions, style, **columns):

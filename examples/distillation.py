@@ -28,7 +28,9 @@ def make_teacher(folder):
         }
         for one in demo.problems("train", 2000)
     ]
-    args = sft_config(output_dir=folder, max_steps=50, per_device_train_batch_size=16, learning_rate=1e-3, report_to="none")
+    args = sft_config(
+        output_dir=folder, max_steps=50, per_device_train_batch_size=16, learning_rate=1e-3, report_to="none"
+    )
     trainer = SFTTrainer("demo", args, Dataset.from_list(rows))
     trainer.train()
     trainer.save_model(f"{folder}/model")
@@ -39,7 +41,9 @@ teacher = make_teacher("runs/teacher")
 trainer = GRPOTrainer(
     model=STUDENT,
     reward_funcs="math",
-    algorithm=alg.dapo().replace(objective=alg.zero, regularizers=(alg.distill(teacher),)),  # alg.dapo() alone: reward and teacher
+    algorithm=alg.dapo().replace(
+        objective=alg.zero, regularizers=(alg.distill(teacher),)
+    ),  # alg.dapo() alone: reward and teacher
     args=GRPOConfig(
         output_dir="runs/student",
         max_steps=12 if smoke else 100,

@@ -9,8 +9,8 @@ Expect: the reward rises. runs/lora/adapter holds the adapter alone; `covey merg
 
 import sys
 
-from tiny import problems
 from peft import LoraConfig
+from tiny import problems
 
 from covey import GRPOConfig, GRPOTrainer
 

@@ -24,7 +24,9 @@ smoke = "--smoke" in sys.argv
 def rows(split, skill, count):
     """Problems of one skill."""
     found = [one for one in demo.problems(split, 4 * count) if one.operations in SKILLS[skill]]
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": one.question}], "answer": str(one.answer)} for one in found[:count]])
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": one.question}], "answer": str(one.answer)} for one in found[:count]]
+    )
 
 
 def trainer_of(model, skill):

@@ -15,7 +15,14 @@ from tiny import taught
 
 from covey import GRPOConfig, GRPOTrainer
 
-TASKS = {"double": "x * 2", "halve": "x / 2", "square": "x * x", "negate": "- x", "increment": "x + 1", "decrement": "x - 1"}
+TASKS = {
+    "double": "x * 2",
+    "halve": "x / 2",
+    "square": "x * x",
+    "negate": "- x",
+    "increment": "x + 1",
+    "decrement": "x - 1",
+}
 
 
 def row(rng):

@@ -10,8 +10,8 @@ Expect: the reward rises. The 4-bit kernels of bitsandbytes are trained through 
 import sys
 
 import torch
-from tiny import problems
 from peft import LoraConfig
+from tiny import problems
 from transformers import BitsAndBytesConfig
 
 from covey import GRPOConfig, GRPOTrainer

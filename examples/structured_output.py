@@ -25,7 +25,11 @@ SCHEMA = {
 
 def row(rng):
     """A sentence and its record. The tiny model learns from `completion`; the rewards read `record`."""
-    record = {"name": rng.choice(["Anna", "Omar", "Mia", "Leo"]), "age": rng.randint(20, 69), "city": rng.choice(["Rome", "Oslo", "Lima"])}
+    record = {
+        "name": rng.choice(["Anna", "Omar", "Mia", "Leo"]),
+        "age": rng.randint(20, 69),
+        "city": rng.choice(["Rome", "Oslo", "Lima"]),
+    }
     text = f"{record['name']}, aged {record['age']}, lives in {record['city']}."
     habits = [record, {**record, "age": str(record["age"])}, {k: record[k] for k in rng.sample(list(record), 2)}]
     return {
@@ -37,6 +41,7 @@ def row(rng):
 
 def right_values(completions, record, **columns):
     """The share of the record's values that the answer holds; 0 for what is no JSON object."""
+
     def share(text, wanted):
         try:
             found = json.loads(text)

@@ -45,7 +45,9 @@ def taught(folder: str, row: Callable[[random.Random], Row], *, steps: int = 120
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.1)
     for _ in range(steps):
         rows = [row(rng) for _ in range(32)]
-        prompts = [tokenizer.apply_chat_template(one["prompt"], add_generation_prompt=True, tokenize=False) for one in rows]
+        prompts = [
+            tokenizer.apply_chat_template(one["prompt"], add_generation_prompt=True, tokenize=False) for one in rows
+        ]
         texts = [f"{prompt}{one['completion']}<end>" for prompt, one in zip(prompts, rows, strict=True)]
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)

@@ -38,8 +38,21 @@ CHINESE = (
     "{n}有{a}排{t}，每排{b}个，给{m}{c}个。还剩多少个{t}？",
 )
 THINGS_IN = {
-    "de": "Äpfel Perlen Bücher Karten Münzen Tassen Eier Schlüssel Stifte Pflaumen Muscheln Marken".split(),
-    "zh": "苹果 珠子 本子 卡片 硬币 杯子 鸡蛋 钥匙 钢笔 李子 贝壳 邮票".split(),
+    "de": [
+        "Äpfel",
+        "Perlen",
+        "Bücher",
+        "Karten",
+        "Münzen",
+        "Tassen",
+        "Eier",
+        "Schlüssel",
+        "Stifte",
+        "Pflaumen",
+        "Muscheln",
+        "Marken",
+    ],
+    "zh": ["苹果", "珠子", "本子", "卡片", "硬币", "杯子", "鸡蛋", "钥匙", "钢笔", "李子", "贝壳", "邮票"],
 }
 
 

@@ -40,13 +40,18 @@ def trainer_of(name, model):
         report_to="none",
         **options,
     )
-    return GRPOTrainer(model, "math", args, Dataset.from_list(data), Dataset.from_list(rows("test", 40 if smoke else 200)))
+    return GRPOTrainer(
+        model, "math", args, Dataset.from_list(data), Dataset.from_list(rows("test", 40 if smoke else 200))
+    )
 
 
 def line(name, found):
     """Accuracy by language with its 95% interval, drawn once a question."""
     parts = [[found[f"eval_reward/language={one}{end}"] for end in ("", "/low", "/high")] for one in LANGUAGES]
-    print(f"| {name} | " + " | ".join(f"{value:.0%} ({low:.0%} to {high:.0%})" for value, low, high in parts) + " |", flush=True)
+    print(
+        f"| {name} | " + " | ".join(f"{value:.0%} ({low:.0%} to {high:.0%})" for value, low, high in parts) + " |",
+        flush=True,
+    )
 
 
 model = warm_up("runs/languages-start", steps=120 if smoke else 400)

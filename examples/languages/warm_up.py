@@ -33,7 +33,9 @@ def warm_up(folder: str, steps: int = 400) -> str:
             )
             for one in problems
         ]
-        texts = [f"{prompt}{taught(one, rng)}{tokenizer.eos_token}" for prompt, one in zip(prompts, problems, strict=True)]
+        texts = [
+            f"{prompt}{taught(one, rng)}{tokenizer.eos_token}" for prompt, one in zip(prompts, problems, strict=True)
+        ]
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
         for line, prompt in zip(labels, prompts, strict=True):
