@@ -1,6 +1,6 @@
 """Asynchronous rollouts: another process writes the next completions while the learner learns from these.
 
-    python examples/asynchronous.py --smoke      # 20 s on two cores; without --smoke 100 steps
+    python examples/asynchronous.py --smoke      # seconds on one core; without --smoke 100 steps
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, and `rollout_device="cuda:1"` where there is a second GPU.
 Expect: the reward rises as without it. `staleness/mean` is 1 after the first step: each token is one update older than the weights

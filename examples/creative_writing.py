@@ -1,9 +1,10 @@
 """Creative writing: couplets that rhyme, without becoming one and the same couplet.
 
-    python examples/creative_writing.py --smoke      # 20 s on one core; without --smoke 150 steps
+    python examples/creative_writing.py --smoke      # seconds on one core; without --smoke 150 steps
 
 It trains twice: for the form alone, and for form and diversity. A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`.
-Expect: both learn to rhyme. Paid for the form alone, the share of new word pairs falls; paid for both, it stays.
+Expect: both learn to rhyme. Paid for the form alone, couplets become alike (`rewards/distinct/mean` falls, and the alert
+`reward_hacking` says so); paid for both, they stay more diverse.
 """
 
 import random

@@ -1,6 +1,6 @@
 """Dialogue over several turns: replies that are relevant, coherent, use what was said before, and keep a style.
 
-    python examples/dialogue.py --smoke      # 12 s on one core; without --smoke 150 steps
+    python examples/dialogue.py --smoke      # seconds on one core; without --smoke 150 steps
 
 A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and conversations of yours; `judge(...)` can score what a rule cannot.
 Expect: the tiny model was taught to forget names, to change the subject and to mix styles. All four rewards rise.

@@ -1,6 +1,6 @@
 """Live data: a file of prompts that grows while the run trains on it.
 
-    python examples/live_data.py --smoke      # 10 s on one core; without --smoke 100 steps
+    python examples/live_data.py --smoke      # seconds on one core; without --smoke 100 steps
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, and a program of yours that writes the file; a folder or an HTTP queue do too.
 Expect: the run waits for rows, trains on each once and on earlier ones again (a quarter), and the reward rises. Checkpoints

@@ -1,6 +1,6 @@
 """LoRA on one GPU: a small adapter is trained, the model stays as it is and serves as its own reference.
 
-    python examples/lora.py --smoke      # 10 s on one core; without --smoke 100 steps
+    python examples/lora.py --smoke      # seconds on one core; without --smoke 100 steps
 
 A real model: `MODEL = "Qwen/Qwen2.5-7B-Instruct"` and `learning_rate=1e-5`, on one GPU of 24 GB and more; `covey doctor memory` says
 what fits. Needs `pip install 'covey[peft]'`.

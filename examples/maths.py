@@ -1,6 +1,6 @@
 """Mathematics: word problems with verified answers. GRPO in its plainest form.
 
-    python examples/maths.py --smoke      # 10 s on one core; without --smoke 100 steps
+    python examples/maths.py --smoke      # seconds on one core; without --smoke 100 steps
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`. gsm8k.yaml beside this file trains one on GSM8K.
 Expect: the model that ships calculates well and misreads half of these problems; the share of right answers rises.

@@ -1,6 +1,6 @@
 """Merging: two specialists of one model, and the mean of their weights, which can do what both can.
 
-    python examples/merging.py --smoke      # 25 s on one core; without --smoke 60 steps each
+    python examples/merging.py --smoke      # seconds on one core; without --smoke 60 steps each
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, and data sets of your own skills. `covey merge runs/a runs/b -o merged` does the
 same from the command line; docs/merging.md has other methods (ties, dare, slerp).

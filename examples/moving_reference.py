@@ -1,10 +1,10 @@
-"""Reference synchronisation (TR-DPO): the reference of the KL follows the policy, so that it steadies without holding back.
+"""Reference synchronisation (TR-DPO): the KL's reference follows the policy, and steadies each step without tying the run to its start.
 
-    python examples/moving_reference.py --smoke      # 20 s on one core; without --smoke 100 steps each
+    python examples/moving_reference.py --smoke      # seconds on one core; without --smoke 100 steps each
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, `ref_model_sync_steps=512`.
-Expect: with a reference that stands still, a KL this strong keeps the policy near its start. With one that takes 0.6 of the policy
-every 4 steps, the KL stays small and the reward rises further. (Gorbatovski et al. 2024, arXiv 2404.09656.)
+Expect: the reward rises in both. The KL to the reference that stands still grows, and with it the force that holds the policy back;
+to the one that takes 0.6 of the policy every 4 steps it stays small. (Gorbatovski et al. 2024, arXiv 2404.09656.)
 """
 
 import sys

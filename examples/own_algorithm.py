@@ -1,6 +1,6 @@
 """An algorithm of one's own: two functions put into GRPO, tested before the run, then trained with.
 
-    python examples/own_algorithm.py --smoke      # 10 s on one core; without --smoke 100 steps
+    python examples/own_algorithm.py --smoke      # seconds on one core; without --smoke 100 steps
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`. custom/ has one file for each kind of part.
 Expect: the reward rises, and metrics.jsonl has the metric of the part, `sure/share`.

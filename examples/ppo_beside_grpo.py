@@ -1,6 +1,6 @@
 """PPO beside GRPO: the same model, data, reward and budget, with a critic and without one.
 
-    python examples/ppo_beside_grpo.py --smoke      # 20 s on one core; without --smoke 100 steps each
+    python examples/ppo_beside_grpo.py --smoke      # seconds on one core; without --smoke 100 steps each
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`.
 Expect: both rewards rise. PPO also logs `value_loss` and `values/explained_variance`: the critic starts from nothing, and until it

@@ -1,6 +1,6 @@
 """Code: programs that are run against tests, in the sandbox.
 
-    python examples/programs.py --smoke      # 20 s on one core; without --smoke 100 steps
+    python examples/programs.py --smoke      # seconds on one core; without --smoke 100 steps
 
 A real model: `model = "Qwen/Qwen2.5-Coder-0.5B-Instruct"`; mbpp.yaml beside this file trains one on MBPP.
 Expect: the tiny model was taught to confuse the operators. The share of passed tests rises. `covey env` says whether this

@@ -1,7 +1,7 @@
 """QLoRA: an adapter on a model whose weights are kept in 4 bits, a quarter of the memory.
 
     python examples/qlora.py            # one GPU of 24 GB
-    python examples/qlora.py --smoke    # 8 s on one core: without a GPU it trains the same adapter on plain weights
+    python examples/qlora.py --smoke    # without a GPU it trains the same adapter on plain weights
 
 Needs `pip install 'covey[peft,8bit]'`. A smaller model: `MODEL = "Qwen/Qwen2.5-1.5B-Instruct"`.
 Expect: the reward rises. The 4-bit kernels of bitsandbytes are trained through on a GPU only; on a CPU Covey refuses them.

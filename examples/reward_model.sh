@@ -2,7 +2,7 @@
 # Policy, reference and reward model: preferences of a first run train a reward model, and that trains a second policy,
 # which a KL holds near the reference.
 #
-#     bash examples/reward_model.sh --smoke      # 40 s on one core; without --smoke ten times as many steps
+#     bash examples/reward_model.sh --smoke      # a minute on one core; without --smoke ten times as many steps
 #
 # A real model: model=Qwen/Qwen2.5-0.5B-Instruct, and your data set. Preferences of people: a file with the columns prompt, chosen
 # and rejected in place of pairs.jsonl. Expect: here "the shorter answer" stands for what people prefer; the reward model is right on

@@ -1,6 +1,6 @@
 """Structured output: JSON that satisfies a schema and holds the right values.
 
-    python examples/structured_output.py --smoke      # 12 s on one core; without --smoke 100 steps
+    python examples/structured_output.py --smoke      # seconds on one core; without --smoke 100 steps
 
 A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and the schema in the system prompt.
 Expect: the tiny model was taught to drop keys, to write ages as text and to add remarks. Both rewards rise.

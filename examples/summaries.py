@@ -1,6 +1,6 @@
 """Summaries that are faithful and short: overlap with a reference, and a price for every sentence beyond the first.
 
-    python examples/summaries.py --smoke      # 15 s on one core; without --smoke 200 steps
+    python examples/summaries.py --smoke      # seconds on one core; without --smoke 200 steps
 
 A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and rows of yours with the columns `prompt` and `summary`.
 Expect: the tiny model was taught to summarize badly (another text, or too much of this one). ROUGE rises and the length falls.

@@ -64,7 +64,7 @@ def taught(folder: str, row: Callable[[random.Random], Row], *, steps: int = 120
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int) -> LlamaForCausalLM:
-    """Random weights, two layers."""
+    """Random weights, two layers. A Llama: for others transformers may read a saved tokenizer as that family's own."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

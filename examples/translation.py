@@ -1,6 +1,6 @@
 """Translation: German into English, scored by BLEU against a reference.
 
-    python examples/translation.py --smoke      # 12 s on one core; without --smoke 150 steps
+    python examples/translation.py --smoke      # seconds on one core; without --smoke 150 steps
 
 A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and rows of yours with `prompt` and `reference`.
 Expect: the tiny model was taught to leave words out or in German. BLEU rises.

@@ -1,9 +1,11 @@
 """Several languages in one run: word problems in English, German and Chinese, four ways, and what each language gains.
 
-    python examples/languages/train.py --smoke      # 40 s on one core; without --smoke ten minutes
+    python examples/languages/train.py --smoke      # seconds on one core; without --smoke some ten minutes
 
 A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and rows of yours with a column `language`.
-Expect: accuracy rises in all three languages, and in German also in the run `transfer`, which never sees a German question.
+Expect: a table of accuracy by language with 95% intervals, before and after each run. `transfer` sees no German question: its column
+`de` says whether German gains or loses by what is learnt in the others. The smoke makes one short run of a model that has hardly
+read German: it shows the table, not a gain.
 """
 
 import sys
@@ -27,13 +29,13 @@ def trainer_of(name, model):
     data, options = RUNS[name]
     args = GRPOConfig(
         output_dir=f"runs/languages-{name}",
-        max_steps=12 if smoke else 60,
+        max_steps=6 if smoke else 100,
         num_generations=12,
         num_generations_eval=1,
         per_device_train_batch_size=96,
         per_device_eval_batch_size=100,
         max_completion_length=32,
-        learning_rate=1e-3,
+        learning_rate=6e-4,
         metrics_by=["language"],
         save_strategy="no",
         logging_steps=1,
@@ -41,7 +43,7 @@ def trainer_of(name, model):
         **options,
     )
     return GRPOTrainer(
-        model, "math", args, Dataset.from_list(data), Dataset.from_list(rows("test", 40 if smoke else 200))
+        model, "math", args, Dataset.from_list(data), Dataset.from_list(rows("test", 30 if smoke else 200))
     )
 
 
@@ -54,7 +56,7 @@ def line(name, found):
     )
 
 
-model = warm_up("runs/languages-start", steps=120 if smoke else 400)
+model = warm_up("runs/languages-start", steps=40 if smoke else 400)
 print("| run | en | de | zh |\n|---|--:|--:|--:|")
 for name in ("transfer",) if smoke else RUNS:
     trainer = trainer_of(name, model)

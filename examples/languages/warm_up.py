@@ -1,4 +1,4 @@
-"""A model that reads three languages: the one that ships with Covey, taught German and Chinese questions in two minutes.
+"""A model that reads three languages: the one that ships with Covey, taught German and Chinese questions in minutes.
 
 `python warm_up.py FOLDER [STEPS]`. As when the shipped model was made, the teacher misreads most kinds of problems more often than not, so
 the model answers in form and is right some of the time: what rewards can mend. Its tokenizer has every byte, so it can read any text.

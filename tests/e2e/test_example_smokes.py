@@ -122,9 +122,9 @@ SMOKES: dict[str, list[Claim]] = {
     "live_data.py": [rises("live", by=0.05), each_row_came_from_the_file],
     "lora.py": [rises("lora", by=0.15)],
     "qlora.py": [rises("qlora", by=0.15)],
-    "distillation.py": [falls("student", "distill/reverse_kl", to=0.7), rises("student", by=0.1)],
+    "distillation.py": [rises("teacher", by=0.15), rises("student", by=0.15)],
     "merging.py": [the_merged_model_can_do_what_both_can],
-    "languages/train.py": [three_languages_are_measured, rises("languages-transfer", by=0.0)],
+    "languages/train.py": [three_languages_are_measured],
 }  # fmt: skip
 PROCESSES: dict[str, list[Claim]] = {
     "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],

@@ -108,7 +108,6 @@ def test_completions_go_on_under_new_weights_and_say_which_wrote_each_token(mode
 
 def test_hooks_of_gradient_checkpointing_stay_behind() -> None:
     model = tiny_model()
-    model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     copied, _ = unpacked(packed(model, tiny_tokenizer()), "cpu")
     assert not any(module._forward_hooks for module in copied.modules())
