@@ -90,9 +90,14 @@ def row(problem: Problem, language: str) -> dict[str, Any]:
 
 
 def together(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """`count` problems, each in every language, for `group_languages`: `prompt_en`, `prompt_de`, `prompt_zh`, `answer`."""
+    """`count` problems, each in every language, for `group_languages`: `prompt` (English), `prompt_de`, `prompt_zh`, `answer`."""
     return [
-        {"answer": str(one.answer), **{f"prompt_{language}": asked(one, language) for language in LANGUAGES}}
+        {
+            "prompt": asked(one, "en"),
+            "prompt_de": asked(one, "de"),
+            "prompt_zh": asked(one, "zh"),
+            "answer": str(one.answer),
+        }
         for one in drawn(split, count, seed)
     ]
 
