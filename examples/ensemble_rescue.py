@@ -5,7 +5,7 @@ answers are wrong and GRPO alone has nothing to learn from. The member is taught
 its right answers join the groups in which the policy failed throughout.
 
     python examples/ensemble_rescue.py                     # 3 seeds, alone and with the member: about two minutes on one free core
-    python examples/ensemble_rescue.py --seeds 1 --steps 20
+    python examples/ensemble_rescue.py --smoke      # one seed, 20 steps with the member
 """
 
 from __future__ import annotations
@@ -104,7 +104,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--lessons", type=int, default=60, help="steps that policy and member are taught for")
+    parser.add_argument("--smoke", action="store_true", help="one seed, 20 steps, with the member only")
     given = parser.parse_args()
+    arms = ("alone", "rescue")
+    if given.smoke:
+        given.seeds, given.steps, arms = 1, 20, ("rescue",)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         policy = taught(place / "policy", is_right=False, steps=given.lessons)
@@ -113,8 +117,8 @@ def main() -> None:
             f"{'run':<8}{'seed':>5}{'before':>9}{'after':>9}   reward at steps 1, 1/4, 1/2, 3/4, end   asked: first, last fifth"
         )
         for seed in range(given.seeds):
-            for name, other in (("alone", None), ("rescue", member)):
-                found = run(policy, other, place / f"{name}-{seed}", seed, given.steps)
+            for name in arms:
+                found = run(policy, member if name == "rescue" else None, place / f"{name}-{seed}", seed, given.steps)
                 last = given.steps - 1
                 at = " ".join(f"{found['rewards'][i * last // 4]:.2f}" for i in range(5))
                 fifth = max(1, given.steps // 5)

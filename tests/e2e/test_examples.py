@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from covey.cli import main
 
@@ -43,7 +44,7 @@ def test_the_rescue_example_learns_what_the_policy_alone_never_finds(tmp_path: P
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_configuration_is_whole(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the model and the data, which are on the hub, are replaced."""
-    column = "question" if name == "gsm8k.yaml" else "text"
+    column = yaml.safe_load((EXAMPLES / name).read_text())["prompt_column"]
     data = tmp_path / "rows.jsonl"
     row = {column: "2 + 2 =", "answer": "#### 4", "test_list": ["assert f(1) == 1"]}
     data.write_text(f"{json.dumps(row)}\n" * 8)

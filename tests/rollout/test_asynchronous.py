@@ -8,7 +8,7 @@ import torch
 
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
-from covey.rollout.worker import Setup
+from covey.rollout.worker import Setup, packed, unpacked
 from covey.rollout.worker_process import ProcessWorker
 from covey.types import Group, Prompt
 from kit import tiny_model, tiny_tokenizer
@@ -104,3 +104,13 @@ def test_completions_go_on_under_new_weights_and_say_which_wrote_each_token(mode
             assert one.token_versions.tolist() == [7] * 3 + [8] * (one.num_tokens - 3)
     assert any(one.num_tokens > 3 for one in group.completions)
     assert content([group]) != content([old])
+
+
+def test_hooks_of_gradient_checkpointing_stay_behind() -> None:
+    model = tiny_model()
+    model.enable_input_require_grads()
+    copied, _ = unpacked(packed(model, tiny_tokenizer()), "cpu")
+    assert not any(module._forward_hooks for module in copied.modules())
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        torch.testing.assert_close(copied(ids).logits, model.eval()(ids).logits)

@@ -110,13 +110,17 @@ def _left_out(*_: Any, **__: Any) -> None:
     """In place of a function that only training calls, and that cannot leave its process."""
 
 
+def _its_place() -> Any:
+    return _left_out
+
+
 class _Pickler(pickle.Pickler):
     """Functions made within functions stay behind: hooks of gradient checkpointing, which sampling has no use for."""
 
     def reducer_override(self, value: Any) -> Any:
         is_local = isinstance(value, FunctionType) and "<" in value.__qualname__
         is_of_training = type(value).__module__.startswith("covey.kernels")
-        return "_left_out" if is_local else (_left_out, ()) if is_of_training else NotImplemented
+        return (_its_place, ()) if is_local else (_left_out, ()) if is_of_training else NotImplemented
 
 
 _PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="covey.rollout.worker")

@@ -1,0 +1,38 @@
+"""LoRA on one GPU: a small adapter is trained, the model stays as it is and serves as its own reference.
+
+    python examples/lora.py --smoke      # seconds on one core; without --smoke 100 steps
+
+A real model: `MODEL = "Qwen/Qwen2.5-7B-Instruct"` and `learning_rate=1e-5`, on one GPU of 24 GB and more; `covey doctor memory` says
+what fits. Needs `pip install 'covey[peft]'`.
+Expect: the reward rises. runs/lora/adapter holds the adapter alone; `covey merge runs/lora/adapter -o merged` adds it into the model.
+"""
+
+import sys
+
+from peft import LoraConfig
+from tiny import problems
+
+from covey import GRPOConfig, GRPOTrainer
+
+MODEL = "demo"
+
+smoke = "--smoke" in sys.argv
+trainer = GRPOTrainer(
+    model=MODEL,
+    reward_funcs="math",
+    peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+    args=GRPOConfig(
+        output_dir="runs/lora",
+        beta=0.01,  # costs no second model: the reference is the policy with its adapter off
+        max_steps=12 if smoke else 100,
+        num_generations=8,
+        per_device_train_batch_size=64,
+        max_completion_length=32,
+        learning_rate=2e-3,
+        logging_steps=1,
+        report_to="none",
+    ),
+    train_dataset=problems(),
+)
+trainer.train()
+trainer.save_model("runs/lora/adapter")

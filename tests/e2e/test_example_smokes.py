@@ -1,0 +1,171 @@
+"""Every example's `--smoke` runs, and what its header promises is there.
+
+Run in this process, one after the other, so that torch is imported once. Where an example starts processes, so does its test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Claim = Callable[[Path, str], None]
+"""Looks at the folder where the example ran, and at what it printed."""
+
+
+def series(folder: Path, run: str, metric: str) -> list[float]:
+    lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    return [found[metric] for found in map(json.loads, lines) if metric in found]
+
+
+def first(values: list[float]) -> float:
+    return fmean(values[:2])
+
+
+def last(values: list[float]) -> float:
+    return fmean(values[-4:])
+
+
+def rises(run: str, metric: str = "reward", *, by: float) -> Claim:
+    def claim(folder: Path, printed: str) -> None:
+        values = series(folder, run, metric)
+        assert last(values) > first(values) + by, values
+
+    return claim
+
+
+def falls(run: str, metric: str, *, to: float) -> Claim:
+    """To at most this share of its first values."""
+
+    def claim(folder: Path, printed: str) -> None:
+        values = series(folder, run, metric)
+        assert last(values) < first(values) * to, values
+
+    return claim
+
+
+def both_keep_form_and_one_keeps_diversity(folder: Path, printed: str) -> None:
+    form, both = (last(series(folder, f"creative-{name}", "rewards/distinct/mean")) for name in ("form", "both"))
+    assert both > form
+
+
+def the_moving_reference_stays_nearer(folder: Path, printed: str) -> None:
+    moving, still = (last(series(folder, f"reference-{name}", "kl")) for name in ("moving", "still"))
+    assert 0 < moving < still / 2
+
+
+def the_merged_model_can_do_what_both_can(folder: Path, printed: str) -> None:
+    lines = [
+        line.replace("%", "").split() for line in printed.splitlines() if "one-step " in line and "two-step " in line
+    ]
+    found = {line[0]: (int(line[2]), int(line[4])) for line in lines}
+    assert all(after > before for before, after in zip(found["start"], found["merged"], strict=True)), found
+
+
+def the_rescued_policy_learns_from_nothing(folder: Path, printed: str) -> None:
+    name, _, before, after, *_ = printed.splitlines()[-1].split()
+    assert name == "rescue"
+    assert float(before) == 0.0
+    assert float(after) > 0.1
+
+
+def every_token_is_one_update_old(folder: Path, printed: str) -> None:
+    assert series(folder, "asynchronous", "staleness/max")[1:] == [1.0] * 11
+
+
+def each_row_came_from_the_file(folder: Path, printed: str) -> None:
+    assert len((folder / "runs" / "live-prompts.jsonl").read_text().splitlines()) >= 16 * 12  # a quarter are replayed
+
+
+def pairs_were_learnt(folder: Path, printed: str) -> None:
+    report = json.loads((folder / "runs" / "reward-model" / "judge" / "reward_training.json").read_text())
+    assert report["accuracy"] > 0.7
+    assert series(folder, "reward-model/second", "kl")[-1] > 0
+    lengths = series(folder, "reward-model/second", "completions/mean_length")
+    assert last(lengths) < first(lengths)  # what the pairs preferred
+
+
+def three_languages_are_measured(folder: Path, printed: str) -> None:
+    rows = [line for line in printed.splitlines() if line.startswith(("| start", "| transfer"))]
+    assert len(rows) == 2
+    assert all(row.count(" to ") == 3 for row in rows), rows
+
+
+SMOKES: dict[str, list[Claim]] = {
+    "maths.py": [rises("maths", by=0.15)],
+    "programs.py": [rises("programs", by=0.15)],
+    "dialogue.py": [
+        rises("dialogue", f"rewards/{name}/mean", by=0.1) for name in ("relevance", "context", "coherence", "style")
+    ],
+    "summaries.py": [rises("summaries", "rewards/rouge/mean", by=0.15), rises("summaries", "rewards/brief/mean", by=0.03)],
+    "creative_writing.py": [
+        rises("creative-form", "rewards/rhyme/mean", by=0.3),
+        rises("creative-both", "rewards/rhyme/mean", by=0.3),
+        both_keep_form_and_one_keeps_diversity,
+    ],
+    "translation.py": [rises("translation", by=0.15)],
+    "structured_output.py": [
+        rises("structured", "rewards/json_schema/mean", by=0.2), rises("structured", "rewards/right_values/mean", by=0.05)
+    ],
+    "own_algorithm.py": [rises("own-algorithm", by=0.15), rises("own-algorithm", "sure/share", by=0)],
+    "ppo_beside_grpo.py": [rises("beside-grpo", by=0.15), rises("beside-ppo", by=0.1)],
+    "moving_reference.py": [rises("reference-moving", by=0.1), the_moving_reference_stays_nearer],
+    "ensemble_rescue.py": [the_rescued_policy_learns_from_nothing],
+    "live_data.py": [rises("live", by=0.05), each_row_came_from_the_file],
+    "lora.py": [rises("lora", by=0.15)],
+    "qlora.py": [rises("qlora", by=0.15)],
+    "distillation.py": [rises("teacher", by=0.15), rises("student", by=0.15)],
+    "merging.py": [the_merged_model_can_do_what_both_can],
+    "languages/train.py": [three_languages_are_measured],
+}  # fmt: skip
+PROCESSES: dict[str, list[Claim]] = {
+    "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],
+    "reward_model.sh": [rises("reward-model/second", by=0.1), pairs_were_learnt],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # they are the example's reader's, not ours
+@pytest.mark.parametrize("name", SMOKES)
+def test_a_smoke_shows_what_its_header_promises(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), "--smoke"])
+    monkeypatch.syspath_prepend(str((EXAMPLES / name).parent))
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr().out
+    for claim in SMOKES[name]:
+        claim(tmp_path, printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_smoke_that_starts_processes_does_too(name: str, tmp_path: Path) -> None:
+    first_word = "bash" if name.endswith(".sh") else sys.executable
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [first_word, str(EXAMPLES / name), "--smoke"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    for claim in PROCESSES[name]:
+        claim(tmp_path, done.stdout)
+
+
+def test_every_example_is_on_its_page_and_says_how_to_try_it() -> None:
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    elsewhere = {"tiny.py", "trl_script.py"}  # no smokes: what the others share, and a script of another library
+    for path in sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.yaml")]):
+        assert f"examples/{path.name})" in page, f"{path.name} is not on docs/examples.md"
+        if path.suffix != ".yaml" and path.name not in elsewhere:
+            assert path.name in {*SMOKES, *PROCESSES}, f"{path.name} has no smoke"
+            assert "--smoke" in "".join(path.read_text().splitlines(keepends=True)[:16]), (
+                f"{path.name}: a header says how"
+            )
