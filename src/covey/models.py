@@ -254,7 +254,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def encoder_of(model: Any) -> Any:
-    """The model without its head, images included: what gives hidden states of ids and images."""
+    """The model without its LM head: hidden states of token ids and images."""
     inner = unwrapped(model)
     return getattr(inner, inner.base_model_prefix, inner)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from covey.types import Advantage, Scores
 
 Singleton = Literal["zero", "keep"]
-"""What a group with one scored completion gets: 0, as TRL (nothing to compare with), or its own reward, as verl."""
+"""Advantage of a group with one scored completion: 0, as TRL (nothing to compare with), or its own reward, as verl."""
 
 
 def sequence_rewards(scores: Scores) -> Tensor:
-    """`R` [P, G], NaN where nobody scored."""
+    """`R` [P, G], NaN where no reward function scored."""
     total = scores.total
     if scores.per_token is not None:
         total = total + (scores.per_token * scores.mask).sum(-1)
@@ -41,7 +41,7 @@ def nan_std(x: Tensor) -> Tensor:
 
 
 def is_tied(x: Tensor) -> Tensor:
-    """[..., 1] bool: whether the values that are not NaN are equal but for rounding (4 units in the last place).
+    """[..., 1] bool, True where the values that are not NaN are equal but for rounding (4 units in the last place).
 
     By largest minus smallest, never by a standard deviation, which is not 0 for equal values in floating point.
     """

@@ -40,7 +40,7 @@ from covey.types import (
 
 @dataclass(frozen=True)
 class Needs:
-    """What an algorithm must be given, so that nothing is computed in vain."""
+    """Inputs that an algorithm reads; the learner computes no others."""
 
     entropy: bool = False
     ref_logp: bool = False
@@ -149,7 +149,7 @@ class Algorithm:
 
     @torch.no_grad()
     def metrics(self, tokens: TokenBatch, totals: Totals) -> dict[str, Metric]:
-        """What this micro-batch says, under TRL's names where TRL has one; metrics of micro-batches merge exactly."""
+        """Metrics of this micro-batch, under TRL's names where TRL has one; metrics of micro-batches merge exactly."""
         tokens = _clean(tokens)
         metrics: dict[str, Metric] = {
             "policy_loss": Sum(self._policy_loss(tokens, totals).item()),
@@ -174,7 +174,7 @@ class Algorithm:
 
     @property
     def needs(self) -> Needs:
-        """What the parts read, by what they say in `needs` and by what they are."""
+        """Inputs that the parts read: those they list in `needs`, and those that follow from their type."""
         parts = [part for _, part in self._parts()]
         wanted = {name for part in parts for name in getattr(part, "needs", ())}
         known = {item.name for item in fields(Needs)}
@@ -226,7 +226,7 @@ class Algorithm:
         }
 
     def has_left(self, report: StepReport) -> bool:
-        """Whether the policy is further than `target_kl` from the one that drew the completions."""
+        """True if the policy's approximate KL from the policy that sampled the completions exceeds `target_kl`."""
         return self.target_kl is not None and report["approx_kl"] > self.target_kl
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What every part of an algorithm is held to, tried on made-up steps before a model is: each problem in one sentence.
+"""Invariants of every part of an algorithm, tried on synthetic steps before any model runs: each problem in one sentence.
 
 `objective_problems(mine)` and its kin return what is wrong, an empty list when nothing is. A part may name invariants that its
 definition breaks on purpose in `exempt`: `policy_gradient`, `zero_advantage`, `tied_groups`, `order`.

@@ -1,4 +1,4 @@
-"""Whatever has memory and is one number: a coefficient that follows what it sees. Its value lives in the training state."""
+"""Controllers: coefficients that adapt to measured metrics. Their value is kept in the training state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Controller(Protocol):
 
 
 def is_controller(value: Any) -> bool:
-    """Whether `value` has `init` and `update`."""
+    """True if `value` has `init` and `update`."""
     return isinstance(value, Controller) and not isinstance(value, type)
 
 

@@ -44,7 +44,7 @@ def mixture(logp: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _expected(logp: Tensor, value: Tensor) -> Tensor:
-    """[m] mean of `value` [m, V] under the distribution; what cannot happen counts 0."""
+    """[m] mean of `value` [m, V] under the distribution; tokens of probability 0 count 0."""
     return (logp.exp() * value.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
 
 

@@ -47,7 +47,7 @@ class Correction:
     limit: float | None = None
     against: Literal["old", "current"] = "old"
     mean: float | None = None
-    """What `normalize` divides by, once `prepare` has measured it."""
+    """Divisor of `normalize`: the mean weight, set by `prepare`."""
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
@@ -83,7 +83,7 @@ class Correction:
         return torch.where((weight < low) | (weight > high), 0.0, weight)
 
     def step_mean(self, tokens: TokenBatch) -> float:
-        """The mean weight over tokens that count, or over sequences that have any: what `normalize` divides by."""
+        """Divisor of `normalize`: the mean weight over tokens of the mask, or over sequences that have any."""
         weight = self.bounded(tokens)
         counts = tokens.mask if self.level == "token" else tokens.mask.any(-1, keepdim=True)
         return (weight * counts).sum().item() / max(int(counts.sum()), 1) or 1.0

@@ -81,7 +81,7 @@ class EntropyBonus:
         return replace(self, only=only, scale=_tokens_per_selected(tokens, only(tokens)))
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Metric]:
-        """`entropy_coef`: what was applied; with `only`, `entropy_selected`: the mean entropy of those tokens."""
+        """`entropy_coef`: the coefficient applied; with `only`, `entropy_selected`: the mean entropy of those tokens."""
         metrics: dict[str, Metric] = {"entropy_coef": Last(current(self.coefficient))}
         if self.only is not None:
             metrics["entropy_selected"] = Mean.of(entropy_of(tokens), self.only(tokens).bool())

@@ -1,4 +1,4 @@
-"""What makes a combination of options wrong, told in one sentence before any work is spent."""
+"""Checks of option combinations: one sentence for a wrong one, before any work is spent."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value may have this annotation, as far as its outermost type says."""
+    """True if a value fits this annotation, judged by its outermost type."""
     kinds = [get_origin(one) or one for one in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [kind]
     kinds = [get_origin(one) or one for one in kinds]
     plain = tuple(one for one in kinds if isinstance(one, type) and one is not Any)
@@ -257,7 +257,7 @@ def settle_precision(config: Any) -> None:
 
 
 def processor_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively; emulation would be slower than float32."""
+    """True if this CPU multiplies bfloat16 natively; emulation would be slower than float32."""
     import torch
 
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
@@ -274,7 +274,7 @@ def _arm_has_bfloat16() -> bool:
 
 
 def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
-    """`use_vllm` is TRL's word for `rollout_backend="vllm"`; what only vLLM heeds is told without it."""
+    """Resolves `use_vllm`, TRL's name for `rollout_backend="vllm"`; warns of options that only vLLM honours when it is off."""
     if config.use_vllm and config.rollout_backend not in ("auto", "vllm"):
         raise ConfigError(f"use_vllm=True and rollout_backend={config.rollout_backend!r} contradict each other.")
     if config.use_vllm:

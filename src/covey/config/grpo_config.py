@@ -84,7 +84,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             TypeError,
             AttributeError,
             LookupError,
-        ) as error:  # what transformers says of its own options
+        ) as error:  # raised by transformers for its own options
             raise ConfigError(str(error)) from error
         vars(self).update(compiling)
         checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
@@ -97,7 +97,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
 
     @property
     def checkpoints_activations(self) -> bool:
-        """Whether activations are computed again from the start."""
+        """True if activation checkpointing is on from the first step."""
         return bool(self.gradient_checkpointing) and not self.checkpoint_when_needed
 
     def _changed(self) -> dict[str, Any]:

@@ -72,5 +72,5 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
 
 
 def is_changed(value: Any, default: Any) -> bool:
-    """Whether an option differs from its default, whichever way its off is written (None, False, an empty list)."""
+    """True if an option differs from its default; all spellings of off (None, False, an empty list) are equal."""
     return bool(value or default) and bool(value != default)

@@ -33,7 +33,7 @@ def row_at(dataset: Any, index: int, name: str = "the data set") -> Mapping[str,
 
 
 def first_prompts(dataset: Any, count: int, name: str) -> Iterator[Any]:
-    """What the first `count` rows have in their column `prompt`, None without one. DataError for a row without values, as in `row_at`."""
+    """Values of the column `prompt` in the first `count` rows, None without one. DataError for a row without values, as in `row_at`."""
     is_plain = isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None
     texts = dataset.select_columns(["prompt"]) if is_plain and "prompt" in dataset.column_names else None
     for start in range(0, count, _BATCH):

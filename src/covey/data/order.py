@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one drawn prompt: its completions' mean reward, 1 for full marks, and whether they differed."""
+    """Result of one drawn prompt: its completions' mean reward (1: full marks), and True if their rewards differed."""
 
     score: float
     has_signal: bool

@@ -84,7 +84,7 @@ def _missing(source: Any) -> Path:
 
 
 _MALFORMED = (ValueError, OverflowError, TypeError, LookupError, RecursionError)
-"""What the readers below `datasets` raise on rows that make no table."""
+"""Errors that the readers below `datasets` raise on rows that do not form a table."""
 
 
 def _suffix(path: Path) -> str:
@@ -208,7 +208,7 @@ def _from_folder(folder: Path, split: str | None, streaming: bool, config_name: 
 
 
 def _splits_of(folder: Path) -> dict[str, list[Path]]:
-    """The data files of a folder by split: what a word of their path says, or `train` when none says anything.
+    """The data files of a folder by split: named by a word of their path, `train` where no word names one.
 
     `datasets` also reads words of the folder's own path, so that `my_test/train.jsonl` becomes a test set.
     """

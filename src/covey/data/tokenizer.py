@@ -1,4 +1,4 @@
-"""What training needs of a tokenizer: a padding token, and every id that ends a text."""
+"""Tokenizer set-up for training: a padding token, and every id that ends a text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A prompt with images as the language model inside a vision-language model reads it: embeddings and positions.
 
 Most of these models compute images to vectors, put them among the embeddings of the text, and leave the rest to a language
-model that knows nothing of images. What they hand to it is caught here, once a prompt, so that its completions can share it
-and the language model runs as that of any text.
+model that knows nothing of images. Its input embeddings are captured here, once a prompt, so that all completions share them
+and the language model runs as for plain text.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class AdaptiveBatches:
         self.events.append(Event(kind="out_of_memory", said=told, details={"model": self.name, "error": said}))
 
     def take_events(self) -> tuple[Event, ...]:
-        """What happened since the last call."""
+        """Events since the last call."""
         taken, self.events = tuple(self.events), []
         return taken
 

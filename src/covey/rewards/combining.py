@@ -1,4 +1,4 @@
-"""From several rewards to one: what each weighs at a step, on what scale it counts, how far it may go, what share it has."""
+"""Combination of several rewards into one: weights by step, normalization, clipping, and each reward's share."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Combiner:
 
     `normalization`: `(r - mean) / (deviation + 1e-4)` over the group, over the rollout's batch, or over all rollouts so far
     (`running`, which a checkpoint keeps); a reward that is the same everywhere becomes 0. `clip`: the bounds of each reward
-    after that. What a function did not score stays NaN. The rewards that are logged and stored stay as the functions gave them.
+    after that. NaN (not scored) stays NaN. The rewards that are logged and stored stay as the functions gave them.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Combiner:
 
     @property
     def changes(self) -> bool:
-        """Whether rewards leave other than they came."""
+        """True if any reward is normalized or clipped."""
         return self.normalization != "none" or self.clip is not None
 
     def __call__(self, groups: Sequence[Group], *, learn: bool = True) -> list[Group]:

@@ -1,4 +1,4 @@
-"""What a reward function receives and may return: TRL's keywords in, one number or `None` a completion out.
+"""Contract of a reward function: TRL's keywords in, one number or `None` a completion out.
 
 TRL 1.16 (`GRPOTrainer._calculate_rewards`) passes everything to every function, so each must take `**kwargs`; here a
 function receives only what its signature names, and one that takes `**kwargs` receives everything.
@@ -152,7 +152,7 @@ class Batch:
 
 @dataclass
 class Logged:
-    """What one call said beside its scores, through `log_extra` and `log_metric`."""
+    """Extras of one call beside its scores, given through `log_extra` and `log_metric`."""
 
     size: int
     """N of the call; `log_extra` wants as many values."""
@@ -254,7 +254,7 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
 
 
 def to_scores(returned: Any, size: int, name: str) -> list[Any]:
-    """What a function returned as a list of `size` raw values. Raises RewardError that names what came and was wanted."""
+    """A function's return value as a list of `size` raw values. Raises RewardError that names the value and the expected form."""
     want = f"return a list with one number (or None) for each of the {size} completions"
     if isinstance(returned, Tensor) or hasattr(returned, "__array__"):
         array = returned.detach().cpu() if isinstance(returned, Tensor) else np.asarray(returned)

@@ -20,7 +20,7 @@ class CallOptions:
     """How one reward is called. The default is TRL's contract: one call with the whole batch, in this process."""
 
     unit: Literal["batch", "group", "completion"] = "batch"
-    """What one call gets: all completions of the batch, those of one prompt, or a single one."""
+    """Unit of one call: all completions of the batch, the group of one prompt, or a single completion."""
     is_singular: bool = False
     """It takes `completion`, `prompt` and a column's value instead of lists, and returns one number."""
     pure: bool = False

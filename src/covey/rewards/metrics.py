@@ -1,4 +1,4 @@
-"""What a batch of scored groups says, under TRL's names."""
+"""Metrics of a batch of scored groups, under TRL's names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reward_metrics(
 
 
 def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
-    """Whether any two completions of a scored group have different weighted sums; a tied group has no gradient."""
+    """True if any two completions of a scored group have different weighted sums; a tied group has no gradient."""
     if group.rewards is None:
         raise ValueError("has_signal needs a scored group; pass it through the scorer first.")
     known = _known(group.rewards, torch.as_tensor(weights, dtype=torch.float32))

@@ -38,7 +38,7 @@ class Scorer:
     A completion has one of three outcomes for each reward: a score, an abstention (`None`, NaN) or an error. An exception, a
     time-out or a value that is not a finite number is an error: NaN in `Group.rewards`, an `Event` in `Group.events` with
     the traceback and the completion, and a count in `rewards/<name>/errors`. After `error_limit` calls in a row of which
-    nothing came, RewardError. What no retry can mend (a wrong number of values, no numbers at all) raises RewardError
+    nothing came, RewardError. An error that no retry can mend (a wrong number of values, no numbers at all) raises RewardError
     on the first call already. `on_error="raise"` raises RewardError at the first error of any kind.
 
     Plain functions run one after the other on the caller's thread, where they can be interrupted; beside them, at the same
@@ -179,7 +179,7 @@ class Scorer:
         return _attach(groups, scores, [*events, *more], extras)
 
     def tidy(self, before: Surroundings) -> list[Event]:
-        """Put back what calls beside the caller's thread changed, cancel their tasks; what is to be told of it."""
+        """Restore state that calls on other threads changed and cancel their tasks. Returns the events to report."""
         changed = [(caller.spec.name, what) for caller in self._callers for what in caller.changed]
         changed += [("", what) for what in before.put_back()]
         return self._leftovers.events(changed, self._loop.cancel_left())
@@ -281,8 +281,8 @@ class Scorer:
 class Scoring:
     """One batch being scored: `add` groups as they finish, then `finish` with all of them in their order.
 
-    Rewards that stream are called by `add`, beside whatever the caller does meanwhile; the others once, by `finish`. What
-    comes out does not depend on the order in which groups were added.
+    Rewards that stream are called by `add`, concurrently with the caller; the others once, by `finish`. The
+    result does not depend on the order in which groups were added.
     """
 
     def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:

@@ -26,7 +26,7 @@ Finish = Literal["stop", "length", "error", "turns", "seconds"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """What a group of completions answers.
+    """Prompt of one group of completions.
 
     Example: `Prompt(uid="0:17", text="2 + 2 =", token_ids=(17, 5, 17, 9), columns={"answer": "4"})`.
     """
@@ -167,7 +167,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What an advantage estimator sees: the rewards of P groups of G completions.
+    """Input of an advantage estimator: the rewards of P groups of G completions.
 
     Groups of unequal size are padded with NaN rewards and empty masks.
     """
@@ -257,7 +257,7 @@ def stack_tokens(groups: Sequence[Group], pick: Callable[[Completion], Tensor | 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBatch:
-    """What objectives, KL terms and regularizers see: N completions padded to T tokens. They never meet packing.
+    """Input of objectives, KL terms and regularizers: N completions padded to T tokens, whether or not the learner packed them.
 
     Only `logp`, `entropy`, `full_kl`, `teacher_distance` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
     """
@@ -291,7 +291,7 @@ class TokenBatch:
     weight: Tensor | None = None
     """[N, T], factor on the objective of completions that another model wrote, 1 for the policy's own. None: 1 everywhere."""
     row: Tensor | None = None
-    """[N] int64, which completion of the optimizer step it is, whatever micro-batch it is in: what a random draw hangs on."""
+    """[N] int64, index of the completion within the optimizer step, in any micro-batch; seeds per-row randomness."""
 
     @cached_property
     def log_ratio(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What can be read off a text alone: how long it is, and how hard to read."""
+"""Features of a text alone: its length and its readability."""
 
 from __future__ import annotations
 

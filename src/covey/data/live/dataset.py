@@ -36,7 +36,7 @@ class LiveDataset:
         self.buffer, self.memory, self.replay_rows = buffer, memory, replay_rows
         self.changes: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], ...] = ()
         self.poll_seconds = 0.2
-        # What the run adds:
+        # Set by the run:
         self.timeout_seconds: float | None = None
         self.check_stop: Callable[[], None] = lambda: None
         self.share: Callable[[Any], Any] = lambda item: item

@@ -35,7 +35,7 @@ class ReplyError(ValueError):
 
 
 class _PassingError(ConnectionError):
-    """What may be gone at the next attempt; `wait` is what the server asked for."""
+    """Transient error, worth a retry; `wait` is the server's Retry-After in seconds."""
 
     def __init__(self, said: str, wait: float = 0.0) -> None:
         super().__init__(said)
@@ -44,7 +44,7 @@ class _PassingError(ConnectionError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model wrote, and what it cost."""
+    """The model's reply and its token counts."""
 
     text: str
     prompt_tokens: int = 0
@@ -87,7 +87,7 @@ class Endpoint:
             )
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """The request as JSON; what is remembered is remembered by it."""
+        """The request body as JSON; also the key of the reply cache."""
         shape = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
         return {**shape, **self.extra, "messages": [dict(message) for message in messages]}
 
@@ -241,9 +241,9 @@ def _storable(text: str) -> str:
 
 
 def side_by_side(work: Sequence[Callable[[], Any]], gate: threading.Semaphore, most: int, until: float) -> list[Any]:
-    """What each piece of work returned or raised, done at most `most` at a time, and `gate` permitting.
+    """Results (or exceptions) of each piece of work, run at most `most` at a time and as `gate` permits.
 
-    What is not done at `until` is a TimeoutError here; its thread is a daemon and ends with its own time limit.
+    Work unfinished at `until` gives a TimeoutError; its thread is a daemon and ends with its own time limit.
     """
     results: list[Any] = [TimeoutError("the judge was not done in time")] * len(work)
     todo = list(range(len(work)))[::-1]

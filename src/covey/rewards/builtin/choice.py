@@ -234,7 +234,7 @@ def best(score: Any, text: str, gold: Any) -> float | None:
 
 
 def answer_in(completion: Any) -> str:
-    """What a completion marks as its answer, or all of its text."""
+    """Marked answer of a completion, or all of its text."""
     text = text_of(completion)
     marked = marked_answer(text)
     return text if marked is None else marked

@@ -143,7 +143,7 @@ class JsonSchema:
 
 
 def _satisfies(validator: Any, value: Any) -> bool:
-    """Whether a value is valid; a schema that refers to itself without end counts as not satisfied."""
+    """True if a value is valid; a schema that refers to itself without end counts as not satisfied."""
     try:
         return bool(validator.is_valid(value))
     except RecursionError:
@@ -151,7 +151,7 @@ def _satisfies(validator: Any, value: Any) -> bool:
 
 
 def read_json(text: str) -> tuple[bool, Any]:
-    """Whether the whole text is strict JSON, and its value.
+    """(True if the whole text is strict JSON, its value).
 
     >>> read_json('{"a": 1}'), read_json('{"a": 1} so'), read_json("NaN")
     ((True, {'a': 1}), (False, None), (False, None))

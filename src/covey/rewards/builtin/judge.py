@@ -22,7 +22,7 @@ _REMEMBER_SECONDS = 60.0
 
 @dataclass
 class Spent:
-    """What a judge has cost so far."""
+    """Requests and tokens that a judge has used so far."""
 
     requests: int = 0
     remembered: int = 0
@@ -57,7 +57,7 @@ class Judge:
         object.__setattr__(self, "_gate", threading.BoundedSemaphore(self.concurrency))
 
     def all(self, questions: Sequence[Sequence[Message]], read: Callable[[str], T]) -> list[T | Exception]:
-        """What `read` makes of the reply to each question, or why there is none. Equal questions are asked once."""
+        """`read(reply)` of each question, or the exception that it ended in. Equal questions are asked once."""
         until = time.monotonic() + self.deadline_seconds
         keys = [json.dumps([dict(message) for message in question]) for question in questions]
         first = dict(zip(keys, questions, strict=True))

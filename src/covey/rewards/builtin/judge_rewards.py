@@ -214,7 +214,7 @@ class PairwiseJudgeReward:
 
 
 def question(rubric: str, parts: Mapping[str, str], order: str, form: str) -> list[Message]:
-    """The messages for a judge. What others wrote stands between marks that its own content could not foresee."""
+    """The messages for a judge. Untrusted text stands between random marks that its author could not predict."""
     longest = max(parts, key=lambda name: len(parts[name]))
     if len(parts[longest]) > _LONGEST:
         raise ValueError(f"{longest.lower()} has {len(parts[longest])} characters; a judge is shown at most {_LONGEST}")
@@ -231,8 +231,8 @@ def question(rubric: str, parts: Mapping[str, str], order: str, form: str) -> li
 def read_object(reply: str, key: str) -> Any:
     """The value of `key` in the only JSON object of a reply that has it. Raises ReplyError for none or several.
 
-    What a model thought before `</think>` is left out. Of several objects it cannot be told which one is the verdict, and
-    which one the judged text has smuggled in.
+    Reasoning before `</think>` is dropped. Several objects are an error, as one may have been smuggled in by the judged
+    text.
 
     >>> read_object('<think>7?</think> Here: {"reason": "{ok}", "score": 8}', "score")
     8

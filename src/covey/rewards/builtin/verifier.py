@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def compare(request: Mapping[str, Any]) -> bool | None:
-    """Whether the answer equals the gold answer; `None` when the gold answer cannot be parsed.
+    """True if the answer equals the gold answer; `None` when the gold answer cannot be parsed.
 
     `anchored` takes an answer only from a box or between dollar signs, as TRL's `accuracy_reward` does.
     """

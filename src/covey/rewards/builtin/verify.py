@@ -30,7 +30,7 @@ class Verifier:
         self._lock = threading.Lock()
 
     def is_equal(self, gold: str, answer: str, *, anchored: bool = False) -> bool | None:
-        """Whether both mean the same; `None` when it cannot be told (gold not parseable, or past the time limit).
+        """True if both answers are equal; `None` if undecided (gold not parseable, or past the time limit).
 
         `anchored`: take the answer only from a box or between dollar signs.
         """

@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What one reward made of N completions."""
+    """Scores of one reward for N completions, with its errors and timings."""
 
     name: str
     scores: Tensor
@@ -55,7 +55,7 @@ class Outcome:
     """Columns from `log_extra`, [N] each, None where nothing was logged."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
     told: list[Event] = field(default_factory=list)
-    """What happened meanwhile and cost no completion its score."""
+    """Events of the call that cost no completion its score."""
     seconds: float = 0.0
     """Spent inside calls, which may overlap."""
     num_calls: int = 0

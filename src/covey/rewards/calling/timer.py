@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Launchers use SIGUSR1 and 2, libraries use SIGALRM; nobody is known to use this one."""
+"""Launchers use SIGUSR1 and 2, libraries use SIGALRM; this one has no known user."""
 _CLOCK_MONOTONIC = 1
 
 

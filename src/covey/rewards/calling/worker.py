@@ -1,6 +1,6 @@
 """The process that runs one isolated reward: pickled keywords in, JSON out. See `covey.rewards.calling.workers`.
 
-What comes back is never unpickled by the run. The kernel ends this process when the run ends, however that happens.
+The run never unpickles its output. The kernel ends this process when the run ends, however that happens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
 
 
 def _values(returned: Any, most: int | None) -> Any:
-    """A reward's return value as JSON has it, `most` values of it; whatever else it is, as text, which the run refuses."""
+    """A reward's return value as JSON, at most `most` values; any other type as text, which the run refuses."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):

@@ -202,7 +202,7 @@ class _Spawner:
         threading.Thread(target=self._serve, name="covey-reward-spawner", daemon=True).start()
 
     def run(self, start: Callable[[], _Started]) -> _Started:
-        """What `start()` returns, called on that thread."""
+        """Result of `start()`, called on that thread."""
         future: Future[_Started] = Future()
         self._wanted.put((start, future))
         return future.result()
@@ -242,7 +242,7 @@ class _Pickler(pickle.Pickler):
 
 
 def packed(name: str, reward: Any) -> dict[str, Any]:
-    """What a worker needs to load `reward`. Raises RewardError, with the reason, for one that cannot be imported there."""
+    """Fields that a worker needs to load `reward`. Raises RewardError, with the reason, if it cannot be imported there."""
     if os.name != "posix":
         raise RewardError(f"reward {name!r} asks for a worker process, which needs Linux or macOS; leave isolated out.")
     file = io.BytesIO()

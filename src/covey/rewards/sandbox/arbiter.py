@@ -86,7 +86,7 @@ class _Parts:
             }
 
     def values(self, number: int, given: list[Any]) -> Any:
-        """What assertion `number` comes to with data in place of all that the program gives."""
+        """Value of assertion `number` with plain data in place of all the program's values."""
         site = self.sites[number]
         return _call(self.expressions[number], self.space, dict(zip(site.names, [*given, *site.fixed], strict=True)))
 

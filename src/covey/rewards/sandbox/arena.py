@@ -1,7 +1,7 @@
 """Tests and the program under test in one interpreter, as the harness of every benchmark runs them.
 
-The tests see the program's names beside Python's own, which are those of before the program was loaded. What their assertions
-compare goes to the judge in another process, who knows the expected values and says whether they hold. Standard library only.
+The tests see the program's names beside Python's own, which are those of before the program was loaded. Values that their
+assertions compare go to the judge in another process, which knows the expected values and decides. Standard library only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def serve(source: bytes, connection: socket.socket, snapshot: guard.Snapshot) ->
 
 
 def _load(source: bytes, builtin: _Names) -> BaseException | None:
-    """The program as a module, whose names `builtin` falls back on; what it raised."""
+    """Loads the program as a module, whose names `builtin` falls back on. Returns its exception, or None."""
     try:
         module = candidate._module(PROGRAM, source)
         namespace = _module_of(module)
@@ -193,7 +193,7 @@ class _Run:
         self._run_suites(dict(sys.modules["__main__"].__dict__))
 
     def check(self, number: int, *given: Any) -> bool:
-        """Whether the judge holds assertion `number` to be true of what the program gave."""
+        """True if the judge finds assertion `number` true of the program's values."""
         sent = [plain.encode(item) for item in given]
         self._channel.send({"site": number, "given": [item for item, _ in sent], "whole": [whole for _, whole in sent]})
         reply = self._channel.receive()

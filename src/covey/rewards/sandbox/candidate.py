@@ -1,6 +1,6 @@
 """The process that runs model-written code: as a script, or as a module whose functions its judge calls over a socket.
 
-Nothing in it knows a test, an expected value or a verdict; what it says is an answer, never a judgement. Standard library only.
+It holds no test, expected value or verdict; its replies are answers, never judgements. Standard library only.
 """
 
 from __future__ import annotations

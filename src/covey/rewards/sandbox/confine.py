@@ -24,7 +24,7 @@ _OPEN_FILES, _PROCESSES = 256, 64
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use: seconds of processor time, and MiB of memory, of one file, and of its scratch folder."""
+    """Resource limits of one program: CPU seconds, and MiB of memory, of one file, and of its scratch folder."""
 
     cpu_seconds: int = 10
     memory_mb: int = 256
@@ -124,7 +124,7 @@ def _build_root() -> None:
     kernel.mount("tmpfs", "/new", "tmpfs", flags, "size=1m,mode=755")
     os.makedirs("/new" + shown)
     kernel.bind_read_only("/old" + shown, "/new" + shown)
-    for name in ("site-packages", "dist-packages"):  # what somebody has installed is not the library
+    for name in ("site-packages", "dist-packages"):  # third-party packages are not the standard library
         if os.path.isdir(f"/new{shown}/{name}"):
             kernel.mount("tmpfs", f"/new{shown}/{name}", "tmpfs", flags | kernel.MS_RDONLY, "size=4k,mode=755")
     os.mkdir("/new/dev")

@@ -16,7 +16,7 @@ _STEPS = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 
 """Primes, so that a number modulo another does not come out the same; the nearest neighbours are decoys as well."""
 NUM_DECOYS = 6
 FOREIGN: tuple[Any, ...] = ("nothing like it", -918273645, ("neither", "this"), None)
-"""What an object of the program's own is not equal to."""
+"""Values that an object of the program's own must not equal."""
 
 
 def near(value: Any) -> list[Any]:

@@ -55,7 +55,7 @@ _KEPT: list[set[types.CodeType]] = []
 def _codes(*found: Any) -> frozenset[int]:
     """The code of functions, and of the functions within them, by number (a program can make code that equals another's).
 
-    What this Python does not have is left out.
+    Functions that this Python version lacks are left out.
     """
     codes: set[types.CodeType] = set()
     waiting = [getattr(inspect.unwrap(item), "__code__", None) for item in found if item is not None]
@@ -130,7 +130,7 @@ class Snapshot:
         self._dicts = [entry for entry in self._dicts if entry[3].partition(".")[0] not in names]
 
     def restore(self) -> None:
-        """Put back what was changed or taken away; what was added stays."""
+        """Restore changed and removed attributes; added ones stay."""
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 sys.modules[name] = module

@@ -50,7 +50,7 @@ _COVERED = {
     "network": ("namespaces", "seccomp"),
     "processes": ("namespaces", "seccomp"),
 }
-"""What must be kept from a program, and the layers of which any one does it."""
+"""Resources to keep from a program, each with the layers of which any one suffices."""
 CANNOT = 70
 """Exit code of a program's process that could not lock itself in, and has therefore run nothing."""
 
@@ -349,7 +349,7 @@ def _end(children: dict[str, _Child], seconds: float = 0.0) -> dict[str, Any]:
 
 
 def _has_locked(child: _Child) -> bool:
-    """Whether it had locked itself in; its word for it was closed before it read a program."""
+    """True if the child had locked itself in; it reports so before it reads a program."""
     said = os.read(child.locked, 1)
     os.close(child.locked)
     return said == b"."

@@ -1,7 +1,7 @@
 """The process that runs the tests: names of the code under test stand for objects in its process, called over a socket.
 
 Expected values are only here, and only this process writes verdicts, so code under test can neither read the one nor forge
-the other. What comes back by value is compared here. What comes back as a reference never equals a value of the tests, and
+the other. Results by value are compared here. Results by reference never equal a value of the tests, and
 comparisons or arithmetic with such values are not handed to it: its own `__eq__` would be the judge. Standard library only.
 """
 
@@ -107,7 +107,7 @@ def _write(verdict: int, line: Mapping[str, Any]) -> None:
 
 
 def _names(link: _Link, setup: str, tests: list[str]) -> dict[str, Any]:
-    """What each name that the tests use but do not define stands for; `SyntaxError` for what is no Python."""
+    """Values of the names that the tests use but do not define. Raises SyntaxError for tests that are not Python."""
     trees = [ast.parse(text) for text in (setup, *tests)]
     used, bound = names_of([node for tree in trees for node in ast.walk(tree)])
     found: dict[str, Any] = {}
@@ -197,7 +197,7 @@ class _Link:
         self.raised: BaseException | None = None
 
     def name(self, name: str) -> Any:
-        """What `name` is there; `_MISSING` where it is nothing, or a module."""
+        """Value of `name` in the program; `_MISSING` where it is undefined, or a module."""
         reply = self._ask({"do": "name", "name": name})
         return _MISSING if reply.get("missing") else wire.decode(reply["value"], self._remote)
 

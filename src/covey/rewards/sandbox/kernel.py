@@ -1,4 +1,4 @@
-"""What the kernel offers a process that wants to lock itself in: namespaces, mounts, capabilities, Landlock.
+"""Linux kernel features with which a process locks itself in: namespaces, mounts, capabilities, Landlock.
 
 Only the standard library is imported, and only inside the sandbox's own processes: `python -S` without a site-packages
 must be able to run it. Every function raises OSError with the call's name when the kernel refuses.

@@ -75,7 +75,7 @@ def _encode_rare(value: Any, kind: type) -> list[Any] | None:
 
 
 def decode(message: Any, refer: Callable[[list[Any]], Any]) -> Any:
-    """What `encode` was given, with references turned into objects by `refer`. Raises Broken for what it never wrote."""
+    """Inverse of `encode`, with references turned into objects by `refer`. Raises Broken for a malformed message."""
     if message is None or isinstance(message, bool | int | float | str):
         return message
     try:
