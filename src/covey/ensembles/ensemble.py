@@ -35,7 +35,7 @@ class Ensemble:
     max_share: float = 0.5
     """Most of a training group that members may write together."""
     threshold: float = 0.5
-    """A completion is right from this weighted reward on: what `rescue` goes by."""
+    """Weighted reward from which `rescue` counts a completion as right."""
     weight: MemberWeight = field(default_factory=MemberWeight)
     """Importance weight of siblings."""
 

@@ -100,7 +100,7 @@ class EndpointWriter:
     encoding: Encoding | None = None
     """None: its completions have text and no tokens."""
     check_stop: Callable[[], None] = field(default=lambda: None)
-    """Called while requests are under way; what it raises ends the waiting."""
+    """Called while requests are pending; an exception ends the waiting."""
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""

@@ -25,7 +25,7 @@ from covey.types import Group, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """What a model scores on P prompts. NaN: no reward scored that prompt."""
+    """Scores of a model on P prompts. NaN: no reward scored that prompt."""
 
     greedy: tuple[float, ...]
     """[P], weighted reward of the greedy answer."""

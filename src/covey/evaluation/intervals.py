@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def is_real(self) -> bool:
-        """Whether the difference can be told from 0 at the 5% level."""
+        """True if the difference is significant at the 5% level."""
         return self.p_value < 0.05
 
     def in_words(self, unit: str = "points", scale: float = 100.0) -> str:

@@ -1,4 +1,4 @@
-"""Student's distribution, for means of few numbers: what scipy has, in the little that is needed."""
+"""Student's t-distribution, for means of few numbers: the few functions needed, without a dependency on scipy."""
 
 from __future__ import annotations
 

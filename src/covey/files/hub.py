@@ -15,7 +15,7 @@ _PATIENCE_SECONDS = 4.0
 
 @contextmanager
 def bounded_hub(name: str | Path) -> Iterator[bool]:
-        """Context manager that puts hub libraries into offline mode while the hub cannot be reached. Yields False then.
+    """Context manager that puts hub libraries into offline mode while the hub cannot be reached. Yields False then.
 
     Local names, and libraries that the user has set offline, are left alone."""
     from huggingface_hub import constants

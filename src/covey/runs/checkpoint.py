@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, verified, and never lost by saving the next one.
 
 A save writes to a staging folder, flushes it, seals it with a manifest of checksums, renames it to `checkpoint-N`,
-reads it back, and only then deletes old ones. Whatever moment a process is killed at, the newest `checkpoint-N`
+reads it back, and only then deletes old ones. A process may be killed at any moment: the newest `checkpoint-N`
 that verifies is complete. Only the main process saves and chooses; the others are told the path.
 """
 
@@ -65,7 +65,7 @@ def save(
 
 
 def stage(run_dir: Path, step: int) -> Path:
-    """A new empty folder to write `checkpoint-<step>` in; what killed saves left behind is cleared away first."""
+    """A new empty staging folder for `checkpoint-<step>`; leftovers of killed saves are removed first."""
     run_dir.mkdir(parents=True, exist_ok=True)
     clear_leftovers(run_dir)
     staging = run_dir / f"checkpoint-{step}{_suffix('tmp')}"

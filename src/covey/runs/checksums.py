@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what every file in it must be, so that a torn or flipped one is found and named."""
+"""The manifest of a checkpoint: size and checksum of every file, so that a torn or corrupted one is found and named."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def seal(folder: Path, step: int) -> None:
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one sentence fragment a file; empty when every byte is as it was written.
+    """Problems of a checkpoint, one sentence fragment a file; empty when every byte is as it was written.
 
     Files that the manifest does not name are not looked at: callbacks may add some after the save.
     """
@@ -97,7 +97,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether Covey wrote this checkpoint, damaged or not."""
+    """True if Covey wrote this checkpoint, damaged or not."""
     return any((folder / name).exists() for name in (NAME, "covey_state.json", "covey_state.safetensors"))
 
 

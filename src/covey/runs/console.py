@@ -44,7 +44,7 @@ class Lasting:
 
 
 def to_nowhere(stream: Any) -> None:
-    """Lead the stream's descriptor to the null device, where there is one: whatever waits for it, here or in a library, is let go."""
+    """Redirect the stream's file descriptor to the null device, where there is one: buffered output, ours or a library's, is dropped."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -60,7 +60,7 @@ def told_of_the_disk(what: str, path: Path, run_dir: Path, numbers: Collection[i
 def write_whole(folder: Path, write: Callable[[Path], object]) -> list[str]:
     """Let `write(folder)` write its files aside, and move them into `folder` once all are on the disk; their names there.
 
-    Files of these names are replaced, others stay. What fails on the way leaves the folder as it was.
+    Files of these names are replaced, others stay. A failure on the way leaves the folder as it was.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

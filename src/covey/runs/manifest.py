@@ -1,4 +1,4 @@
-"""`run.json`: what ran, so that a result can be explained, compared and repeated."""
+"""`run.json`: configuration, versions and sources of a run, so that its result can be explained, compared and repeated."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def describe(
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What differs between two manifests in what decides the numbers: `{"config.learning_rate": [1e-6, 1e-5]}`."""
+    """Differences between two manifests in fields that affect the numbers: `{"config.learning_rate": [1e-6, 1e-5]}`."""
     before = _flat({name: old.get(name) for name in _COMPARED})
     after = _flat({name: new.get(name) for name in _COMPARED})
     names = sorted(set(before) | set(after))

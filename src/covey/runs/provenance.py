@@ -25,7 +25,7 @@ MAX_TEXT = 200_000
 
 
 def component(value: Any) -> Any:
-    """What a part of an algorithm is, as JSON: its import path, its parameters, and for one's own code source and sha256.
+    """Description of a part of an algorithm, as JSON: import path, parameters, and for the user's own code source and sha256.
 
     Dataclasses are walked field by field, partials and closures into what they hold. Anything else is its `repr`.
     """
@@ -93,7 +93,7 @@ def hardware() -> dict[str, Any]:
 
 
 def dataset_facts(dataset: Any) -> dict[str, Any] | None:
-    """Fingerprint, rows and columns of a `datasets` data set; what it does not know (a stream has no length) is None."""
+    """Fingerprint, rows and columns of a `datasets` data set; unknown ones are None (a stream has no length)."""
     if dataset is None:
         return None
     return {

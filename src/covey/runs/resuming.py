@@ -1,4 +1,4 @@
-"""Before a run is gone on with: what its options were, and whether it can be gone on with under those of now."""
+"""Checks before a run is resumed: its options then and now, and whether the difference allows it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def differences(
     rewards: Any = None,
     dataset: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """What differs from the run in `run_dir` and does no harm. Raises ConfigError for the first difference that does."""
+    """Harmless differences from the run in `run_dir`. Raises ConfigError for the first harmful one."""
     before = manifest.read(run_dir / manifest.NAME)
     if before is None or not isinstance(before.get("config"), Mapping):
         return []

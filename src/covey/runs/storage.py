@@ -113,7 +113,7 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
         said = strange and f"{what} was not written to {strange.filename}: {strange.strerror}."
         return StorageError(said) if said else None
     return StorageError(
-        f"{what} could not be written to {path}: {reason} ({_free(path)} free). Whatever was saved before is intact; "
+        f"{what} could not be written to {path}: {reason} ({_free(path)} free). Earlier saves are intact; "
         "free some space, lower save_total_limit, or choose another output_dir."
     )
 

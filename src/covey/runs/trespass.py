@@ -13,7 +13,7 @@ from covey.errors import RunFolderError
 from covey.runs.storage import kind_of
 
 _FOLDERS = frozenset({"rollouts", "evaluations", "bad_steps", "model"})
-"""Written into; what lies in them counts too."""
+"""Folders that a run writes to; their contents count too."""
 _FILES = re.compile(r"\.lock|.*\.(json|jsonl|yaml|safetensors|bin|jinja|model|txt)")
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 
@@ -50,7 +50,7 @@ def _links_below(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _entries(folder: Path) -> list[tuple[Path, str]]:
-    """What lies in a folder, and what kind each is; nothing for no folder."""
+    """Entries of a folder with the kind of each; empty if there is no folder."""
     if not os.path.isdir(folder):
         return []
     found = []

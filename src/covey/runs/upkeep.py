@@ -1,4 +1,4 @@
-"""Upkeep of a run's checkpoints when nothing trains in it: what is there, what is damaged, and mending it."""
+"""Maintenance of a run's checkpoints while no process trains in it: list, verify, repair."""
 
 from __future__ import annotations
 

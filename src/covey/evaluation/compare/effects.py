@@ -24,7 +24,7 @@ Basis = Literal["seeds and questions", "questions", "seeds", "nothing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What the test sees of a run: its seed, its mean score, and the score of every question where that is known."""
+    """Input of the test from one run: its seed, its mean score, and the score of every question where that is known."""
 
     seed: int | None
     mean: float
@@ -41,19 +41,19 @@ class Effect:
     p_value: float
     """Probability of a difference at least this large if both were equally good. 1 where nothing can be told."""
     basis: Basis
-    """What was taken to vary."""
+    """Source of variation that the test takes into account."""
     seeds: tuple[int, int]
     """Runs of A and of B."""
     questions: int
     """Questions that every run answered; 0: scores of single questions are not known."""
     is_paired: bool
-    """Whether runs were paired by seed."""
+    """True if runs were paired by seed."""
     detectable: float
     """The difference that would be found 4 times in 5 with as many seeds and questions."""
 
     @property
     def is_real(self) -> bool:
-        """Whether the difference can be told from 0 at the 5% level, by the test and by the interval."""
+        """True if the difference is significant at the 5% level, by the test and by the interval."""
         return self.p_value < 0.05 and not self.low <= 0 <= self.high
 
 

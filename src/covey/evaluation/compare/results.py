@@ -20,7 +20,7 @@ TOTAL = "reward"
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What is measured of an answer."""
+    """Score of an answer: its reward, or 0 or 1 by a threshold."""
 
     column: str = TOTAL
     """`reward`, or `reward/<function>`."""
@@ -46,7 +46,7 @@ class Result:
     set_name: str
     score: Score
     is_share: bool
-    """Whether every answer scored 0 or 1, so that means are accuracies."""
+    """True if every answer scored 0 or 1, so that means are accuracies."""
     steps: Sequence[Sequence[int]]
     """The evaluation that counts, by side and run."""
     runs: Sequence[Sequence[Scored]]
@@ -57,17 +57,17 @@ class Result:
 
     @property
     def scale(self) -> float:
-        """What a value is multiplied by to be shown."""
+        """Factor from stored to displayed values."""
         return 100.0 if self.is_share else 1.0
 
     @property
     def unit(self) -> str:
-        """What differences are counted in."""
+        """Unit of differences."""
         return "points" if self.is_share else "reward"
 
     @property
     def title(self) -> str:
-        """What the means are: `accuracy on eval`."""
+        """Title of the means: `accuracy on eval`."""
         what = "accuracy" if self.is_share else "reward"
         what += f" by {self.score.column.partition('/')[2]}" if self.score.column != TOTAL else ""
         at = f" (reward of {self.score.threshold:g} or more)" if self.score.threshold is not None else ""
@@ -146,7 +146,7 @@ def choose_score(sides: Sequence[Side], set_name: str, column: str | None, thres
 
 
 def _totals_agree(runs: Sequence[Run], columns: Sequence[Sequence[str]]) -> bool:
-    """Whether the weighted total is made of the same functions with the same weights in all runs."""
+    """True if the weighted total uses the same reward functions and weights in all runs."""
     weights = {str(run.config.get("reward_weights")) for run in runs}
     return len(weights) == 1 and all(set(other) == set(columns[0]) for other in columns)
 
