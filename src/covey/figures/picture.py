@@ -1,4 +1,4 @@
-"""Figures together: what `run.plot()` returns, a notebook shows, and `covey plot` writes."""
+"""Picture of several figures: returned by `run.plot()`, shown in a notebook, written by `covey plot`."""
 
 from __future__ import annotations
 

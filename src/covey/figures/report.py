@@ -1,4 +1,4 @@
-"""A run as one page to send to somebody: what ran, how it learned, what it scores, what went wrong, what the model writes."""
+"""Report of a run on one page to share: configuration, learning curves, scores, alerts, and sample completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What detectors look at: the first and the latest values of each metric, and a few statistics of them."""
+"""Input of detectors: the first and the latest values of each metric, with a few statistics."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def since_start(series: Series, n: int = 10) -> Shift | None:
 
 
 def has_risen(history: History, name: str = "reward", n: int = 10, z: float = 2.5) -> bool:
-    """Whether a metric is above its start, or in the second half of what is remembered above the first, beyond noise."""
+    """True if a metric is above its start, or in the second half of its stored values above the first half, beyond noise."""
     series = history[name]
     begun = since_start(series, n)
     if begun is None:

@@ -21,8 +21,8 @@ class Anchor:
     """`kl_start`: mean of `r - 1 - log r` with `r = p_now / p_start`, over the tokens of completions that the start policy wrote.
 
     In nats a token; an estimate of KL(start || now) that is never negative (k3, Schulman 2020). The completions are the first
-    rollout's, so the first step trains on them: what it does to them is counted, and weighs little once a run has gone on. `annotate`
-    is `Learner.annotate`; every process must call, for it shares the work. What is kept is part of a checkpoint.
+    rollout's, on which the first step trains: its effect on them is counted, and weighs little later in a run. `annotate`
+    is `Learner.annotate`, a collective: every rank must call. The completions are part of a checkpoint.
     """
 
     def __init__(self, annotate: Annotate | None = None) -> None:
@@ -62,7 +62,7 @@ class Anchor:
         self.is_missed = state.get("is_missed", not self.groups)
 
     def _measured(self, groups: Sequence[Group]) -> list[Group]:
-        """With the log-probabilities of the policy as it is."""
+        """The groups with log-probabilities of the current policy."""
         assert self.annotate is not None
         needs = SimpleNamespace(old_logp=True, ref_logp=False, values=False)
         return self.annotate(groups, SimpleNamespace(needs=needs)) if groups else []

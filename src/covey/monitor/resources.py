@@ -1,4 +1,4 @@
-"""What a step uses: tokens by kind, and memory."""
+"""Resource use of a step: tokens by kind, and memory."""
 
 from __future__ import annotations
 

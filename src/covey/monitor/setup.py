@@ -71,7 +71,7 @@ def paid_weights(args: Any, reward_names: Sequence[str]) -> dict[str, float]:
 
 
 def alert_shower(display: Progress, is_shown: bool) -> Callable[[Alert], None]:
-    """What tells a person of an alert: lines above the live one, or the log where there is no live line."""
+    """Outlet that shows alerts: as lines above the live progress line, or in the log where there is none."""
 
     def tell(alert: Alert) -> None:
         for line in lines_of(alert):

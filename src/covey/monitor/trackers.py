@@ -1,4 +1,4 @@
-"""What transformers' tracker callbacks leave to be done: one tracker run over all resumes, alerts in it, and no step that waits for it."""
+"""Additions to transformers' tracker callbacks: one tracker run over all resumes, alerts in it, and calls off the training thread."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Trackers(TrainerCallback):
     W&B and Trackio get a name or an id that is the same after a resume; MLflow's run is found by its tag and opened again.
     As an outlet of alerts: `wandb.alert` and `trackio.alert`, a tag of the MLflow run, a text in TensorBoard.
 
-    While training goes on, each tracker is called on a thread of its own (`CallQueue`), so none holds up a step. What a tracker
-    raises is a warning, and training goes on. Before and after, a tracker is called as ever.
+    While training goes on, each tracker is called on a thread of its own (`CallQueue`), so none holds up a step. A tracker's
+    exception is a warning, and training goes on. Before and after training, trackers are called synchronously.
     """
 
     def __init__(self, names: str | Sequence[str] | None, callbacks: Callable[[], Sequence[Any]] = tuple) -> None:
@@ -45,9 +45,9 @@ class Trackers(TrainerCallback):
         self.run_id = ""
         """The id of `run.json`; empty: nothing is written down, and no tracker's run is chosen."""
         self.patience_seconds = 60.0
-        """How long one call of a tracker may take before it is told, and before the end of a run waits no longer."""
+        """Seconds after which a tracker's call is reported as slow, and after which the end of a run no longer waits for it."""
         self.is_hurried: Callable[[], bool] = lambda: False
-        """Whether a signal asked the run to end: trackers get no more than `patience_seconds` in all then."""
+        """True if a signal asked the run to end: trackers then get at most `patience_seconds` in all."""
         self.lanes: dict[str, CallQueue] = {}
         """By the name of the tracker's callback class."""
         self.is_training = False
@@ -205,9 +205,9 @@ def _told(tell: Callable[[Alert, str], None], alert: Alert, text: str) -> None:
 _GUARDED = ("on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
 """Not `on_train_begin`: a tracker that cannot be set up is told before work is spent."""
 _OF_TRAINING = frozenset({"optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"})
-"""What no tracker reads and training changes meanwhile."""
+"""Keyword arguments that training mutates and no tracker reads; they are not passed on."""
 _OF_A_THREAD = frozenset({"MLflowCallback", "DagsHubCallback"})
-"""Their run is that of the thread which began it."""
+"""Callbacks whose tracker run is bound to the thread that began it."""
 _ENDS_WHERE_IT_BEGAN = _OF_A_THREAD | {"TrackioCallback"}
 _UPLOADS: dict[str, Callable[[Any], bool]] = {
     "WandbCallback": lambda callback: bool(callback._log_model.is_enabled),
@@ -221,7 +221,7 @@ _UPLOAD_SECONDS = 1800.0
 
 
 def reads_checkpoints(callback: Any) -> bool:
-    """Whether a callback expects the checkpoint to be on the disk when it is told of the save."""
+    """True if a callback expects the checkpoint to be on disk when its `on_save` is called."""
     if type(callback).on_save is TrainerCallback.on_save:
         return False
     uploads = _UPLOADS.get(type(callback).__name__)
@@ -260,7 +260,7 @@ def _guarded(kind: type, trackers: Trackers) -> type:
 
 
 def _same_mlflow_run() -> Callable[[], object]:
-    """What another thread does so that it logs to the run of this one."""
+    """Set-up for another thread, so that it logs to this thread's MLflow run."""
     mlflow = sys.modules.get("mlflow")
     run = None if mlflow is None else mlflow.active_run()
     return nothing if mlflow is None or run is None else partial(mlflow.start_run, run_id=run.info.run_id)

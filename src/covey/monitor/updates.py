@@ -75,12 +75,12 @@ class UpdateMeter:
         self._found["update/changed"] = Max(changed / max(total, 1))
 
     def take(self) -> dict[str, Metric]:
-        """What the last measured step did; nothing when it was not measured."""
+        """Update metrics of the last measured step, once; empty when it was not measured."""
         found, self._found = self._found, {}
         return found
 
     def _trained(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        """What is trained by itself, and the factors of adapters."""
+        """Named parameters that are trained directly, and those that are LoRA factors."""
         factors = {id(p) for _, module in self._adapted() for p in _factors(module)}
         found = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return [(n, p) for n, p in found if id(p) not in factors], [(n, p) for n, p in found if id(p) in factors]

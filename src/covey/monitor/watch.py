@@ -1,4 +1,4 @@
-"""The detectors at work in a run: what they are shown, when they speak, and when they keep quiet."""
+"""Running of detectors during training: their input, and when their alerts are raised or suppressed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Speed:
 
 
 def lines_of(alert: Alert) -> Iterator[str]:
-    """What a person reads: what is wrong, then each thing to try."""
+    """Lines that show an alert: the problem, then each fix to try."""
     yield f"{alert.severity} at step {alert.step}, {alert.rule}: {alert.said}"
     for advice in alert.try_this:
         yield f"  try: {advice}"

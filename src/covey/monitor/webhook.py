@@ -1,4 +1,4 @@
-"""Alerts posted to an address as JSON. Whatever that address does, the run goes on."""
+"""Alerts posted to a URL as JSON. The run goes on if that URL fails or hangs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Webhook:
 
 
 def body_of(alert: Alert, run: str) -> dict[str, Any]:
-    """What is posted, as a JSON object; numbers that are not finite become text."""
+    """Body of the POST request as a JSON object; numbers that are not finite become text."""
     return {
         "run": run,
         "step": alert.step,

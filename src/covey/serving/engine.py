@@ -109,7 +109,7 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """An answered prompt, exact to the token: what a recorder needs to make training data of it.
+    """An answered prompt, exact to the token, for a recorder that makes training data of it.
 
     Each completion of `group` has its `token_ids`, `logprobs` as drawn, `finish` and the `version` of the weights.
     """
@@ -182,7 +182,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. What is running is answered with an error."""
+        """End the thread. Running requests are answered with an error."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

@@ -17,7 +17,7 @@ def own_detectors(given: Sequence[Any]) -> tuple[Callable[[History], Alert | Non
 
 
 class _Guarded:
-    """What it raises, or returns that is no alert, is an alert itself, `detector_failed`; the run goes on."""
+    """A user's detector whose exceptions, and results that are no alert, become the alert `detector_failed`; the run goes on."""
 
     def __init__(self, detector: Callable[[History], Any]) -> None:
         self.detector, self.name = detector, rule_of(detector)

@@ -1,4 +1,4 @@
-"""What happens around the policy: a machine that slows down, data that changes."""
+"""Detectors for the run's surroundings: a machine that slows down, data that drifts."""
 
 from __future__ import annotations
 

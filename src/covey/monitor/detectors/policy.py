@@ -1,4 +1,4 @@
-"""What becomes of the policy itself: entropy, diversity, distance to the start, groups without signal."""
+"""Detectors for the policy: entropy, diversity, KL from its start, groups without signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether steps are of a sensible size: spikes, tiny updates, and a sampler that is not the learner's twin."""
+"""Detectors for optimizer steps: spikes, tiny updates, and a mismatch between sampler and learner."""
 
 from __future__ import annotations
 

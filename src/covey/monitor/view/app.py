@@ -96,7 +96,7 @@ def values(library: Library, request: Request) -> Any:
 
 
 def alerts(library: Library, request: Request) -> Any:
-    """What the monitor saw in each `run`."""
+    """Alerts of each `run`."""
     return {"alerts": [{"run": name, **row} for name in request.query_params.getlist("run")
                        for row in library.get(name).alerts.rows()]}  # fmt: skip
 
@@ -197,7 +197,7 @@ def facts(library: Library, request: Request) -> Any:
 
 
 def diff(library: Library, request: Request) -> Any:
-    """What differs between the runs named."""
+    """Differences between the manifests of the named runs."""
     names = request.query_params.getlist("run")
     return {"runs": names, "rows": differences([library.get(name) for name in names])}
 

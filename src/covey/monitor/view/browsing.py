@@ -131,7 +131,7 @@ def _pieces(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
 
 
 def _per_token(lists: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What the file holds of each token, and the differences that follow from it."""
+    """Per-token columns of the file, and differences derived from them."""
     found = {name.removeprefix("token/"): value for name, value in lists.items()}
     sampled, learned, reference = (found.get(name) for name in ("logprobs", "old_logp", "ref_logp"))
     if sampled and learned and len(sampled) == len(learned):

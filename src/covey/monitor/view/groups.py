@@ -1,4 +1,4 @@
-"""What is known of every group of completions of a run, in a few numbers each, so that a million of them filter at once."""
+"""Index of a run's groups of completions, a few numbers each, so that a million of them are filtered at once."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GroupIndex:
         self._matches: dict[str, dict[int, frozenset[int]]] = {}
 
     def refresh(self, most_files: int | None = None) -> bool:
-        """Read up to `most_files` files that are new or replaced (all by default). Whether all are indexed now."""
+        """Read up to `most_files` files that are new or replaced (all by default). True if all are indexed now."""
         with self._reading:
             found = self._files.marks()
             gone = self._seen.keys() - found.keys()
@@ -270,7 +270,7 @@ SORTS: Mapping[str, tuple[str, bool]] = {
     "longest": ("longest", True),
     "shortest": ("length", False),
 }
-"""What groups can be ordered by: the number, and whether the largest comes first."""
+"""Sort orders of groups: the column, and True if the largest comes first."""
 
 
 def select(table: np.ndarray, filters: Mapping[str, Any], sort: str) -> np.ndarray:

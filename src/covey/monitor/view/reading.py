@@ -1,4 +1,4 @@
-"""What the page asks for, read from run folders while they grow."""
+"""Data of the page, read from run folders while they grow."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunView:
         self._reading = threading.Lock()
 
     def refresh_some(self) -> bool:
-        """Index a share of what is new. Whether nothing is left."""
+        """Index a share of the new records. True if nothing is left."""
         try:
             done = self.series.refresh(_SHARE if self.series.done else _FIRST_SHARE)
             done = self.evaluated.refresh(_SHARE) and done
@@ -236,7 +236,7 @@ class Library:
 
 
 def differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
-    """What differs between the manifests of the runs: `[{"name": "config.beta", "values": [0, 0.1]}]`; a source is text."""
+    """Differences between the manifests of the runs: `[{"name": "config.beta", "values": [0, 0.1]}]`; a source is text."""
     found = [run.manifest() for run in runs]
     if not found:
         return []

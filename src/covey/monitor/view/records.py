@@ -82,7 +82,7 @@ def event_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_step(value: Any) -> bool:
-    """Whether it can be the number of a step."""
+    """True if the value can be the number of a step."""
     return type(value) is int and 0 <= value <= 2**53
 
 

@@ -19,7 +19,7 @@ _NAMES = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
 
 @dataclass(frozen=True)
 class Found:
-    """What a part of a search found."""
+    """Matches of one part of a search."""
 
     places: list[int]
     """Groups that match, as places in the table, in the order that was asked for."""

@@ -21,7 +21,7 @@ from covey.runs.storage import open_plain
 _BLOCK = 4 << 20
 _TAIL = 64
 _LONGEST_LINE = 4 << 20
-"""Bytes; what is longer is no line of metrics, and is passed over in parts."""
+"""Bytes; a longer line holds no metrics, and is skipped in parts."""
 _MOST_METRICS = 2000
 _MOST_NUMBERS = 1 << 25
 """Of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
@@ -31,7 +31,7 @@ _SAMPLED_LINES = 16
 _MOST_AT_ONCE = 1 << 24
 """Numbers of one block, those that are not there counted."""
 NOT_FINITE = np.inf
-"""What stands in a column for NaN and infinite values; NaN stands for a step that has no such metric."""
+"""Placeholder in a column for NaN and infinite values; NaN marks a step without this metric."""
 
 
 class SeriesIndex:
@@ -61,7 +61,7 @@ class SeriesIndex:
         self.done = 0
 
     def refresh(self, most_bytes: int | None = None) -> bool:
-        """Read up to `most_bytes` more (all of it by default). Whether the whole file is indexed now.
+        """Read up to `most_bytes` more (all of it by default). True if the whole file is indexed now.
 
         Readers wait only while rows are added, not while lines are parsed.
         """
@@ -108,14 +108,12 @@ class SeriesIndex:
         return bool(file.read(len(self._before)) != self._before)
 
     def _add(self, columns: dict[str, np.ndarray]) -> bool:
-        """Whether there was room."""
+        """True if the memory limit allowed these rows."""
         gained = len(columns["step"])
         rows = self._rows + gained
         self._leave_out(columns, rows)
         if rows * len(self._columns) > _MOST_NUMBERS:
-            self.trouble = (
-                f"{self.path.name} holds more than can be shown; what comes after step {self._last()} is left out."
-            )
+            self.trouble = f"{self.path.name} holds more than can be shown; steps after {self._last()} are left out."
             return False
         if rows > self._room:
             self._room = max(rows, 2 * self._room, 1024)
@@ -185,7 +183,7 @@ def _columns_of(block: bytes, known: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def _is_flat(block: bytes) -> bool:
-    """Whether no line has more than a few opening brackets."""
+    """True if no line has more than a few opening brackets."""
     symbols = np.frombuffer(block, np.uint8)
     openings = np.flatnonzero((symbols | 0x20) == ord("{"))  # [ as well
     ends = np.flatnonzero(symbols == ord("\n"))
