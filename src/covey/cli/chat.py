@@ -152,7 +152,7 @@ def start(given: Given) -> Chat:
 
 
 def lines() -> Iterator[str]:
-    """What the user types, until the end of the input."""
+    """Lines that the user types, until the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history
     while True:

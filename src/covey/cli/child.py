@@ -1,4 +1,4 @@
-"""One `covey train` in a process of its own: what it leaves behind cannot reach the next, and its crash ends only itself."""
+"""One `covey train` in a process of its own, so that leaked state and crashes do not reach the next one."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def run(given: Given) -> None:
 
 
 def script(shell: str) -> str:
-    """What the shell has to read."""
+    """Completion script of a shell."""
     from covey.cli import VERBS
 
     flags = {name: _flags(name) for name in VERBS}

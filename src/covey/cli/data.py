@@ -1,4 +1,4 @@
-"""`covey data check` and `covey data clean`: what is wrong with a data set, and a copy without it."""
+"""`covey data check` and `covey data clean`: faults of a data set, and a copy without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`covey export RUN --format ...`: a run's model as merged weights, an adapter, or a GGUF file; what is written is read back and compared."""
+"""`covey export RUN --format ...`: a run's model as merged weights, an adapter, or a GGUF file, verified by reading it back."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Flag:
     help: str
     """One sentence."""
     type: Any = str
-    """What the value becomes: a type, or an annotation as text where the type is known later."""
+    """Type of the value, or an annotation as text where the type is known later."""
     default: Any = None
     """As help shows it."""
     group: str = "options"
@@ -44,12 +44,12 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the bare flag means yes."""
+        """True if the bare flag means yes."""
         return self.kind.startswith("bool")
 
     @property
     def is_list(self) -> bool:
-        """Whether several values may follow."""
+        """True if several values may follow."""
         return "list[" in str(self.type)
 
     @property
@@ -67,7 +67,7 @@ def read_flags(
     positional: Sequence[str] = (),
     hints: Mapping[str, str] = NO_HINTS,
 ) -> dict[str, Any]:
-    """What was given, by name, as text (a list of texts for list flags, True or False for bare switches).
+    """Parsed arguments, by name, as text (a list of texts for list flags, True or False for bare switches).
 
     `positional` names what stands without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
     for an unknown flag, with its sentence in `hints` or the nearest name.

@@ -23,7 +23,7 @@ counter = Counter()
 
 
 def result(text: str) -> None:
-    """What the user asked for. Raises StorageError where it goes to a file and the disk is full."""
+    """Print the result of a command on stdout. Raises StorageError where stdout is a file and the disk is full."""
     counter.clear()
     try:
         sys.stdout.write(safe(text) + "\n")
@@ -41,7 +41,7 @@ def drop_stdout() -> None:
 
 
 def result_json(value: Any) -> None:
-    """What the user asked for, as one JSON object on one line; a number that is not finite is null."""
+    """Print the result of a command as one JSON object on one line; a number that is not finite is null."""
     result(json.dumps(_finite(value), default=str, allow_nan=False))
 
 
@@ -70,7 +70,7 @@ class LogToStderr(logging.Handler):
 
 
 def start_logging() -> None:
-    """Show Covey's own log and Python's warnings on stderr, a line each; what only concerns programmers is left out."""
+    """Show Covey's own log and Python's warnings on stderr, a line each; warnings for developers are left out."""
     logger = logging.getLogger("covey")
     if not any(isinstance(handler, LogToStderr) for handler in logger.handlers):
         logger.addHandler(LogToStderr())

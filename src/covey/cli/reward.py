@@ -1,4 +1,4 @@
-"""`covey reward test`: whether a reward pays what it should, before a run learns what it pays in truth; `covey reward train` and `audit`."""
+"""`covey reward test`, `train` and `audit`: a reward tried on probes before a run, a reward model, scores called again."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from covey.evaluation.intervals import Estimate
 
 RESULTS = "seeds.json"
-"""In the folder of all seeds: what each of them ended with."""
+"""File of final results by seed, in the folder of all seeds."""
 Results = dict[int, dict[str, Any]]
 
 
@@ -85,7 +85,7 @@ def _numbers(given: Given, wanted: Mapping[str, Any]) -> list[int]:
 
 
 def begin(folder: Path, options: Mapping[str, Any]) -> Results:
-    """The folder, claimed for these options; what ended in it before. Raises RunFolderError when it holds something else."""
+    """Claim the folder for these options. Returns earlier results. Raises RunFolderError when it holds something else."""
     series.claim(folder, options, "seeds")
     path = folder / RESULTS
     found = json.loads(path.read_text()) if path.is_file() else {}

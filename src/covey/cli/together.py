@@ -20,7 +20,7 @@ from covey.cli.verb import Given
 from covey.errors import ConfigError, CoveyError
 
 RESULTS = "together.json"
-"""In the folder of runs that vary options: what each of them ended with, by its name."""
+"""File of final results by run, in the folder of runs that vary options."""
 _OF_THE_BASE = frozenset({"model", "dtype", "model_init_kwargs", "trust_remote_code"})
 _OF_THE_DATA = frozenset(
     {

@@ -163,7 +163,7 @@ def run(given: Given) -> int:
 
 
 def config_options(given: Given) -> dict[str, Any]:
-    """What GRPOConfig receives of the flags, with the next free run folder where none is named."""
+    """Flags that GRPOConfig receives, with the next free run folder where none is named."""
     wanted = {name: value for name, value in given.items() if name not in _OWN}
     wanted.setdefault("output_dir", _next_run())
     if given.get("dtype"):

@@ -43,7 +43,7 @@ def flags() -> tuple[Flag, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What a search needs to know."""
+    """Settings of a search."""
 
     folder: Path
     options: Mapping[str, Any]
@@ -265,7 +265,7 @@ def _yaml(tuning: Tuning, params: Mapping[str, Any]) -> str:
 
 
 def _forget_weights(tuning: Tuning, study: Any) -> None:
-    """Remove models and checkpoints of all trials that ended and are not the best; what they measured stays."""
+    """Remove models and checkpoints of all trials that ended and are not the best; their metrics stay."""
     best = _best(study)
     for trial in study.trials:
         if trial.state.is_finished() and (best is None or trial.number != best.number):

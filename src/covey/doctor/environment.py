@@ -77,7 +77,7 @@ def device(args: Any, *, has_card: bool) -> Iterator[Finding]:
 
 
 def precision(args: Any) -> Finding:
-    """What matrix products run in. Precisions that the machine cannot do are refused with the options already."""
+    """Precision of matrix products. Precisions that the machine lacks are refused when the options are read."""
     if args.fp16:
         said = "computes in float16, whose range is small: gradients need scaling, and sampled and learnt log-probabilities part."
         return warned(AREA, said, "use --bf16 where the accelerator has bfloat16 (Ampere or newer)", compute="float16")

@@ -1,4 +1,4 @@
-"""The whole examination, in the order in which a run would fail; what cannot be looked at is said."""
+"""The whole examination, in the order in which a run would fail; skipped checks are reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass
 class _Loaded:
-    """What the examination has found so far; None: could not be had."""
+    """Parts loaded by the examination so far; None: could not be loaded."""
 
     args: Any = None
     dataset: Any = None
@@ -172,9 +172,7 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if not case.prompts:
         return
     if None in (so_far.dataset, so_far.model, so_far.scorer, so_far.counts) or "data" in so_far.has_failed:
-        yield failed(
-            "signal", "no trial: what failed above has to be mended first.", "mend it and run covey doctor again"
-        )
+        yield failed("signal", "no trial: fix the failures above first.", "fix them and run covey doctor again")
         return
     found: trial.Trial | None = None
     try:
@@ -211,7 +209,7 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
 
 
 def _longest(bench: trial.Bench, so_far: _Loaded) -> Finding:
-    """Whether the longest micro-batch that the run can meet fits, tried."""
+    """Trial of the longest micro-batch that the run can meet: does it fit into memory?"""
     args = so_far.args
     algorithm = bench.given.algorithm.resolve(bench.given.algorithm.initial_controllers())
     room = context_limit(so_far.model)

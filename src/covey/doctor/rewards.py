@@ -32,7 +32,7 @@ def scores_of(groups: Sequence) -> Tensor:
 
 
 def one_reward(name: str, scores: Tensor, again: Tensor, weight: float) -> Finding:
-    """What a reward gave the sampled answers: nothing, one value, values that change from call to call, or a spread."""
+    """Scores of a reward for the sampled answers: none, one value, values that change from call to call, or a spread."""
     known = scores[~scores.isnan()]
     if not known.numel():
         return failed(
@@ -43,8 +43,12 @@ def one_reward(name: str, scores: Tensor, again: Tensor, weight: float) -> Findi
     low, high, middle = known.min().item(), known.max().item(), known.mean().item()
     facts = {"reward": name, "low": low, "high": high, "mean": middle, "scored": known.numel()}
     if not torch.equal(scores.nan_to_num(-1e30), again.nan_to_num(-1e30)):
-        said = f"{name} gave the same answers other scores when it was called again: what is learnt is partly chance."
-        return warned(AREA, said, "remove what is random from it (sampling, time, state kept between calls)", **facts)
+        said = (
+            f"{name} gave the same answers other scores when it was called again: part of the training signal is noise."
+        )
+        return warned(
+            AREA, said, "remove its sources of randomness (sampling, time, state kept between calls)", **facts
+        )
     if low == high:
         said = f"{name} gave every one of {known.numel()} answers {low:g}, so it tells none apart."
         if weight == 0:

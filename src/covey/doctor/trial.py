@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a trial works with: the run's sampler, scorer and learner."""
+    """Parts of a trial: the run's sampler, scorer and learner."""
 
     given: RunInputs
     sampler: Sampler
@@ -85,7 +85,7 @@ def answers(bench: Bench, prompts: Sequence[Prompt], each: int, **changes: Any) 
 
 
 def timed(seconds: dict[str, float], phase: str, work: Any) -> Any:
-    """What `work` returns; its time is noted under `phase`."""
+    """Result of `work`; its seconds are stored under `phase`."""
     started = time.perf_counter()
     result = work()
     seconds[phase] = time.perf_counter() - started

@@ -24,7 +24,7 @@ _AROUND = 30
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was written."""
+    """Result of a cleaning: the files written and the number of rows."""
 
     output: Path
     report: Path

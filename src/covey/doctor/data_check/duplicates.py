@@ -1,4 +1,4 @@
-"""Rows that say the same: to the letter, or nearly. What must be remembered of them lies on disk, but for two bytes a row."""
+"""Duplicate rows, exact or near. The index lies on disk, but for two bytes a row."""
 
 from __future__ import annotations
 

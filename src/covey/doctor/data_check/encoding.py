@@ -1,4 +1,4 @@
-"""Text that was garbled on its way: what can be mended, mended; what is lost, said."""
+"""Garbled text (wrong encodings, control characters): repaired where possible, reported where characters are lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def repaired(text: str, mend: Collection[str] = FAULTS.keys()) -> tuple[str, tup
         return text, ()
     faults: dict[str, None] = {}
     before = None
-    while before != text:  # what one step lays bare, such as an accent behind a control character, the next round mends
+    while before != text:  # one repair may expose another fault, such as an accent behind a control character
         before = text
         for fault, mender in _MENDERS.items():
             mended = mender(text) if fault in mend else text
@@ -45,7 +45,7 @@ def repaired(text: str, mend: Collection[str] = FAULTS.keys()) -> tuple[str, tup
 
 
 def is_lossy(text: str) -> bool:
-    """True where characters were replaced by U+FFFD: nobody knows any more which they were."""
+    """True where characters were replaced by U+FFFD, so that the originals are lost."""
     return "\ufffd" in text
 
 
@@ -80,7 +80,7 @@ def _without_surrogates(text: str) -> str:
 
 @lru_cache
 def knows_mojibake() -> bool:
-    """Whether text in the wrong encoding can be told from other text on this machine, which needs ftfy."""
+    """True if this machine can detect mojibake, which needs ftfy."""
     return importlib.util.find_spec("ftfy") is not None
 
 

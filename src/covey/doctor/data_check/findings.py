@@ -1,4 +1,4 @@
-"""What can be wrong with a row, what to do about it, and where it was found."""
+"""Kinds of faults of a row, their fixes, and the rows they were found in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.doctor.data_check.spill import Spill
 _AS_OBJECTS = 10_000
 
 Action = Literal["drop", "change", "look"]
-"""What `covey data clean` does: leave the row out, mend its text, or nothing, because only a person can judge."""
+"""Action of `covey data clean`: leave the row out, repair its text, or nothing, because only a person can judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
 
 class Findings:
-    """What was found, kind by kind, each with its rows' numbers; all but the last few lie on disk."""
+    """Findings by kind, each with its row numbers; all but the last few lie on disk."""
 
     def __init__(self) -> None:
         self._found: dict[str, Spill] = {}
@@ -144,5 +144,5 @@ class Findings:
 
     @property
     def must_be_mended(self) -> bool:
-        """Whether anything was found that training should not meet."""
+        """True if any finding should be fixed before training."""
         return any(kind.must_be_mended for kind in self.kinds())

@@ -34,7 +34,7 @@ _FEWEST = 20
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was looked at and what was found."""
+    """Result of an inspection: the rows, the settings and the findings."""
 
     rows: Rows
     settings: Settings
@@ -43,7 +43,7 @@ class Inspection:
     findings: Findings
     traits: Traits
     notes: Sequence[str]
-    """What was not looked at, and why."""
+    """Checks that were skipped, and why."""
     evaluation: Sequence[tuple[str, int]]
     """Each evaluation set, with the number that its row 0 has in the findings."""
 
@@ -59,7 +59,7 @@ class Inspection:
 def inspect(rows: Rows, settings: Settings) -> Inspection:
     """Read all rows and find what is wrong with them.
 
-    What must be remembered of a row lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
+    The index of rows lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
     prompt's column, or none the answer's column that `settings` names.
     """
     settings.check_against(rows.source)
@@ -208,7 +208,7 @@ def _odd_ones(traits: Traits, settings: Settings, findings: Findings) -> None:
 
 
 def _are_numbers(traits: Traits) -> bool:
-    """Whether nearly all answers are numbers."""
+    """True if nearly all answers are numbers."""
     count = Counter[int]()
     for _, part in traits.rows.chunks():
         count.update(Counter(part["answer"].tolist()))

@@ -24,7 +24,7 @@ class Seen(NamedTuple):
     share: float
     """Of the row's words, or of the question's if that is more, those in runs that the other has too."""
     has_numbers: bool
-    """Whether the numbers of one are all among those of the other; else it is the question with other numbers."""
+    """True if all numbers of one text are in the other; else it is the same question with other numbers."""
 
 
 class Overlap:

@@ -1,4 +1,4 @@
-"""One row looked at: what is wrong with it alone, and what is needed to hold it against others."""
+"""Checks of one row: its own faults, and the features for comparison with other rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Looked:
-    """What the comparison with other rows needs."""
+    """Features of a row for comparison with other rows."""
 
     row: int
     text: str
@@ -135,7 +135,7 @@ def answer_of(row: Mapping[str, Any], column: str | None) -> str:
 
 
 def _parses(gold: str) -> bool:
-    """Whether the verifier sees a value in an answer: what it cannot parse equals only its own letters, a value also itself in
+    """True if the verifier parses a value in an answer. An unparsed text equals only itself, a value also itself in
     brackets or times one."""
     if is_plain(gold):
         return True

@@ -1,4 +1,4 @@
-"""What is looked for, and how strictly."""
+"""Settings of an inspection: the checks and their thresholds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Settings:
     answer_column: str | None = None
     """None: `answer`, or else `solution`, where the rows have it."""
     answers: Answers = "auto"
-    """What a gold answer must be: a number, what math-verify parses, or any text, of which two may be right.
+    """Form of a gold answer: a number, an expression that math-verify parses, or any text, of which two may be right.
     `auto`: a number where nine in ten are; short texts that differ contradict each other."""
     near: float | None = None
     """Share of runs of three words from which two prompts are the same; 0 looks for exact duplicates alone. None: 0.6 where

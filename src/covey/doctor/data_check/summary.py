@@ -1,4 +1,4 @@
-"""What an inspection found, in figures and with examples, for a terminal, a page or a program."""
+"""Summary of an inspection, in figures and with examples, for a terminal, a page or a program."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Summary:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing was found that must be mended."""
+        """True if no finding must be fixed before training."""
         return not any(entry.kind.must_be_mended for entry in self.entries)
 
     def as_dict(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def clear(folder: Path) -> None:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
-    """Whether it came true in time."""
+    """Wait until the condition holds. False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

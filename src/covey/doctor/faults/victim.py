@@ -24,18 +24,18 @@ from covey.errors import CoveyError
 from covey.training.trainer import GRPOTrainer
 
 END = "weights.sha256"
-"""What a run that reached its last step leaves: the hash of its weights, and whether all are finite."""
+"""File of a run that reached its last step: the hash of its weights, and whether all are finite."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process does."""
+    """Settings of one process."""
 
     folder: str
     steps: int = 12
     save_steps: int = 2
     trouble: str = ""
-    """What goes wrong inside the process: a name of TROUBLES, or nothing."""
+    """Fault inside the process: a name of TROUBLES, or empty."""
     at: int = 0
     """Before which step, counted from 0."""
     rank: int = 0
@@ -49,7 +49,9 @@ def warm_up() -> None:
 
 def work(plan: Plan) -> None:
     """Train, leave the hash of the weights, and exit as `covey train` would."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this in the background ignores it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell that starts a background job sets SIGINT to ignored
     sys.exit(run(plan))
 
 

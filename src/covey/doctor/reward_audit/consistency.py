@@ -112,7 +112,7 @@ def scored_again(groups: Sequence[Group], rewards: Sequence[Any], times: int, se
 
 
 def repeats_of(name: str, groups: Sequence[Group], scores: Sequence[np.ndarray]) -> Repeats:
-    """What repeats of one reward say. `scores`: for each group [times, G], the recorded ones first where they are known."""
+    """Consistency of one reward over repeated calls. `scores`: for each group [times, G], recorded scores first where known."""
     clean = [one[:, ~np.isnan(one).any(0)] for one in scores]
     used = [one for one in clean if one.shape[1] > 0]
     differ = [float((np.ptp(one, axis=0) > _SAME).mean()) for one in used]

@@ -31,7 +31,7 @@ WORDINGS: dict[str, Wording] = {
 """Ways to say a short answer."""
 AS_WRITTEN = "as in the data"
 MARK = "covey_reward_test_ran"
-"""What a program among the probes sets in the interpreter that runs it."""
+"""Attribute that a probe program sets in the interpreter that runs it."""
 
 
 GOLD_COLUMNS = ("answer", "solution", "reference", "summary", "label", "target", "code", "canonical_solution")
@@ -274,7 +274,7 @@ def _cut(row: Row) -> str | None:
 
 
 def _holds(text: str, row: Row) -> bool:
-    """Whether a text happens to name the right answer, and so is no garbage."""
+    """True if a text happens to name the right answer, and so is no garbage."""
     return bool(row.short) and re.search(rf"(?<!\w){re.escape(row.short)}(?!\w)", text, re.IGNORECASE) is not None
 
 
