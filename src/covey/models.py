@@ -1,4 +1,4 @@
-"""Models and tokenizers from what a user gives: a folder, a hub id, or a loaded object. Optimizers and schedules by name."""
+"""Loading of models and tokenizers from a folder, a hub id, or a loaded object. Optimizers and schedules by name."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def reads_images(model: Any) -> bool:
 
 @contextmanager
 def told_as_model_error(name: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Within it the hub is asked within bounds, and whatever transformers raises of a folder's files becomes a ModelError.
+    """Context manager: hub requests get time limits, and exceptions of transformers about a folder's files become ModelErrors.
 
-    Running out of memory, and errors that tell more of Covey or the machine than of the files, stay what they are.
+    Out-of-memory errors, and errors of Covey or the machine rather than of the files, pass unchanged.
     """
     with bounded_hub(str(name)) as is_reachable:
         try:

@@ -30,12 +30,12 @@ def sequence_rewards(scores: Scores) -> Tensor:
 
 
 def nan_mean(x: Tensor) -> Tensor:
-    """Mean over the last axis of what is not NaN, [..., 1]; 0 where nothing is."""
+    """Mean over the last axis, NaN left out, [..., 1]; 0 where all are NaN."""
     return x.nansum(-1, keepdim=True) / _count(x).clamp(min=1)
 
 
 def nan_std(x: Tensor) -> Tensor:
-    """Sample standard deviation over the last axis of what is not NaN, [..., 1]; 0 for fewer than two values."""
+    """Sample standard deviation over the last axis, NaN left out, [..., 1]; 0 for fewer than two values."""
     squares = (x - nan_mean(x)).square().nansum(-1, keepdim=True)
     return (squares / (_count(x) - 1).clamp(min=1)).sqrt()
 
@@ -250,7 +250,7 @@ class Shaped:
         return self.advantage(self.shaped(scores))
 
     def shaped(self, scores: Scores) -> Scores:
-        """The scores with one more function a shape, of weight 1; a completion that nobody scored stays unscored."""
+        """The scores with one more function a shape, of weight 1; unscored completions stay unscored."""
         unscored = scores.total.isnan()
         extra = [shape(scores).masked_fill(unscored, torch.nan).unsqueeze(-1) for shape in self.shapes]
         per_function = torch.cat([scores.per_function, *extra], dim=-1)

@@ -1,4 +1,4 @@
-"""Values far from what is known to work get one sentence with its source. Never an error: the user may know better."""
+"""Warnings for values far from published ones: one sentence with its source. Never an error: the user may know better."""
 
 from __future__ import annotations
 

@@ -114,10 +114,10 @@ class Algorithm:
         changed = "+".join(slots)
         return replace(self, **{"name": f"{self.name}+{changed}" if slots else self.name, **slots})
 
-    # -- what the learner calls ---------------------------------------------------------------------------------------
+    # -- called by the learner ----------------------------------------------------------------------------------------
 
     def judge(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
-        """Advantages [P, G] or [P, G, T], 0 where nobody scored; and the critic's targets [P, G, T], or None without one."""
+        """Advantages [P, G] or [P, G, T], 0 where unscored; and the critic's targets [P, G, T], or None without one."""
         judged = self.advantage(scores)
         allowed = (tuple(scores.mask.shape[:2]), tuple(scores.mask.shape))
         if not isinstance(judged, Tensor) or tuple(judged.shape) not in allowed:
@@ -204,7 +204,7 @@ class Algorithm:
         return {name: controller.init() for name, controller in self.controllers().items()}
 
     def resolve(self, values: Mapping[str, float]) -> Algorithm:
-        """With each adaptive coefficient replaced by what its memory in `values` stands for (its start, where absent)."""
+        """With each adaptive coefficient replaced by its current value, from its state in `values` (its start, where absent)."""
         controllers = self.controllers()
         if not controllers:
             return self

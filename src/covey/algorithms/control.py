@@ -11,7 +11,7 @@ from covey.types import StepReport
 class Controller(Protocol):
     """A coefficient with memory: `init()` gives its first value, `update` the next one from the report of a step.
 
-    It may have `applied(value) -> float`, what the value means to the loss, where the two differ.
+    It may have `applied(value) -> float`, the coefficient used in the loss, where it differs from the value.
     """
 
     def init(self) -> float: ...

@@ -123,5 +123,5 @@ class VESPO:
         return prepared_fields(self, ("correction",), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
-        """`vespo/phi_seq_mean`: phi over sequences; and what the correction says."""
+        """`vespo/phi_seq_mean`: mean phi over sequences; and the metrics of the correction."""
         return {"vespo/phi_seq_mean": self.weight(tokens), **metrics_of(self.correction, tokens)}

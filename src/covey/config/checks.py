@@ -42,7 +42,7 @@ def _of_accelerator(given: Any, name: str) -> Any:
 
 
 def is_default_accelerator(given: Any) -> bool:
-    """True if an AcceleratorConfig says what one without arguments says."""
+    """True if an AcceleratorConfig equals the default one."""
     plain = lambda config: {**vars(config), "use_configured_state": None}
     return bool(plain(given) == plain(type(given)()))
 
@@ -310,7 +310,7 @@ _ASYNCHRONOUS = (
 
 
 def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what cannot run ahead; tell what acts only there, and staleness that nothing corrects."""
+    """Refuse options that asynchronous rollouts cannot honour; warn of those that act only there, and of uncorrected staleness."""
     if not config.async_rollouts:
         for name in _ASYNCHRONOUS:
             if name in given:
@@ -339,7 +339,7 @@ def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
 
 
 def settle_batches(config: Any) -> None:
-    """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse what does not divide."""
+    """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse sizes that do not divide."""
     share = config.per_device_train_batch_size * config.world_size
     config.steps_per_generation = micro_batches(
         share, config.gradient_accumulation_steps, config.steps_per_generation, config.generation_batch_size

@@ -59,7 +59,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             raise ConfigError(checks.misfit(vars(self), get_type_hints(type(self)), error)) from error
 
     def _settle(self) -> None:
-        """Check everything, and fill in what follows from the rest."""
+        """Check all options, and fill in derived ones."""
         given = self._changed()
         checks.refuse_unsupported(given)
         checks.refuse_bad_factories(self)

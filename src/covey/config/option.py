@@ -37,7 +37,7 @@ class Option:
     is_silent: bool = False
     """Inert, and not even named."""
     refused: str = ""
-    """Why no value but the default can be honoured, and what to do instead."""
+    """Reason why only the default can be honoured, and the alternative."""
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError, in one sentence, for a value that is none of the words or outside of the range."""
@@ -84,7 +84,7 @@ def option(default: Any, help: str = "", **declared: Any) -> Any:
 
 
 def declaration_of(item: Field[Any]) -> Option | None:
-    """The declaration of a field that `option` made, with what its type says: whole numbers, and None as a value."""
+    """The declaration of a field made by `option`, completed from its annotation: whole numbers, and None as a value."""
     sentence = item.metadata.get("help")
     if not isinstance(sentence, _Sentence):
         return None

@@ -51,7 +51,7 @@ _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Those that treat each element of a tensor by itself. bitsandbytes reads memory that only a whole tensor has."""
 
 _STAGES = {2: False, 3: True}
-"""ZeRO stage -> `reshard_after_forward`: stage 2 keeps what a forward gathered for the backward, stage 3 gathers again."""
+"""ZeRO stage -> `reshard_after_forward`: stage 2 keeps gathered parameters for the backward pass, stage 3 gathers them again."""
 _ZERO_INERT = (
     *("overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions", "round_robin_gradients"),
     *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "ignore_unused_parameters"),

@@ -303,7 +303,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars for files that are read in a moment, no log of errors that are told as DataError; then as before."""
+    """Context manager without progress bars for small files, and without logs of errors that are raised as DataError."""
     was_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Text, YAML and JSON that somebody else wrote, read within bounds: of bytes, of nesting, of aliases, and of time."""
+"""Untrusted text, YAML and JSON, read within bounds: of bytes, of nesting, of aliases, and of time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError]
     try:
         descriptor = os.open(
             Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK
-        )  # a pipe that nobody writes to ends at once
+        )  # a pipe without a writer ends at once
     except (OSError, ValueError, RuntimeError) as why:
         raise error(f"{path} cannot be read: {getattr(why, 'strerror', None) or why}.") from why
     parts, size = [], 0

@@ -211,7 +211,7 @@ class Combiner:
 
 
 def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] means and standard deviations (Bessel) of scores [N, R] over what is not NaN; a tied reward has deviation 0."""
+    """[R] means and standard deviations (Bessel) of scores [N, R], NaN left out; a tied reward has deviation 0."""
     count = (~scores.isnan()).sum(0)
     mean = scores.nanmean(0)
     spread = ((scores - mean).square().nansum(0) / (count - 1).clamp(min=1)).sqrt()
@@ -226,7 +226,7 @@ def _divided(apart: Tensor, deviation: Tensor) -> Tensor:
 
 
 def advantage_shares(groups: Sequence[Group], names: Sequence[str], weights: Tensor) -> dict[str, Metric]:
-    """`rewards/<name>/advantage_share`: how much of what sets completions of a group apart is this reward's; they add to 1.
+    """`rewards/<name>/advantage_share`: this reward's share of the spread of scores within groups; shares add to 1.
 
     The covariance of `w_r r` with the weighted sum over the variance of that sum, within groups (an unscored reward counting 0,
     as in the sum). Below 0: it pulls against the others. Takes the rewards as advantages see them; NaN where all groups tie.

@@ -36,7 +36,7 @@ NOT_PASSED = frozenset({"prompt", "completion", "completion_ids"})
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """One reward: the name its metrics carry, what to call, and what its score weighs.
+    """One reward: the name of its metrics, its callable, and its weight.
 
     Example: `RewardSpec(name="math", call=math_reward, weight=2.0)`.
     """

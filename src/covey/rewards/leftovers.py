@@ -1,4 +1,4 @@
-"""Leftovers of rewards at the end of a batch: changed settings of the process, tasks that nobody awaits, threads."""
+"""Leftovers of rewards at the end of a batch: changed process-wide settings, un-awaited tasks, threads."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _verdict_metrics(rewards: Sequence[Tensor], weights: Tensor, scales: Sequenc
         found = verdicts(own, weights, scales)
         if found is None:
             return {}
-        right, wrong = (verdict[~own.isnan().all(-1)] for verdict in found)  # [<= G], of what was scored at all
+        right, wrong = (verdict[~own.isnan().all(-1)] for verdict in found)  # [<= G], scored completions only
         passed += bool(right.numel() and right.all())
         failed += bool(wrong.numel() and wrong.all())
     return {"groups/all_pass": Mean(passed, len(rewards)), "groups/all_fail": Mean(failed, len(rewards))}

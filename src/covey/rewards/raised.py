@@ -1,4 +1,4 @@
-"""The exception of a reward: told in one line whatever the exception does, with its place, and apart from a real Ctrl-C."""
+"""A reward's exception in one line with its place, robust against a broken `__str__`, and distinct from a real Ctrl-C."""
 
 from __future__ import annotations
 

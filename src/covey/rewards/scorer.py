@@ -1,4 +1,4 @@
-"""`Scorer`: groups in, scored groups out, whatever the user's functions do."""
+"""`Scorer`: groups in, scored groups out, robust against errors and time-outs of reward functions."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Scorer:
         return scoring.finish(added)
 
     def calculated(self, inputs: Sequence[Mapping[str, Any]], *lists: Sequence[Any]) -> Tensor:
-        """[N, R], what the rewards make of N completions: `lists` are prompts, completions and their ids, `inputs` the rows."""
+        """[N, R] scores of N completions: `lists` are prompts, completions and their ids, `inputs` the rows."""
         batch = Batch.of_rows(inputs, *lists)
         outcomes = self.begin().outcomes(batch)
         if self.replaced is not None:
@@ -164,7 +164,7 @@ class Scorer:
         return batch
 
     def settle(self, groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
-        """Count what happened, raise where the run must stop, and give each group its scores."""
+        """Update error counts, raise where the run must stop, and give each group its scores."""
         try:
             for outcome in outcomes:
                 self._account(outcome, batch)
@@ -246,7 +246,7 @@ class Scorer:
         return self.timeout_seconds if own is None else own
 
     def _account(self, outcome: Outcome, batch: Batch) -> None:
-        """Count what happened; raise where the run must stop."""
+        """Update error counts; raise where the run must stop."""
         name, failures = outcome.name, outcome.failures
         broken = [failure.error for failure in failures if isinstance(failure.error, RewardError)]
         if broken and name not in self._proven:
@@ -326,14 +326,14 @@ class Scoring:
         return whole
 
     def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
-        """What came of a reward that ran beside this thread, once all of it has come."""
+        """Outcome of a reward that ran on another thread, once all of it has arrived."""
         parts = [(places, future.result()) for places, future in pieces]
         return Outcome.joined(caller.spec.name, parts, len(batch))
 
     def _pieces(
         self, index: int, groups: Sequence[Group] | None, batch: Batch
     ) -> list[tuple[Sequence[int], Future[Outcome]]] | None:
-        """What runs beside this thread: places in the batch and the outcome to come; None: it runs on this thread."""
+        """Pending work on other threads: places in the batch and the future outcome; None: the reward runs on this thread."""
         caller = self._callers[index]
         if not caller.is_beside:
             return None

@@ -1,4 +1,4 @@
-"""One training run on disk: checkpoints, metrics, rollouts, what ran, and signals that ask it to stop."""
+"""One training run on disk: checkpoints, metrics, rollouts, its manifest, and signals that ask it to stop."""
 
 from __future__ import annotations
 

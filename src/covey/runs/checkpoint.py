@@ -188,7 +188,7 @@ def excess(run_dir: Path, keep: int | None, *, best: str | None = None, verified
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what killed processes left, by our own temporary names only; a checkpoint caught in mid-swap comes back."""
+    """Remove leftovers of killed processes, by our own temporary names only; a checkpoint caught in mid-swap is restored."""
     for path in _folders(run_dir):
         match = _LEFTOVER.fullmatch(path.name)
         if match is None or _is_other_living_process(int(match[3])):

@@ -103,7 +103,7 @@ def is_ours(folder: Path) -> bool:
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of what writes and reads checkpoints."""
+    """Versions of the packages that write and read checkpoints."""
     names = ("covey", "torch", "transformers", "safetensors")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 

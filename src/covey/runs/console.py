@@ -13,7 +13,7 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ESHUTDOWN, errno.ECONNRESET)
 
 
 class Lasting:
-    """A text stream that loses what its own stream does not take. One whose reader is gone leads nowhere from then on."""
+    """A text stream that drops output its own stream refuses. After its reader is gone, it writes to the null device."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -47,7 +47,7 @@ def file_digest(file: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of what decides the numbers; packages that are not installed are left out."""
+    """Versions of Python and of packages that affect the numbers; packages that are not installed are left out."""
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
         try:

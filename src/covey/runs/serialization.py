@@ -199,7 +199,7 @@ class _Encoder:
         return {"$tensor": self._store(value.detach(), where)}
 
     def _store(self, value: Tensor, where: str) -> str:
-        """Keep a tensor under its place in the tree, for whoever reads the file with other tools; the name used."""
+        """Keep a tensor under its place in the tree, for other tools that read the file. Returns the name used."""
         name = place = where.encode("ascii", "backslashreplace").decode()
         while name in self.tensors:
             name = f"{place}#{len(self.tensors)}"

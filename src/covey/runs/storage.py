@@ -1,4 +1,4 @@
-"""Files that are whole or absent: write aside, flush to the disk, rename. And what a disk that refuses says."""
+"""Atomic files: write to a temporary name, flush to disk, rename. And sentences for a disk that refuses."""
 
 from __future__ import annotations
 

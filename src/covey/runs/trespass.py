@@ -1,4 +1,4 @@
-"""Names in a run's folder through which a write would leave it: links, and what is no file. Refused before a run begins."""
+"""Check for links and special files in a run's folder, through which a write would leave it. Refused before a run begins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse(folder: Path) -> None:
 
 
 def _found(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Path, what is there, and what belongs there, of everything that a run may write to."""
+    """(path, kind found, kind expected) of every path that a run may write to."""
     for path, found in _entries(folder):
         if path.name in _FOLDERS or path.name == "runs" or _CHECKPOINT.fullmatch(path.name):
             yield path, found, "a folder"

@@ -47,7 +47,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """Finding of a monitor, with the evidence and what to try."""
+    """Finding of a monitor, with its evidence and fixes to try."""
 
     rule: str
     severity: Literal["info", "warning", "error"]

@@ -34,7 +34,7 @@ class Prompt:
     uid: str
     """Identity of this draw from the data: `epoch:row`. Two rows with the same text are two prompts."""
     token_ids: tuple[int, ...]
-    """[L], what the model reads; the text is never encoded a second time."""
+    """[L], the model's input; the text is never encoded a second time."""
     text: str | None = None
     """The prompt as written, for a plain prompt."""
     messages: tuple[Message, ...] | None = None
@@ -65,7 +65,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One answer, in token ids, with what was known when it was drawn. All tensors are on the CPU.
+    """One completion, in token ids, with the data recorded when it was sampled. All tensors are on the CPU.
 
     Example: `Completion(token_ids=tensor([20, 2]), text="4", finish="stop", logprobs=tensor([-0.2, -0.01]))`.
     """

@@ -40,7 +40,7 @@ class LiveDataset:
         self.timeout_seconds: float | None = None
         self.check_stop: Callable[[], None] = lambda: None
         self.share: Callable[[Any], Any] = lambda item: item
-        """Gives every process what the main one has."""
+        """Broadcasts an object from the main process to every rank."""
         self.is_main = True
         self.held_out: frozenset[str] = frozenset()
         """Digests of prompts that are measured on and never trained on."""

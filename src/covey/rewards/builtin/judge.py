@@ -33,7 +33,7 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judge:
-    """Asks one endpoint: remembers replies, asks again when one has the wrong form, counts what is spent."""
+    """Client of one endpoint: caches replies, asks again when one has the wrong form, counts requests and tokens."""
 
     endpoint: Endpoint
     concurrency: int = 16

@@ -31,7 +31,7 @@ _LONGEST = 200_000
 _LONGEST_REPLY = 50_000
 _OPENING = re.compile(r'\{(?=\s*["}])')
 _SLACK = 3
-"""Deadlines that the scorer waits for one call, so that it can repeat what failed on halves, which costs no time."""
+"""Deadlines that the scorer waits for one call, so that it can repeat a failed call on halves."""
 
 
 class JudgeReward:
@@ -81,7 +81,7 @@ class JudgeReward:
         scores = [0.0] * len(texts)
         for i, mark in zip(asked, marks, strict=True):
             if isinstance(mark, Exception):
-                raise mark  # the scorer repeats the call on halves; what is known by then is not asked again
+                raise mark  # the scorer repeats the call on halves; cached replies are not asked again
             scores[i] = (mark - self.low) / (self.high - self.low)
         return scores
 

@@ -73,7 +73,7 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     r"""TRL's reward of this name: math-verify's verdict, with the answer taken only from `\boxed{}` or dollar signs.
 
     `None` where the solution cannot be parsed. Needs math-verify; each comparison has 3 seconds in a process of its own, a
-    batch has 20, and what it has not seen by then is `None`.
+    batch has 20, and answers that it has not reached by then are `None`.
     """
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")

@@ -27,7 +27,7 @@ def main() -> None:
         _die_after(math.ceil(request["seconds"]) + 1)
         try:
             equal = compare(request)
-        except Exception:  # noqa: BLE001 - sympy raises what it likes on what a model wrote; then it cannot be judged
+        except Exception:  # noqa: BLE001 - sympy may raise anything on model-written text; then it cannot be judged
             equal = None
         _die_after(0)
         sys.stdout.write(json.dumps({"id": request["id"], "equal": equal}) + "\n")

@@ -55,7 +55,7 @@ class Caller:
         return self.is_async or self.pool is not None or self.call_options.in_thread or self.call_options.streams
 
     def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
-        """Start scoring the batch, in one call or in one for each completion: places in the batch, and what comes."""
+        """Start scoring the batch, in one call or in one for each completion: places in the batch, and the future outcome."""
         if self.call_options.unit != "completion":
             return [(list(range(len(batch))), self._lanes.run(lambda: self.score(batch, trainer_state)))]
         return [([i], self._one(batch.part(i, i + 1), trainer_state)) for i in range(len(batch))]
@@ -256,6 +256,6 @@ def _serve(work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         function, future = item
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - carried to whoever waits
+        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread
             future.set_exception(error)
         del item, function, future

@@ -138,7 +138,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), self.trace.fileno()),
                 env={**os.environ, INSIDE: "1", "PYTHONPATH": search},
-                start_new_session=True,  # so that whatever it starts is killed with it
+                start_new_session=True,  # so that its children are killed with it
             )
 
     def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _kill_all(workers: set[_Worker]) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes the modules that what it pickles comes from."""
+    """Pickler that records the modules of the objects it pickles."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

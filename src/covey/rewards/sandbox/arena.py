@@ -28,7 +28,7 @@ _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
 
 
 def serve(source: bytes, connection: socket.socket, snapshot: guard.Snapshot) -> None:
-    """Load the program, run the tests that the judge sent beforehand, and report what became of each. Raises Broken."""
+    """Load the program, run the tests that the judge sent beforehand, and report the result of each. Raises Broken."""
     hello = wire.receive(connection)
     channel = guard.unclassed(ends(connection, bytes.fromhex(hello["key"]), judge=False))
     builtin = _Names(builtins.__dict__)

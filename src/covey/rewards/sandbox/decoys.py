@@ -1,4 +1,4 @@
-"""Values that are not the expected one, to be asked beside it of an object that decides itself what it is equal to.
+"""Decoys: values other than the expected one, compared beside it with an object whose own `__eq__` decides.
 
 An honest object says yes to the expected value alone; one that always says yes says so to these as well. Standard library only.
 """
@@ -39,7 +39,7 @@ def far(value: Any) -> list[Any]:
 
 
 def shuffled(items: list[Any]) -> list[Any]:
-    """`items` in an order that nobody can foresee."""
+    """`items` in an unpredictable order."""
     return [item for _, item in sorted(((urandom(8), item) for item in items), key=lambda pair: pair[0])]
 
 

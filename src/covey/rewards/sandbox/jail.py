@@ -206,7 +206,7 @@ def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 @dataclass(frozen=True)
 class _Child:
-    """A process of a program's: its number, and a pipe that says whether it has locked itself in."""
+    """A program's process: its PID, and a pipe on which it reports that it has locked itself in."""
 
     process: int
     locked: int
@@ -264,7 +264,7 @@ def _fork(
         os.close(tell)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code = body(final)
-    except BaseException as error:  # noqa: BLE001 - there is nobody to raise it to
+    except BaseException as error:  # noqa: BLE001 - no caller above
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
@@ -328,7 +328,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _end(children: dict[str, _Child], seconds: float = 0.0) -> dict[str, Any]:
-    """Kill what is left of a program, all it started included, and say how its processes ended."""
+    """Kill the remaining processes of a program and all their children. Returns how they ended."""
     until = time.monotonic() + seconds
     ended: dict[str, int] = {}
     while children and time.monotonic() < until and len(ended) < len(children):

@@ -178,7 +178,7 @@ def _known(name: str) -> tuple[Any] | None:
 
 
 class _Raised(Exception):  # noqa: N818 - what happened there
-    """The code under test raised what the tests' process has no class for."""
+    """The code under test raised an exception whose class the tests' process lacks."""
 
     def __init__(self, kind: str, said: str) -> None:
         super().__init__(said)

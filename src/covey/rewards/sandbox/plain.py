@@ -18,7 +18,7 @@ from covey.rewards.sandbox import wire
 
 REFERENCE = ["R"]
 _MOST = 1_000_000
-"""Values in one answer; a longer one is an answer that nobody expects."""
+"""Most values in one answer; a longer one cannot be right."""
 _resolution = type.__dict__["__mro__"].__get__
 _names = type.__dict__["__dict__"].__get__
 _SILENT = frozenset(

@@ -109,7 +109,7 @@ class Sandbox:
         return verdicts.timed(result, time.perf_counter() - started)
 
     def close(self) -> None:
-        """End every worker, and what it runs."""
+        """End every worker and its programs."""
         with self._lock:
             self._idle.clear()
             _kill_all(self._all)
