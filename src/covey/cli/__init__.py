@@ -94,7 +94,7 @@ def _run(words: list[str]) -> int:
 
 
 def _disk_refuses(error: Exception) -> str | None:
-    """A sentence for what a full, read-only or failing disk raised at a place that nobody thought of; None for anything else."""
+    """Sentence for an OSError of a full, read-only or failing disk at an unforeseen place; None for any other error."""
     from covey.runs.kept import DISK
     from covey.runs.storage import why_refused
 

@@ -69,7 +69,7 @@ def read_flags(
 ) -> dict[str, Any]:
     """Parsed arguments, by name, as text (a list of texts for list flags, True or False for bare switches).
 
-    `positional` names what stands without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
+    `positional` names the arguments without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
     for an unknown flag, with its sentence in `hints` or the nearest name.
     """
     known = {flag.name: flag for flag in flags}

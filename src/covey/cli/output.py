@@ -19,7 +19,7 @@ from covey.runs.console import Lasting, to_nowhere
 _WIDTH = 110
 """Most columns of a row; a narrower terminal gets its own."""
 counter = Counter()
-"""The live line on stderr, which gives way to whatever is written."""
+"""The live line on stderr, cleared before any other output."""
 
 
 def result(text: str) -> None:
@@ -36,7 +36,7 @@ def result(text: str) -> None:
 
 
 def drop_stdout() -> None:
-    """Let what is left for stdout go: Python would try again, and complain, when it ends."""
+    """Drop buffered output of stdout: Python would flush it again at exit, and complain."""
     to_nowhere(sys.stdout)
 
 
@@ -87,7 +87,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 
 
 def row(status: str, area: str, said: str, fix: str | None = None) -> str:
-    """`WARN  model        the sentence`, and what to do below it."""
+    """`WARN  model        the sentence`, with the fix below it."""
     start = f"{status}  {area:<12} "
     lines = textwrap.wrap(said, width(), initial_indent=start, subsequent_indent=" " * len(start))
     if fix:

@@ -1,4 +1,4 @@
-"""`covey report`: a run as one page to send to somebody."""
+"""`covey report`: a run as one page to share."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Tuning:
     keeps_all: bool
     seed: int
     start: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the user gave to what is searched: the first trial takes them."""
+    """The user's own values of searched options; the first trial takes them."""
 
     def place(self, number: int) -> Path:
         return self.folder / f"trial-{number:03d}"
@@ -222,7 +222,7 @@ def _try(tuning: Tuning, study: Any, trial: Any, stop: Any) -> tuple[str | None,
 
 
 class Watch:
-    """Reads a trial's evaluations as they are written, and remembers whether one of them was hopeless."""
+    """Reads a trial's evaluations as they are written; decides when the trial is pruned."""
 
     def __init__(self, place: Path, metric: str, trial: Any) -> None:
         self._path = place / "evaluations.jsonl"

@@ -23,7 +23,7 @@ _TRACKERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "neptune": (("neptune",), "neptune"),
     "swanlab": (("swanlab",), "swanlab"),
 }
-"""Trackers of transformers: their packages (one is enough), and the command that installs it."""
+"""Trackers of transformers: their packages (one is enough), and the package to install."""
 
 
 def _registered_trackers() -> Collection[str]:

@@ -1,4 +1,4 @@
-"""Prompts: how many, how long, how many twice, and whether held-out ones were seen in training."""
+"""Checks of prompts: number, lengths, duplicates, and overlap of held-out prompts with training prompts."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
 
 
 def _on_a_cpu(found: Measured, activations: int) -> tuple[int, int]:
-    """Activations less what the kernels save of them, and what the allocator keeps."""
+    """Activations less the kernels' savings, and the allocator's overhead."""
     activations = max(0, activations - int(found.saved))
     allocator = allocator_bytes(
         activations, int(found.kept), is_checkpointed=found.is_checkpointed, is_adapted=found.is_adapted

@@ -27,7 +27,7 @@ AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run that has not started: its options, and how to load what they name."""
+    """A run that has not started: its options, and loaders for its model, data and rewards."""
 
     model: str
     rewards: list[Any]
@@ -61,7 +61,7 @@ class _Loaded:
 
 
 def examine(case: Case) -> Iterator[Finding]:
-    """Findings as they come. After a FAIL, whatever does not depend on it is still looked at."""
+    """Findings as they come. After a FAIL, independent checks still run."""
     so_far = _Loaded()
     for stage in counted((_options, _data, _model, _rewards, _plan, _trial), "parts looked at"):
         for finding in stage(case, so_far):

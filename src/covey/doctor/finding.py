@@ -1,4 +1,4 @@
-"""One thing that was looked at, and what came of it."""
+"""Finding: the result of one check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Status = Literal["PASS", "WARN", "FAIL"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """PASS: as it should be. WARN: it will run, and is probably not what was meant. FAIL: it will not run, or not learn."""
+    """PASS: fine. WARN: it will run, but probably not as intended. FAIL: it will not run, or not learn."""
 
     status: Status
     area: str

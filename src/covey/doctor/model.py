@@ -1,4 +1,4 @@
-"""Model and tokenizer: can a completion end, is the chat template there, is what is sampled what is learnt."""
+"""Checks of model and tokenizer: end-of-text tokens, chat template, agreement of sampled and trained tokens."""
 
 from __future__ import annotations
 

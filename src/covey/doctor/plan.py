@@ -1,4 +1,4 @@
-"""The plan: batch arithmetic, memory, disk, time, and how the learning rate compares with what is known to work."""
+"""Checks of the plan: batch arithmetic, memory, disk, time, and the learning rate against published values."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def in_words(seconds: float) -> str:
 
 
 def learning_rate(args: Any, said: Sequence[str], *, is_adapter: bool, is_small: bool = False) -> Iterator[Finding]:
-    """Remarks on options far from what is known to work, each with its source."""
+    """Remarks on options far from published values, each with its source."""
     for one in said:
         yield warned("options", one, "keep it only if you know that it suits your model")
     if not any(one.startswith("learning_rate") for one in said):

@@ -1,4 +1,4 @@
-"""The reward test on a few rows: does a reward pay the data's own right answers, and not what deserves nothing."""
+"""The reward test on a few rows: a reward must pay the data's own right answers, and not garbage."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ AREA = "rewards"
 
 
 def reward_findings(trial: Trial, names: Sequence[str], weights: Sequence[float]) -> Iterator[Finding]:
-    """One finding a reward for what it did, and one for all of them."""
+    """One finding a reward on its scores, and one on the total."""
     first, second = scores_of(trial.groups), scores_of(trial.again)  # [N, R]
     for index, name in enumerate(names):
         yield one_reward(name, first[:, index], second[:, index], weights[index])
@@ -68,7 +68,7 @@ def one_reward(name: str, scores: Tensor, again: Tensor, weight: float) -> Findi
 
 
 def errors_of(trial: Trial, name: str, count: int) -> Iterator[Finding]:
-    """FAIL for a reward that raised, with what it said first."""
+    """FAIL for a reward that raised, with its first error."""
     events = [event for group in trial.groups for event in group.events if event.details.get("reward", name) == name]
     hits = [event for event in events if event.kind.startswith("reward")]
     if hits:

@@ -18,7 +18,7 @@ from covey.types import Group, Prompt, StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """P scored groups of G completions with their advantages, and what they took."""
+    """P scored groups of G completions with their advantages, and the seconds of each phase."""
 
     groups: tuple[Group, ...]
     again: tuple[Group, ...]

@@ -72,7 +72,7 @@ class Member:
 
     @property
     def short_name(self) -> str:
-        """The name, or what the model is called: `b` for `runs/b/model`, `b-checkpoint-20` for `runs/b/checkpoint-20`."""
+        """The given name, or one derived from the model's path: `b` for `runs/b/model`, `b-checkpoint-20` for `runs/b/checkpoint-20`."""
         if self.name is not None:
             return self.name
         if self.is_endpoint:

@@ -145,7 +145,7 @@ class Episodes:
         return "seconds" if is_late else None
 
     def _typed(self, episode: _Episode, call: WrittenCall) -> WrittenCall:
-        """The call with arguments that a template writes as text turned into what the schema says."""
+        """The call with arguments that a template writes as text converted to the schema's types."""
         tool = episode.tools.get(call.name)
         if tool is None or not isinstance(call.arguments, Mapping):
             return call
@@ -173,7 +173,7 @@ def _as_message(call: WrittenCall) -> dict[str, Any]:
 
 
 class EpisodeSampler:
-    """A sampler of episodes: resets the environments, lets `sampler` write, and attaches what happened to the completions.
+    """A sampler of episodes: resets the environments, lets `sampler` generate, and attaches the episodes' records to the completions.
 
     `make` builds the sampler from the hook that it asks when a completion ends by itself. `encode` renders a prompt again
     with what its environment's `reset` returned.

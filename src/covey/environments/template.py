@@ -147,7 +147,7 @@ class Template:
             try:
                 start = self._render([_ASK], tokenize=False, add_generation_prompt=True)
                 whole = self._render([_ASK, self._assistant([_NAME], arguments)], tokenize=False)
-            except Exception:  # noqa: BLE001 - a template is a program and raises what it likes
+            except Exception:  # noqa: BLE001 - a template is a program and may raise anything
                 continue
             shared = next((i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), len(start))
             body = whole[shared:]

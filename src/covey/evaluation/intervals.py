@@ -1,4 +1,4 @@
-"""How sure a number is: intervals for accuracies and means, pass@k, and whether two models really differ."""
+"""Confidence intervals for accuracies and means, pass@k, and tests of the difference between two models."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class CallQueue:
         """Call on this thread. Exceptions are logged, once for several in a row."""
         try:
             call()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is somebody else's code and server
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is third-party code with a server
             self._failed += 1
             if self._failed == 1:
                 logger.warning(

@@ -47,7 +47,7 @@ class History:
     series: dict[str, Series] = field(default_factory=dict)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Remember what is finite, as of this step."""
+        """Append the finite values of this step."""
         self.step = step
         for name, value in values.items():
             if math.isfinite(value):

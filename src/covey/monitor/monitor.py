@@ -1,4 +1,4 @@
-"""One object that a run tells what happens, and that says what is wrong with it: metrics of texts and updates, alerts, actions."""
+"""Monitor of a run: metrics of texts and updates, alerts, and actions after alerts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Monitor:
             close()
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """Keep what later steps are compared with; a forward pass in the first rollout, nothing afterwards."""
+        """Store the baseline for policy drift: one forward pass in the first rollout, a no-op afterwards."""
         self.anchor.begin(groups)
 
     def measure(
@@ -68,7 +68,7 @@ class Monitor:
         }
 
     def with_update(self, report: StepReport) -> StepReport:
-        """The report with what the step did to the weights and to the policy, and the memory it left in use."""
+        """The report with metrics of the step's update of weights and policy, and the memory in use after it."""
         if self.meter is None:
             return report
         return report.merged({**self.meter.take(), **self.anchor(report.step), **memory_metrics("learn")})
@@ -97,7 +97,7 @@ class Monitor:
         return "lower_learning_rate" in self.actions.values()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Remember what an evaluation found."""
+        """Pass on the metrics of an evaluation to the detectors."""
         self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ OTHER = "other"
 _SHARES = ("truncated", "accuracy", "same_language")
 
 Sums = dict[str, list[tuple[float, float]]]
-"""By metric: of each group, the sum and the count of what was measured of its completions."""
+"""By metric: sum and count of the measured values of each group's completions."""
 
 
 def refuse_unknown_columns(args: Any, known: Collection[str] | None) -> None:

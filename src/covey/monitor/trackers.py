@@ -55,14 +55,14 @@ class Trackers(TrainerCallback):
         self._mlflow_run: str | None = None
 
     def theirs(self) -> list[Any]:
-        """The classes of transformers' callbacks for these names; once training goes, what they raise is a warning."""
+        """The classes of transformers' callbacks for these names; during training their exceptions become warnings."""
         from transformers.integrations import get_reporting_integration_callbacks  # brings every model's code along
 
         refuse_absent_trackers(self.names)
         return [_guarded(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
 
     def follow(self, run_id: str, is_hurried: Callable[[], bool]) -> None:
-        """Write the next training down as the run of this id; `is_hurried` returns whether a signal asked it to end."""
+        """Attach the next training to the tracker run of this id; `is_hurried` returns whether a signal asked it to end."""
         self.run_id, self.is_hurried = run_id, is_hurried
 
     def lane(self, tracker: str) -> CallQueue:
@@ -77,11 +77,11 @@ class Trackers(TrainerCallback):
         lane = self.lane(tracker)
         if self.is_training:
             lane.put(what, call)
-        elif lane.is_idle:  # otherwise it is still stuck in a call of the training that ended, which was told
+        elif lane.is_idle:  # otherwise it is still stuck in a call of the earlier training, already reported
             lane.call(what, call)
 
     def close(self) -> None:
-        """Training is over, whatever ended it: wait for what the trackers have still to take, while they go on taking it."""
+        """End of training, successful or not: drain the trackers' queues while they make progress."""
         self.is_training = False
         for lane in self.lanes.values():
             lane.close(self._longest())
@@ -123,7 +123,7 @@ class Trackers(TrainerCallback):
 
     @contextmanager
     def told_when_slow(self, tracker: str) -> Iterator[None]:
-        """Training waits until a tracker is set up, since one that cannot be is told before work is spent; say for whom."""
+        """Context manager for a tracker's set-up, which training waits for so that a failure comes early; logs its name when slow."""
         said = f"{tracker} has been starting for {self.patience_seconds:.0f} seconds; training begins when it is done."
         timer = threading.Timer(self.patience_seconds, logger.warning, [said])
         timer.daemon = True
@@ -197,13 +197,13 @@ class Trackers(TrainerCallback):
 def _told(tell: Callable[[Alert, str], None], alert: Alert, text: str) -> None:
     try:
         tell(alert, text)
-    except Exception as error:  # noqa: BLE001 - a tracker is somebody else's code and server
+    except Exception as error:  # noqa: BLE001 - a tracker is third-party code with a server
         name = getattr(tell, "__name__", "").removeprefix("_tell_")
         logger.warning("%s did not take an alert (%s: %s); it is in alerts.jsonl.", name, type(error).__name__, error)
 
 
 _GUARDED = ("on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
-"""Not `on_train_begin`: a tracker that cannot be set up is told before work is spent."""
+"""Not `on_train_begin`, which runs synchronously so that a failed set-up is reported before work is spent."""
 _OF_TRAINING = frozenset({"optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"})
 """Keyword arguments that training mutates and no tracker reads; they are not passed on."""
 _OF_A_THREAD = frozenset({"MLflowCallback", "DagsHubCallback"})

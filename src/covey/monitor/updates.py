@@ -86,7 +86,7 @@ class UpdateMeter:
         return [(n, p) for n, p in found if id(p) not in factors], [(n, p) for n, p in found if id(p) in factors]
 
     def _adapted(self) -> list[tuple[str, Any]]:
-        """Layers with an adapter. Looked for once: a run does not change what it trains."""
+        """Layers with an adapter, cached: a run does not change its trainable parameters."""
         if self._modules is None:
             self._modules = [(f"{name}.weight", m) for name, m in self.model.named_modules() if _is_lora(m)]
         return self._modules

@@ -12,13 +12,13 @@ from covey.monitor.history import History
 from covey.types import Alert, StepReport
 
 _CLEAR = 20
-"""Steps for which a fault must be gone before it is told again."""
+"""Steps for which a fault must be gone before it raises a new alert."""
 _SEVERITIES = ("info", "warning", "error")
 
 
 @dataclass(eq=False)
 class Watch:
-    """Shows each step to the detectors and returns what is new. A fault that lasts is told once, and again if it grows
+    """Runs the detectors on each step and returns new alerts. A lasting fault alerts once, and again if it grows
     more severe, or if it comes back after twenty steps without it."""
 
     detectors: Sequence[Detector] = ()
@@ -42,7 +42,7 @@ class Watch:
         return [alert for alert in found if alert is not None and self._is_new(alert)]
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Remember what an evaluation found; the next step's detectors see it."""
+        """Store the metrics of an evaluation for the next step's detectors."""
         read = {name: value for name, value in metrics.items() if self._is_read(name)}
         self.history.add(self.history.step, read)
 

@@ -48,7 +48,7 @@ class Webhook:
         thread.start()
 
     def close(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for pending requests."""
         end = time.monotonic() + self.deadline
         for thread in self.threads:
             thread.join(max(0.0, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Work that goes on beside training, one piece at a time, whose failure is told at the next look."""
+"""Background work on a thread beside training, one task at a time; its exception is raised by `finish`."""
 
 from __future__ import annotations
 

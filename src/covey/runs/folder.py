@@ -213,7 +213,7 @@ class RunFolder:
         evaluations.truncate_to(self.path / evaluations.FOLDER, step)
 
     def _try(self, what: str, write: Any) -> None:
-        """Write a record; a disk that refuses is told once, until it works again."""
+        """Write a record; a disk that refuses is logged once, until it works again."""
         try:
             write()
         except (OSError, SafetensorError) as error:

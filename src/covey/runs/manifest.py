@@ -102,7 +102,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def to_json(value: Any) -> Any:
-    """A value as JSON can hold it: NaN and infinities as text, what JSON does not know as its `repr`."""
+    """A value as JSON can hold it: NaN and infinities as text, other types as their `repr`."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):

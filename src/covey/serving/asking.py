@@ -1,4 +1,4 @@
-"""From a request's JSON body to what the engine is asked: prompts in token ids, sampling parameters, and the form of the answer."""
+"""Parsing of a request's JSON body: prompts as token ids, sampling parameters, and the form of the answer."""
 
 from __future__ import annotations
 

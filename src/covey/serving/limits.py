@@ -24,7 +24,7 @@ class Limits:
     body_seconds: float = 30.0
     """Time that a client has to send its body; a slower one is answered 408."""
     drain_seconds: float = 30.0
-    """Time that running requests have to end in once the server is told to stop."""
+    """Seconds that running requests have to finish after the server gets a stop signal."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "max_waiting", "max_connections", "body_seconds"):

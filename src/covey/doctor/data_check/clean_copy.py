@@ -1,4 +1,4 @@
-"""A copy of a data set without what is wrong with it, and a line for every row that is not as it was."""
+"""A cleaned copy of a data set, with a report line for every changed row."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def begins(record: Record, inspection: Inspection) -> str:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, str]]:
-    """For each column that changed, what stands around the first change, before and after."""
+    """Text around the first change of each changed column, before and after."""
     found = []
     for name, old in before.items():
         first, second = (

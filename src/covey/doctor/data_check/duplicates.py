@@ -27,7 +27,7 @@ _BLOCKS = 4096
 
 
 class Twin(NamedTuple):
-    """A row that says what an earlier one says."""
+    """A row that duplicates an earlier one."""
 
     row: int
     earlier: int

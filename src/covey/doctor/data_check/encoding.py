@@ -12,7 +12,7 @@ from typing import Any
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Colours and titles of a terminal."""
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u200b\u2060\u202d\u202e\ufeff\ufff9-\ufffb]")
-"""Signs that nobody sees: controls but tab and line ends, spaces of no width, marks that turn the direction of reading."""
+"""Invisible characters: control characters but tab and line ends, zero-width spaces, bidirectional marks."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ASCII_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 

@@ -103,7 +103,7 @@ class Findings:
         self._most = -1
 
     def add(self, kind: str, row: int, other: int = -1, amount: float = math.nan) -> None:
-        """Row `row` has this fault; `other` and `amount` are what the kind's sentence needs."""
+        """Add a finding for row `row`; `other` and `amount` fill in the kind's sentence."""
         if kind not in self._found:
             self._found[KINDS[kind].name] = Spill([("row", "<i8"), ("other", "<i8"), ("amount", "<f8")])
         self._found[kind].add((row, other, amount))

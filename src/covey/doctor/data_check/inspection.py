@@ -29,7 +29,7 @@ _NEAR, _NEAR_WITH_ANSWER = 0.8, 0.6
 _TELLING = 0.1
 """Distinct answers a row from which an answer tells questions apart."""
 _FEWEST = 20
-"""Rows below which nothing is said about what is usual."""
+"""Fewest rows for statements about outliers."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Inspection:
 
 
 def inspect(rows: Rows, settings: Settings) -> Inspection:
-    """Read all rows and find what is wrong with them.
+    """Read all rows and find their faults.
 
     The index of rows lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
     prompt's column, or none the answer's column that `settings` names.

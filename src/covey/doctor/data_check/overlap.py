@@ -109,7 +109,7 @@ class Overlap:
 
 
 def _mask(starts: numpy.ndarray, size: int, length: int) -> numpy.ndarray:
-    """[length] whether a word lies in one of the runs that start there."""
+    """[length] bool, True for words inside one of the n-grams that start at these places."""
     edges = numpy.zeros(length + size + 1, dtype=numpy.int64)
     numpy.add.at(edges, starts, 1)
     numpy.add.at(edges, starts + size, -1)

@@ -32,7 +32,7 @@ _LEAKED = 24
 
 
 class Traits:
-    """Of every row that has a prompt, what the others are compared by: on disk, and counted."""
+    """Features of every row that has a prompt, for comparison with others: on disk, with counts."""
 
     def __init__(self) -> None:
         self.rows = Spill([("row", "<i8"), ("characters", "<i8"), ("answer", "<i1"), ("language", "<i2")])
@@ -64,7 +64,7 @@ class Looked:
 
 
 class Looker:
-    """Looks at rows one by one and writes down what it finds."""
+    """Checks rows one by one and records the findings."""
 
     def __init__(self, settings: Settings, answer_column: str | None, findings: Findings, traits: Traits) -> None:
         self._settings, self._answer_column = settings, answer_column

@@ -1,4 +1,4 @@
-"""Every fault for an equal share of the time, and a table of what became of the runs."""
+"""Soak test: every fault for an equal share of the time, and a table of the outcomes."""
 
 from __future__ import annotations
 

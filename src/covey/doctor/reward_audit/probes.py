@@ -145,7 +145,7 @@ def programs(rows: Sequence[Row]) -> list[Probe]:
 
 
 def mark_file() -> Path:
-    """Where a program among the probes leaves a mark, if whatever runs it lets it write on this machine."""
+    """File that a probe program writes if its sandbox lets it write on this machine."""
     own = "".join("abcdefghij"[int(digit)] for digit in str(os.getpid()))  # a digit might be the right answer
     return Path(tempfile.gettempdir()) / f"covey-reward-test-{own}"
 
@@ -159,7 +159,7 @@ def marking_program() -> str:
 
 
 def garbage(rows: Sequence[Row]) -> list[Probe]:
-    """Texts that deserve nothing, whatever the answer is."""
+    """Texts that deserve no reward for any gold answer."""
     same = {
         "empty": "",
         "spaces": " \n\t ",

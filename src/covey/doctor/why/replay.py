@@ -1,4 +1,4 @@
-"""The update of a recorded step made again, as it was or with one thing changed, and what it did to the policy."""
+"""Replay of a recorded step's update, as it was or with one change, and its effect on the policy."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
 
 
 def adjusted(effects: Sequence[Effect]) -> list[Effect]:
-    """The same effects with Holm's p-values (1979), where several are told from the same A. Intervals stay as they are."""
+    """The same effects with Holm's p-values (1979), where several sides are compared with the same A. Intervals are unchanged."""
     order = sorted(range(len(effects)), key=lambda i: effects[i].p_value)
     worst, out = 0.0, list(effects)
     for rank, i in enumerate(order):

@@ -1,4 +1,4 @@
-"""A whole comparison: sides, what differs, results, curves, the verdict."""
+"""A whole comparison: sides, their differences, results, curves, the verdict."""
 
 from __future__ import annotations
 

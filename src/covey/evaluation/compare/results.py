@@ -1,4 +1,4 @@
-"""How the sides score on held-out questions: which scores can be compared, and what they say."""
+"""Scores of the sides on held-out questions: the comparable ones, and their estimates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Score:
     """An answer counts 1 from this reward on and 0 below; None: the reward itself."""
 
     def of(self, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], bool]:
-        """Mean score by question, and whether every answer scored 0 or 1."""
+        """(mean score by question, True if every answer scored 0 or 1)."""
         scored = [{**row, self.column: self._of(row.get(self.column))} for row in rows]
         values = {row[self.column] for row in scored} - {None}
         return by_question(scored, self.column), values <= {0.0, 1.0}
@@ -169,7 +169,7 @@ def _step(run: Run, set_name: str, wanted: int | None) -> int:
 
 
 def _scored(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, bool]:
-    """The run's scores, and whether they are shares; the logged mean where the answers were not kept."""
+    """(the run's scores, True if they are shares); the logged mean where the answers were not stored."""
     rows = run.answers(set_name, step)
     if not rows:
         return Scored(seed=run.seed, mean=logged_mean(run, set_name, step, score)), False

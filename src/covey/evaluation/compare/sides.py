@@ -1,4 +1,4 @@
-"""Which runs are seeds of the same way to train, and in what the ways differ."""
+"""Grouping of runs into sides (seeds of the same way to train), and the differences between sides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BOOKKEEPING = frozenset(
         *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
     }
 )
-"""Options that decide where a run is written and when it is looked at, not what it learns."""
+"""Options of output, logging and evaluation, which do not affect training."""
 _DECIDES = ("config", "model", "algorithm", "rewards", "sources", "dataset")
 _AROUND = ("versions", "hardware", "git")
 _PLACES = re.compile(r"\.(line|file)$|^hardware\.(host|memory_gb)$|^git\.(untracked|is_diff_cut|branch)|^git\.diff$")
@@ -91,7 +91,7 @@ def as_sides(groups: Sequence[Sequence[Run]]) -> list[Side]:
 
 
 def differences(sides: Sequence[Side]) -> list[Difference]:
-    """Everything recorded in which the sides differ, what decides first. Seeds and bookkeeping are left out."""
+    """All recorded differences between the sides, the most decisive first. Seeds and bookkeeping are left out."""
     found: list[Difference] = []
     for area in (*_DECIDES, *_AROUND):
         leaves = [[_leaves(run, area) for run in side.runs] for side in sides]

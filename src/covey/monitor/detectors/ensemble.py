@@ -1,4 +1,4 @@
-"""Alerts on what members of an ensemble contribute: too much of what is learned, or nothing."""
+"""Alerts on the contribution of ensemble members: too large a share of the training tokens, or none."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class _Guarded:
     def __call__(self, seen: History) -> Alert | None:
         try:
             found = self.detector(seen)
-        except Exception as error:  # noqa: BLE001 - the user's code; it is told, with the place
+        except Exception as error:  # noqa: BLE001 - the user's code; reported with its place
             where = traceback.extract_tb(error.__traceback__)[-1]
             return self._failed(seen, f"raised {type(error).__name__}: {error}", f"{where.filename}:{where.lineno}")
         if found is None or isinstance(found, Alert):

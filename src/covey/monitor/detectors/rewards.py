@@ -215,7 +215,7 @@ def _signal(seen: History) -> dict[str, float]:
 
 
 def _what_holds_it(seen: History) -> list[str]:
-    """Remedies by what the other metrics say, the likeliest first."""
+    """Remedies chosen by the other metrics, the likeliest first."""
     found = _signal(seen)
     advice = []
     if found.get("groups/all_fail", 0) > 0.5:

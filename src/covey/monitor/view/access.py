@@ -1,4 +1,4 @@
-"""Who may ask: the right host name always, the token where there is one; and what a browser may do with the answer."""
+"""Access control: the host name is always checked, the token where there is one; and security headers of responses."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def rollouts(library: Library, request: Request) -> Any:
 
 
 def rollout(library: Library, request: Request) -> Any:
-    """One group with all its completions and what is known of each token."""
+    """One group with all its completions and their per-token columns."""
     run = library.get(text(request, "run"))
     step = whole(request, "step", None, low=0, high=2**53)
     group = whole(request, "group", 0, low=0, high=2**31 - 1)
@@ -281,7 +281,7 @@ def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable
             return _Json({"error": str(error)}, 404)
         except HTTPException:
             raise
-        except Exception as error:  # noqa: BLE001 -- whatever a folder holds, the others are still shown
+        except Exception as error:  # noqa: BLE001 -- a damaged folder does not hide the others
             return _Json({"error": f"This cannot be shown: {type(error).__name__}: {str(error)[:300]}."}, 422)
 
     return endpoint

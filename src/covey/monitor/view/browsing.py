@@ -69,7 +69,7 @@ def _row(group: Any) -> dict[str, Any]:
 
 
 def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, Any]:
-    """The prompt and every completion of a group, with what is known of each token. RunFolderError when it is not there."""
+    """The prompt and every completion of a group, with per-token columns. RunFolderError when it is not there."""
     path = index.path_of(step)
     try:
         table = read_columns(path)

@@ -115,7 +115,7 @@ class GroupIndex:
     def _alone(self, step: int, table: pa.Table) -> np.ndarray:
         try:
             return summary_of({step: table})
-        except Exception as error:  # noqa: BLE001 -- whatever it holds, only this file is left out
+        except Exception as error:  # noqa: BLE001 -- a damaged file is skipped alone
             self.unreadable[self.path_of(step).name] = str(error)[:_LONGEST_REASON]
             return np.zeros(0, NUMBERS)
 

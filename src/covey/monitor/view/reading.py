@@ -44,7 +44,7 @@ _SHOWN = (
 
 
 class RunView:
-    """One run: its indexes and its small files. Nothing in its folder, whatever it is, makes a method raise or wait."""
+    """One run: its indexes and its small files. No content of its folder makes a method raise or block."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
@@ -173,7 +173,7 @@ def _has_text(found: Mapping[str, Any], name: str) -> bool:
 
 
 class Library:
-    """All runs that are shown; a thread of its own indexes what is new, a share of each run at a time."""
+    """All runs that are shown; a background thread indexes new records, a share of each run at a time."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = list(folders)

@@ -1,4 +1,4 @@
-"""The small files of a run: `alerts.jsonl` and `events.jsonl`, whatever stands in them."""
+"""The small files of a run, `alerts.jsonl` and `events.jsonl`, malformed lines included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST = 4000
 class Records:
     """The rows of one log, read again when it has changed; of a long log the end.
 
-    `shape` makes a row of the known form out of what a line holds, or None of one that is not of it.
+    `shape` maps a parsed line to a row of the known form, or None where it does not fit.
     """
 
     def __init__(self, path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any] | None]) -> None:
@@ -75,7 +75,7 @@ def alert_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def event_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Step, kind, said; None for what is no event."""
+    """Step, kind, said; None for a line that is no event."""
     if not is_step(row.get("step")):
         return None
     return {"step": row["step"], "kind": text_of(row.get("kind")), "said": text_of(row.get("said"))}

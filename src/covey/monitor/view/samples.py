@@ -98,7 +98,7 @@ class Samples:
         mark = self._index.mark_of(step)
         try:
             sample = sample_of(self._index, step, has_tokens=has_tokens)
-        except Exception as error:  # noqa: BLE001 -- whatever a file holds, the others are still shown
+        except Exception as error:  # noqa: BLE001 -- a damaged file does not hide the others
             self._index.unreadable[self._index.path_of(step).name] = str(error)[:300]
             sample = None
         with self._lock:

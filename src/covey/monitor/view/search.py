@@ -1,4 +1,4 @@
-"""Groups whose text contains what is looked for: a bounded piece of work a request, and where to go on."""
+"""Full-text search of groups: a bounded amount of work a request, with the place to continue from."""
 
 from __future__ import annotations
 

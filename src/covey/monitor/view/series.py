@@ -1,4 +1,4 @@
-"""The numbers of `metrics.jsonl` as columns: read once, then only what has been added."""
+"""The numbers of `metrics.jsonl` as columns, read incrementally."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_FINITE = np.inf
 
 
 class SeriesIndex:
-    """All metrics of one run, in memory as one float column each; `refresh` reads what the file has gained.
+    """All metrics of one run, in memory as one float column each; `refresh` reads the lines appended since.
 
     A file that was replaced (a resume drops later steps) is read again from its start. Safe to use from several threads.
     """

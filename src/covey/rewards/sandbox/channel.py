@@ -1,4 +1,4 @@
-"""Authenticated messages between the tests' run and their judge: each carries a number and a keyed digest (HMAC).
+"""Authenticated messages between the tests' run and their judge: each carries a number and a keyed digest (BLAKE2b).
 
 The tests' run shares its interpreter with the program, which may have replaced any function of Python's: only functions that were
 taken hold of before the program was loaded, and that are written in C, are called here. Standard library only.

@@ -136,7 +136,7 @@ def _of_pair(seen: ProcessOutput, expected: str | None) -> tuple[Reason, str] | 
 
 
 def _is_printed(text: str, expected: str) -> bool:
-    """Whether all lines are the same without trailing blanks, or hold the same numbers: `3.0 4` is `3 4`."""
+    """True if all lines are equal without trailing blanks, or hold the same numbers: `3.0 4` equals `3 4`."""
     found, wanted = (part.rstrip().splitlines() for part in (text, expected))
     return len(found) == len(wanted) and all(map(_is_line, found, wanted))
 
