@@ -1,6 +1,6 @@
 """Advantages, one number a completion: how much better than its siblings. They take `Scores` and return `[P, G]`.
 
-A completion nobody scored (NaN) gets 0 and moves no statistic of its siblings. A group whose rewards are all equal, to the
+An unscored completion (NaN) gets 0 and moves no statistic of its siblings. A group whose rewards are all equal, to the
 last bits of their type, gets exactly 0 from every estimator that compares within the group. `R` is the reward of a
 completion: the weighted sum of its functions, plus rewards of single tokens, minus a KL in the reward.
 """

@@ -62,7 +62,7 @@ _MANY = ("regularizers", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """How rewards become gradients.
+    """Algorithm: the path from rewards to gradients.
 
     `loss = aggregate(objective x weights) + aggregate(KL) + sum of aggregate(regularizer)`, plus the critic's own. Weights
     carry no gradient and never touch the KL. A part is a function, or a frozen dataclass when it has parameters; it may also
@@ -85,7 +85,7 @@ class Algorithm:
     """report -> alpha"""
     critic: Critic | None = None
     target_kl: float | None = None
-    """Leave the rest of a rollout unused once the policy is this far (k3, nats a token) from the one that drew it."""
+    """Skip the rest of a rollout once the KL from the policy that sampled it (k3, nats a token) exceeds this."""
     name: str = "custom"
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class Algorithm:
         return found
 
     def initial_controllers(self) -> dict[str, float]:
-        """Where each adaptive coefficient starts."""
+        """Initial state of each adaptive coefficient."""
         return {name: controller.init() for name, controller in self.controllers().items()}
 
     def resolve(self, values: Mapping[str, float]) -> Algorithm:

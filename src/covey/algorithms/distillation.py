@@ -60,7 +60,7 @@ class Distill:
     """`weight x divergence(policy, teacher)` of each token of the policy's own completions, exact over the vocabulary.
 
     On-policy distillation: Agarwal et al. 2024, "GKD", <https://arxiv.org/abs/2306.13649>. `teacher` is a folder, a hub id, a
-    loaded model, or `"policy"` with `feedback`: the policy of now reads the prompt with the feedback and teaches the one that does
+    loaded model, or `"policy"` with `feedback`: the current policy reads the prompt with the feedback and teaches the one that does
     not (SDPO, Huebotter et al. 2026, <https://arxiv.org/abs/2601.20802>). The teacher carries no gradient; its tokenizer must be
     the policy's. Both distributions are taken at the sampling temperature.
     """

@@ -1,4 +1,4 @@
-"""Weights between the model that sampled and the one that learns: importance corrections and rejections, without gradient.
+"""Importance weights between the sampler and the learner: corrections and rejections, without gradient.
 
 `e = old_logp - sampler_logp` is how the learner's numbers differ from the sampler's for the same weights; a log-probability
 that the sampler did not give counts as equal. A weight multiplies the objective, never the KL; denominators do not change.
@@ -21,7 +21,7 @@ LIMIT = 60.0
 def mismatch(tokens: TokenBatch, against: Literal["old", "current"] = "old") -> Tensor:
     """[N, T], `e`: log-probability by the learner minus the sampler's; 0 off the mask and where the sampler gave none.
 
-    `against="current"` takes the learner's policy of now instead of the one at the rollout.
+    `against="current"` takes the learner's current policy instead of its policy at the rollout.
     """
     if tokens.sampler_logp is None:
         return torch.zeros_like(tokens.old_logp)
@@ -176,7 +176,7 @@ class OffPolicyMask:
 
 
 def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
-    """How far sampler and learner are apart, as verl measures it; over tokens that count, or over all rows.
+    """Mismatch between sampler and learner, as verl measures it; over tokens of the mask, or over all rows.
 
     `kl` is the mean of `-e`, `k3_kl` of `exp(e) - 1 - e`; `*_ppl` the mean over rows of `exp(-mean logp)`; `chi2_token` the mean of
     `exp(2e) - 1`, `chi2_seq` the mean over rows of `exp(2 sum e) - 1`.

@@ -1,4 +1,4 @@
-"""How far the policy is from the reference model, token by token, in the loss or in the reward.
+"""KL penalty between policy and reference model, token by token, in the loss or in the reward.
 
 With `d = logp - ref_logp`, an estimator of KL(policy || reference) from a token that the policy drew: Schulman 2020,
 "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.

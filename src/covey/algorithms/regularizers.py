@@ -51,7 +51,7 @@ class EntropyBonus:
     """`-coefficient x entropy` of each token: rewards staying undecided. Williams and Peng 1991.
 
     `coefficient` may be a controller, such as `AdaptiveEntropy`. `only` restricts it to the tokens of a 0/1 weight and divides
-    by their number. `aggregate=None` means the algorithm's own; TRL takes `token_mean` whatever the loss.
+    by their number. `aggregate=None` means the algorithm's own; TRL takes `token_mean` for every loss.
     """
 
     coefficient: float | Controller = 0.01

@@ -1,4 +1,4 @@
-"""How prompts, completions, micro-batches and optimizer steps of a run relate, in numbers and in words."""
+"""Batch arithmetic: prompts, completions, micro-batches and optimizer steps of a run, in numbers and in words."""
 
 from __future__ import annotations
 

@@ -247,13 +247,13 @@ def settle_precision(config: Any) -> None:
             "fp16=True on a CPU is slow, and for trying loss scaling only; leave it out to compute in float32%s.",
             ", or set bf16=True" if has_bfloat16 else "",
         )
-        config.use_cpu = True  # transformers takes float16 on a CPU only when it is told that a CPU is meant
+        config.use_cpu = True  # transformers takes float16 on a CPU only with use_cpu
     if config.bf16 and not has_bfloat16:
         where = "this accelerator (it needs an Ampere GPU or newer)" if on_accelerator else "this processor"
         instead = "set fp16=True" if on_accelerator else "leave bf16 out to compute in float32"
         raise ConfigError(f"bf16=True, but {where} does not compute in bfloat16: {instead}.")
     if config.bf16 and not on_accelerator:
-        config.use_cpu = True  # transformers takes bfloat16 on a CPU only when it is told that a CPU is meant
+        config.use_cpu = True  # transformers takes bfloat16 on a CPU only with use_cpu
 
 
 def processor_has_bfloat16() -> bool:

@@ -71,7 +71,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         checks.settle_precision(self)
         checks.settle_sampler(self, given)
         self.sharding = settle_sharding(self)
-        """How the model is split over processes; None: each holds it whole."""
+        """Sharding of the model over ranks; None: each holds all of it."""
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
         join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
         compiling = {name: vars(self)[name] for name in _COMPILING}
@@ -110,7 +110,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
 
 
 def batch_arithmetic(config: GRPOConfig, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:
-    """How prompts, completions and optimizer steps of a run relate.
+    """Batch arithmetic: prompts, completions and optimizer steps of a run.
 
     `world_size` None: the processes that run now. `num_prompts` None: a stream without end, which needs `max_steps`.
     Raises ConfigError with the numbers and what to change where they do not fit together.

@@ -16,7 +16,7 @@ class Option:
     help: str = ""
     """One sentence."""
     group: str = ""
-    """Of `--help-all`; "" where the option does not act."""
+    """Group in `--help-all`; "" where the option has no effect."""
     words: tuple[str, ...] = ()
     """All that it takes; empty: anything of its type."""
     at_least: float | None = None
@@ -33,7 +33,7 @@ class Option:
     why: str = ""
     """A second sentence for a number out of range."""
     inert: str = ""
-    """Why every value leaves results as they are: accepted, and named once where it differs from the default."""
+    """Reason why no value changes results: accepted, and named once where it differs from the default."""
     is_silent: bool = False
     """Inert, and not even named."""
     refused: str = ""

@@ -17,7 +17,7 @@ DECLARED: Mapping[str, Option] = {
     **INHERITED,
     **{item.name: one for item in fields(Options) if (one := declaration_of(item)) is not None},
 }
-"""The declaration of every option, those of TrainingArguments first."""
+"""The declaration of every option, TrainingArguments' options first."""
 
 GROUP_NAMES = (
     "model", "data", "steps and batches", "sampling", "vLLM", "loss", "reference model", "rewards", "sampler and learner", "optimizer",

@@ -63,7 +63,7 @@ _TOP_INERT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untrained_o
 
 @contextmanager
 def split_by_covey(config: Any) -> Iterator[None]:
-    """Within it the options do not say how the model is split: transformers would make its own plugins of them."""
+    """Context manager that hides the sharding options: transformers would make its own plugins of them."""
     names = ("fsdp", "fsdp_config", "deepspeed")
     held = {name: getattr(config, name) for name in names}
     for name in names:
@@ -76,7 +76,7 @@ def split_by_covey(config: Any) -> Iterator[None]:
 
 
 def settle_sharding(config: Any) -> Sharding | None:
-    """How the options and the launcher's variables say that the model is split; None: every process holds it whole.
+    """Sharding from the options and the launcher's environment variables; None: every rank holds the whole model.
 
     Turns on activation checkpointing where it is asked for there. Raises ConfigError for what cannot be honoured, naming it.
     """

@@ -19,7 +19,7 @@ _BATCH = 1000
 
 
 def row_of(index: int | str, name: str) -> str:
-    """How error messages call a row: `Row 3 (counting from 0) of train.jsonl`."""
+    """Name of a row in error messages: `Row 3 (counting from 0) of train.jsonl`."""
     return f"Row {index} (counting from 0) of {name}"
 
 

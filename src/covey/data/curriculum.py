@@ -21,7 +21,7 @@ _UNSEEN, _MASTERED, _UNSOLVED = 0.5, 0.05, 0.1
 
 
 def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_size: int) -> Order:
-    """The order that `curriculum` names, of each set of a mixture by itself. Raises DataError where it cannot be had."""
+    """The order that `curriculum` names, one for each set of a mixture. Raises DataError where it cannot be built."""
     if isinstance(dataset, LiveDataset):
         base, share = parted(curriculum)
         if base != "none":

@@ -18,7 +18,7 @@ from covey.types import Message, Prompt, PromptImages
 IMAGE_COLUMNS = ("image", "images")
 REFUSED_COLUMNS = ("audio", "audios", "video", "videos")
 _MOST_BYTES = 64 << 20
-"""Of one image's file."""
+"""Most bytes of one image file."""
 _MOST_PIXELS = 64_000_000
 _PREVIEW_SIDE = 512
 _SOURCES = ("image", "path", "url", "base64")

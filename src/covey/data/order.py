@@ -1,4 +1,4 @@
-"""Which row comes next. Both orders resume from a few numbers, without replaying what was drawn."""
+"""Orders of the rows of a data set. Both resume from a few numbers, without replaying earlier draws."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Outcome:
 
 
 class Order(Protocol):
-    """Which row comes next; resumes from its `state_dict`."""
+    """Order of rows; resumes from its `state_dict`."""
 
     @property
     def num_rows(self) -> int | None: ...

@@ -1,4 +1,4 @@
-"""Where data sets come from: files, folders, hub ids, the shipped demo. No code of a data set is ever run."""
+"""Sources of data sets: files, folders, hub ids, the shipped demo. No code of a data set is ever run."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _refuse_wild(files: Sequence[Path]) -> None:
 
 
 def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
-    """Why a file cannot be read, with the line of a JSONL file that is at fault."""
+    """Error sentence for an unreadable file, with the line number in a JSONL file."""
     for file in files:
         if kind != "json" or file.suffix.lower() in _COMPRESSED or _suffix(file) == ".json":
             continue

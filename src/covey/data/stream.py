@@ -21,7 +21,7 @@ from covey.types import Prompt
 logger = logging.getLogger(__name__)
 
 _FIRST_CHECK_ROWS = 100_000
-"""Of a longer data set only so many rows are measured before training; the others when they are drawn."""
+"""Most rows whose prompt lengths are checked before training; further rows are checked when they are drawn."""
 
 
 class PromptStream:

@@ -116,7 +116,7 @@ def assess(
 
 
 def compare(a: Assessment, b: Assessment) -> dict[str, Difference]:
-    """How B differs from A on the same prompts: `accuracy` (McNemar's exact test) and `reward`."""
+    """Differences of B from A on the same prompts: `accuracy` (McNemar's exact test) and `reward`."""
     return {"accuracy": paired_difference(a.right(), b.right()), "reward": paired_difference(a.greedy, b.greedy)}
 
 

@@ -25,7 +25,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much better B is than A on the same prompts."""
+    """Difference of B from A on the same prompts, with its interval."""
 
     value: float
     """mean(B) - mean(A)"""

@@ -15,7 +15,7 @@ from typing import Any
 from covey.errors import ConfigError, CoveyError
 
 MOST_BYTES = 4 << 20
-"""Of a file of options or a configuration."""
+"""Most bytes of an options or configuration file."""
 LONGEST_LINE = 64 << 20
 """Bytes of one line of JSON lines."""
 MOST_DEPTH = 60

@@ -43,7 +43,7 @@ class Placed:
 
     prompt: Prompt
     starts: tuple[int, ...]
-    """Where each copy of the prompt begins."""
+    """Start of each copy of the prompt."""
     follows: tuple[tuple[int, int], ...]
     """(begin, count) of tokens that follow a copy."""
 
@@ -76,7 +76,7 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
 
 @contextmanager
 def watched_positions(model: Any) -> Iterator[list[Tensor]]:
-    """Within it, the position ids [axes, B, S] that the vision-language model gives to its language model are noted."""
+    """Context manager that records the position ids [axes, B, S] which the vision-language model passes to its language model."""
     seen: list[Tensor] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ class History:
         try_this: Iterable[str],
         **evidence: Any,
     ) -> Alert:
-        """An alert of now; numbers of the evidence are rounded to four digits that count."""
+        """An alert at the current step; numbers of the evidence are rounded to four digits that count."""
         shown = {name: _rounded(value) for name, value in evidence.items()}
         return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=tuple(try_this))
 
@@ -100,7 +100,7 @@ class Shift:
 
 
 def shift(before: Sequence[float], after: Sequence[float]) -> Shift:
-    """How the mean of `after` differs from that of `before`; neither may be empty."""
+    """Difference of the means of `after` and `before`; neither may be empty."""
     low, high = fmean(before), fmean(after)
     error = noise(before, after) * math.sqrt(1 / len(before) + 1 / len(after))
     change = high - low
@@ -116,7 +116,7 @@ def noise(*parts: Sequence[float]) -> float:
 
 
 def rise(values: Sequence[float]) -> tuple[float, float]:
-    """How far the line of least squares rises over the values (three or more), and the standard error of that."""
+    """Rise of the least-squares line over the values (three or more), and its standard error."""
     n, middle = len(values), (len(values) - 1) / 2
     squares = sum((i - middle) ** 2 for i in range(n))
     slope = sum((i - middle) * value for i, value in enumerate(values)) / squares

@@ -1,4 +1,4 @@
-"""How far the policy has gone from where training began, on a few completions of its first rollout: no second model is kept."""
+"""KL of the policy from its start, on a few completions of the first rollout: no second model is kept."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Trackers(TrainerCallback):
     """
 
     def __init__(self, names: str | Sequence[str] | None, callbacks: Callable[[], Sequence[Any]] = tuple) -> None:
-        """`callbacks` returns the run's callbacks; one that writes for TensorBoard is told of alerts."""
+        """`callbacks` returns the run's callbacks; the TensorBoard callback's writer also receives alerts."""
         self.names = (names,) if isinstance(names, str) else tuple(names or ())
         self.callbacks = callbacks
         self.run_id = ""
@@ -217,7 +217,7 @@ _UPLOADS: dict[str, Callable[[Any], bool]] = {
 """Trackers that listen to every save but read the folder only where they were told to upload it."""
 
 _UPLOAD_SECONDS = 1800.0
-"""How long a step waits for the upload of a checkpoint."""
+"""Seconds that a step waits for the upload of a checkpoint."""
 
 
 def reads_checkpoints(callback: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How much an optimizer step moves the weights, as a share of their size, by depth."""
+"""Relative update of the weights by an optimizer step, by depth."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _samples(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _sampled_of(parameter: Tensor) -> int:
-    """How many weights `_sample` takes."""
+    """Number of weights that `_sample` takes."""
     count = local(parameter).numel()
     return -(-count // _stride(count)) if count else 0
 

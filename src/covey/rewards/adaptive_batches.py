@@ -1,4 +1,4 @@
-"""How many texts a reward's model reads at a time: texts of like length together, half as many once memory runs out."""
+"""Batch sizes of a reward's model: texts of similar length together, the batch size halved when memory runs out."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class RewardSpec:
     timeout_seconds: float | None = None
     """Its own limit for one call; `None`: the scorer's; `math.inf`: none."""
     call_options: CallOptions | None = None
-    """How to call it; `None`: as its decorator says."""
+    """Call options; `None`: those of its decorator."""
     scale: tuple[float, float] | None = None
     """The score of a wrong and that of a right completion; `None`: as its decorator says, or not known."""
 

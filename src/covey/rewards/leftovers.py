@@ -21,7 +21,7 @@ class Leftovers:
         self._threads = threading.active_count()
 
     def events(self, changed: Iterable[tuple[str, str]], tasks: Mapping[str, int]) -> list[Event]:
-        """Of what was put back (name of the reward or "", what it changed), of tasks that were cancelled, and of threads."""
+        """Events for restored state (name of the reward or "", the name of the setting), cancelled tasks, and threads."""
         found = [(name, "reward_side_effect", what, f"changed {what}, which was put back") for name, what in changed]
         found += [
             (

@@ -31,7 +31,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
-    """How a reward model is trained. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
+    """Training options of a reward model. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
 
     epochs: float = 1.0
     batch_size: int = 16

@@ -2,7 +2,7 @@
 
 A save writes to a staging folder, flushes it, seals it with a manifest of checksums, renames it to `checkpoint-N`,
 reads it back, and only then deletes old ones. A process may be killed at any moment: the newest `checkpoint-N`
-that verifies is complete. Only the main process saves and chooses; the others are told the path.
+that verifies is complete. Only the main process saves and chooses; the other ranks receive the path.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def save(
 ) -> Path:
     """Save `checkpoint-<step>` and return its path; it has been read back and every byte found right.
 
-    `write(folder)` puts in the model, the tokenizer and whatever else other tools expect; `state` (a tree as in `serial`) goes
+    `write(folder)` puts in the model, the tokenizer and other files that tools expect; `state` (a tree as in `serial`) goes
     beside them. `keep` is `save_total_limit`: older checkpoints beyond that number are deleted, never `best` (a name or
     path) and never before the new one is verified. Raises StorageError when the disk refuses: nothing is left behind then,
     and the earlier checkpoints are as they were.

@@ -34,7 +34,7 @@ _HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
 
 
 class RunFolder:
-    """Where one run is written down: `run.json`, `metrics.jsonl`, `events.jsonl`, `alerts.jsonl`, `rollouts/`, `checkpoint-N/`.
+    """Folder of one run: `run.json`, `metrics.jsonl`, `events.jsonl`, `alerts.jsonl`, `rollouts/`, `checkpoint-N/`.
 
     Made by `RunFolder.create`. A disk that refuses a record is a warning; training goes on.
     """

@@ -1,4 +1,4 @@
-"""Where a run came from: source text of its parts, versions, git, hardware. Only reads; never fails a run."""
+"""Provenance of a run: source text of its parts, versions, git, hardware. Only reads; never fails a run."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def adapter_facts(model: Any) -> dict[str, Any] | None:
 
 
 def model_facts(model: Any) -> dict[str, Any] | None:
-    """Where a model was loaded from, its class, type of numbers, and how many parameters it has and trains."""
+    """Path of a model, its class, its dtype, and the number of its parameters, in all and trained."""
     if model is None:
         return None
     weights = list(model.parameters())

@@ -42,9 +42,9 @@ def expect_resumable(
     rewards: Sequence[Any] | None = None,
     tells: bool = True,
 ) -> None:
-    """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be gone on with under these options.
+    """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be resumed with these options.
 
-    `args` is the GRPOConfig of now; `model` may not be loaded yet. Without a checkpoint or a `run.json` nothing is compared.
+    `args` is the current GRPOConfig; `model` may not be loaded yet. Without a checkpoint or a `run.json` nothing is compared.
     With `tells`, what differs and does no harm is logged, as `learning_rate 1e-06 -> 1e-05`.
     """
     if start is None:

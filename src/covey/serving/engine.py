@@ -327,7 +327,7 @@ class Engine:
         self._rest(lane)
 
     def _rest(self, lane: _Lane) -> None:
-        """Free the cache of a model that nobody asks for; the next batch begins with the weights of then."""
+        """Free the KV cache of an idle model; the next batch starts with its weights at that time."""
         if lane.scheduler is not None and not lane.scheduler.is_busy:
             lane.scheduler = None
 
@@ -357,7 +357,7 @@ class Engine:
         ticket.wake()
 
     def _record(self, ticket: Ticket, group: Group, seconds: float) -> Exception | None:
-        """Error of the recorder, which the client is told: a call that is not recorded must not look like one that is."""
+        """Error of the recorder, returned to the client: a call that is not recorded must not look like one that is."""
         if self.on_call is None or not group.completions:
             return None
         call = Call(

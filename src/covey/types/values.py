@@ -92,7 +92,7 @@ class Completion:
     """Spans: `(t, step)` for each place where other weights took over, so that token `t` and those behind it are of `step`.
     Empty: `version` wrote all of it."""
     source: str = "policy"
-    """Which model wrote it: the policy, or a member of an ensemble by its name."""
+    """Name of the model that generated it: the policy, or a member of an ensemble."""
     weight: Tensor | None = None
     """[T_i] float32, factor on its objective, where another model wrote it (`MemberWeight`). None: 1."""
     messages: tuple[Message, ...] | None = None
@@ -185,7 +185,7 @@ class Scores:
     greedy: Tensor | None = None
     """[P], weighted reward of each prompt's greedy answer."""
     per_token: Tensor | None = None
-    """[P, G, T], rewards given at single tokens, besides those of the functions. None: there are none."""
+    """[P, G, T], per-token rewards, besides the functions' rewards. None: there are none."""
     slices: tuple[str, ...] | None = None
     """[P], which slice each prompt is in, such as its language. None: nothing asked for slices."""
 

@@ -1,4 +1,4 @@
-"""Which language a text seems to be in: by its script, and for the Latin one by its small words. Cheap, and unsure of short texts."""
+"""Language identification: by script, and for Latin script by stop words. Cheap, and unsure of short texts."""
 
 from __future__ import annotations
 

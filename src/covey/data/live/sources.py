@@ -1,4 +1,4 @@
-"""Where live rows come from: the protocol of a source, and four of them."""
+"""Sources of live rows: the protocol, and four implementations."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ class Cleaned:
     kept: int
     changed: int
     dropped: Mapping[str, int]
-    """How many rows each kind of fault cost, by the first that a row has."""
+    """Rows dropped by each kind of fault, counted by a row's first fault."""
 
 
 def report_of(output: Path) -> Path:
-    """Where the report of a cleaned file lies: `clean.report.jsonl` beside `clean.jsonl`."""
+    """Path of the report of a cleaned file: `clean.report.jsonl` beside `clean.jsonl`."""
     return output.with_name(output.name.removesuffix(".jsonl") + ".report.jsonl")
 
 
@@ -52,7 +52,7 @@ def check_output(output: Path) -> None:
 
 
 def clean(inspection: Inspection, output: Path) -> Cleaned:
-    """Read the rows a second time and write those that may stay, mended where they can be, in their order.
+    """Read the rows a second time and write the good ones, repaired where possible, in their order.
 
     A row that is neither dropped nor changed keeps its bytes. Both files appear when they are complete, or not at all. Raises
     ConfigError when a file is there already, DataError when the source has changed since it was inspected.

@@ -25,7 +25,7 @@ FAULTS: Mapping[str, str] = {
 
 
 def repaired(text: str, mend: Collection[str] = FAULTS.keys()) -> tuple[str, tuple[str, ...]]:
-    """The text without the faults that are to be mended, and those that it had; mending it again changes nothing.
+    """(the text with the wanted faults repaired, the faults that it had). Idempotent.
 
     >>> repaired("caf\\u00c3\\u00a9 \\u200bnoir")
     ('café noir', ('mojibake', 'controls'))
@@ -50,7 +50,7 @@ def is_lossy(text: str) -> bool:
 
 
 def repaired_row(value: Any, mend: Collection[str] = FAULTS.keys()) -> tuple[Any, dict[str, None]]:
-    """The value with every text in it mended, through lists and objects; and the faults they had."""
+    """(the value with every text in it repaired, through lists and objects, the faults they had)."""
     if isinstance(value, str):
         text, faults = repaired(value, mend)
         return text, dict.fromkeys(faults)

@@ -122,7 +122,7 @@ class Findings:
         return [row for row, _, _ in self.of(kind)]
 
     def count(self, kind: str) -> int:
-        """How many rows have this fault."""
+        """Number of rows with this fault."""
         return len(self._found[kind]) if kind in self._found else 0
 
     def of(self, kind: str) -> Iterator[tuple[int, int, float]]:

@@ -48,7 +48,7 @@ class Inspection:
     """Each evaluation set, with the number that its row 0 has in the findings."""
 
     def reason(self, kind: Kind, other: int, amount: float) -> str:
-        """Why a row was found, as the end of "row 7 ..."."""
+        """Reason for a finding, as the end of "row 7 ..."."""
         name = f"row {other}"
         if kind.name in ("contaminated", "akin"):
             source, start = max((one for one in self.evaluation if one[1] <= other), key=lambda one: one[1])

@@ -16,7 +16,7 @@ Answers = Literal["auto", "number", "math", "text"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a data set is checked."""
+    """Settings of the check of a data set."""
 
     prompt_column: str = "prompt"
     answer_column: str | None = None
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def mended(self) -> list[str]:
-        """The faults of text that are mended."""
+        """The faults of text that are repaired."""
         return [fault for fault in FAULTS if fault not in self.ignore]
 
     def check_against(self, source: str) -> None:

@@ -1,4 +1,4 @@
-"""Where victims are started, watched and looked at afterwards."""
+"""Test bench that starts victim runs, watches them and inspects their folders afterwards."""
 
 from __future__ import annotations
 

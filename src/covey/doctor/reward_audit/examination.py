@@ -84,7 +84,7 @@ def examine(
     """Try a reward. A probe is one call with one completion of every row, so that what fails or is slow has a name.
     `without` names garbage to leave out.
 
-    Raises RewardError for what no call can mend: a wrong number of values, values that are no numbers.
+    Raises RewardError for errors that no retry can fix: a wrong number of values, values that are no numbers.
     """
     session = _Session(replace(spec, weight=1.0), list(rows), timeout_seconds)
     try:
@@ -177,7 +177,7 @@ def _equal(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 class _Session:
-    """One reward and its rows. Scores are not remembered, also those of a reward that says it is pure."""
+    """One reward and its rows. Scores are not cached, not even of a reward declared pure."""
 
     def __init__(self, spec: RewardSpec, rows: list[Row], timeout_seconds: float | None) -> None:
         self.spec, self.rows, self.timeout_seconds = spec, rows, timeout_seconds

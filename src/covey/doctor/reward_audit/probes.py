@@ -35,7 +35,7 @@ MARK = "covey_reward_test_ran"
 
 
 GOLD_COLUMNS = ("answer", "solution", "reference", "summary", "label", "target", "code", "canonical_solution")
-"""Where a right answer is looked for, in this order."""
+"""Columns searched for a right answer, in this order."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from covey.types import Group
 MOST_MOVED = 0.05
 """Nats a token that one update may move the policy; PPO's usual target over a whole rollout is 0.01 to 0.02."""
 MOST_STALE = 0.02
-"""KL between the sampling policy and the policy being trained, nats a token."""
+"""Largest KL between the sampling policy and the policy being trained, nats a token."""
 SPIKE = 5.0
 """Times the median gradient norm of the steps before."""
 _FEWEST_BEFORE = 3
@@ -65,7 +65,7 @@ class Diagnosis:
     """Troubles of a step, and the changes that were tried, best first."""
 
     troubles: tuple[tuple[str, float, float], ...]
-    """In words, value, limit."""
+    """(description, value, limit)."""
     remedies: tuple[Remedy, ...]
     replayed: tuple[float, float | None]
     """Gradient norm of the replay, and as the run recorded it."""

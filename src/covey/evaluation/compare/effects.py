@@ -1,4 +1,4 @@
-"""How much better B is than A, and how sure one may be: paired by question, and over seeds where there are several.
+"""Difference between B and A with its confidence interval: paired by question, and over seeds where there are several.
 
 A score varies with the seed of the run and with the questions that happen to be in the test set. With several seeds both count,
 so that the verdict holds for new seeds and new questions of the same kind. Each run gives one score a question; the variance of

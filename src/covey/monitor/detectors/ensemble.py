@@ -1,4 +1,4 @@
-"""Alerts on the contribution of ensemble members: too large a share of the training tokens, or none."""
+"""Alerts on the contribution of ensemble members: nearly all of the positive advantages, or none."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def image(library: Library, request: Request) -> Any:
 
 
 def spread(library: Library, request: Request) -> Any:
-    """How rewards lie over the steps."""
+    """Distribution of rewards over the steps."""
     return browsing.spread_of(library.get(text(request, "run")).groups, whole(request, "points", 200, low=2, high=2000))
 
 
@@ -156,13 +156,13 @@ def prompts(library: Library, request: Request) -> Any:
 
 
 def lengths(library: Library, request: Request) -> Any:
-    """How the lengths of completions are spread over the steps."""
+    """Distribution of completion lengths over the steps."""
     samples, about = _samples(library, request)
     return lengths_of(samples) | about
 
 
 def correlations(library: Library, request: Request) -> Any:
-    """How rewards go together, and how one of them (`score`) is spread over the steps."""
+    """Correlation of rewards, and the distribution of one of them (`score`) over the steps."""
     samples, about = _samples(library, request)
     return correlations_of(samples, text(request, "score", "") or None) | about
 
@@ -184,7 +184,7 @@ def _csv(content: str, name: str) -> Response:
 
 
 def phases(library: Library, request: Request) -> Any:
-    """Where the time and the memory of the steps between `from` and `to` went."""
+    """Time and memory by phase of the steps between `from` and `to`."""
     run = library.get(text(request, "run"))
     points = whole(request, "points", 200, low=2, high=2000)
     return phases_of(run.series, points, number(request, "from"), number(request, "to"))

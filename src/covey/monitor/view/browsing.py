@@ -31,7 +31,7 @@ _PLAIN = (
     "change",
 )
 _SECONDS = (0.06, 0.25)
-"""How long a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
+"""Seconds that a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
 _MOST_COMPLETIONS = 1024
 _MOST_IMAGES = 64
 _LONGEST_TEXT = 400_000

@@ -54,7 +54,7 @@ class GroupIndex:
         self.unreadable: dict[str, str] = {}
         """Files that could not be read, and why; they are tried again when they change."""
         self.trouble: str | None = None
-        """Why the folder cannot be read; None when it can, or is not there."""
+        """Error of reading the folder; None without one, or without a folder."""
         self.pending = 0
         """Files that are not indexed yet."""
         self._files = FilesOnDisk(folder)
@@ -157,7 +157,7 @@ class GroupIndex:
             return known
 
     def mark_of(self, step: int) -> Mark | None:
-        """Which version of a step's file is indexed; None where it is not."""
+        """Indexed version of a step's file; None where it is not indexed."""
         return self._seen.get(step)
 
     def reward_columns(self, step: int) -> list[str]:

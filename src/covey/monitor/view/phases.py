@@ -1,4 +1,4 @@
-"""Where the time and the memory of a run's steps went."""
+"""Time and memory of a run's steps by phase."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FIRST_SHARE = 1 << 20
 """Little, so that there is soon something to show."""
 _FILES_AT_ONCE = 50
 _POLITE_SECONDS = 0.15
-"""So long after a question the indexing leaves the processor to the answers, half of the time."""
+"""Seconds after a request in which indexing yields half of the CPU time to requests."""
 _LONGEST_NAME = 200
 _SHOWN = (
     "reward",
@@ -84,7 +84,7 @@ class RunView:
         }
 
     def _loaded(self) -> tuple[Any, dict[str, Any], str | None]:
-        """Which version of the file, its content, and why it cannot be read."""
+        """(version of the file, its content, the error of reading it)."""
         path = self.path / manifest.NAME
         with self._reading:
             try:

@@ -24,7 +24,7 @@ class Records:
     def __init__(self, path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any] | None]) -> None:
         self.path = path
         self.trouble: str | None = None
-        """Why not all of it is here; None when it is."""
+        """Reason why records are missing; None when all are read."""
         self._shape = shape
         self._mark: tuple[int, ...] = ()
         self._rows: list[dict[str, Any]] = []

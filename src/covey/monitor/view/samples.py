@@ -20,7 +20,7 @@ from covey.monitor.view.groups import GroupIndex, read_columns
 
 _KEPT = 256
 _SECONDS = 0.1
-"""How long one request reads; the page asks again for the rest."""
+"""Seconds that one request reads; the page asks again for the rest."""
 _SCALARS = ("num_tokens", "finish", "reward", "advantage")
 _TOKENS = ("logprobs", "old_logp", "token/entropy", "mask")
 _MOST_TOKENS = 200_000
@@ -29,7 +29,7 @@ MOST_REWARDS = 24
 
 POSITIONS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
                       3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 65536])  # fmt: skip
-"""Where bins of token positions begin, from 0; two a doubling."""
+"""Left edges of the bins of token positions, from 0; two bins per doubling."""
 RATIO_EDGES = np.concatenate([[-np.inf], np.linspace(-0.5, 0.5, 42), [np.inf]])
 """Edges of the log-ratio of learner to sampler, in nats; the outer bins are open."""
 ENTROPY_EDGES = np.concatenate([[-np.inf], np.linspace(0.0, 4.0, 41), [np.inf]])

@@ -24,7 +24,7 @@ class Found:
     places: list[int]
     """Groups that match, as places in the table, in the order that was asked for."""
     at: int
-    """How many groups of the order have been looked at; the next part starts here."""
+    """Number of groups searched so far, in the order; the next part starts here."""
     is_done: bool
 
 

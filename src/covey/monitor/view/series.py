@@ -24,7 +24,7 @@ _LONGEST_LINE = 4 << 20
 """Bytes; a longer line holds no metrics, and is skipped in parts."""
 _MOST_METRICS = 2000
 _MOST_NUMBERS = 1 << 25
-"""Of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
+"""Most numbers of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
 _MOST_BRACKETS = 8
 """In a line that Arrow may read; it ends the process on lines that are nested deeply."""
 _SAMPLED_LINES = 16
@@ -47,7 +47,7 @@ class SeriesIndex:
         self.done = 0
         """Bytes of it that are indexed."""
         self.trouble: str | None = None
-        """Why not all of the file is here; None when it is."""
+        """Reason why rows are missing; None when all are read."""
         self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._clear()

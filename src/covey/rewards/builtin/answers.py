@@ -11,7 +11,7 @@ _DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|!| )|\\text\{[^{}]*\
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}")
 _LONGEST_NUMBER = 100
-"""Digits beyond which a text is not taken for a number: comparing must stay cheap whatever a model writes."""
+"""Digits beyond which a text is not taken for a number: comparing must stay cheap for any text."""
 
 
 def marked_answer(text: str) -> str | None:

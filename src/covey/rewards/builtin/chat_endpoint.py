@@ -57,7 +57,7 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a model is, and how long one waits for it. The key is read from the environment when a request is sent."""
+    """Address of a model server, with its time limits. The key is read from the environment when a request is sent."""
 
     url: str
     """Up to and with `/v1`, as `http://localhost:8000/v1`."""
@@ -73,7 +73,7 @@ class Endpoint:
     backoff_seconds: float = 0.5
     """Before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
     called: str = "judge"
-    """As messages call it."""
+    """Name of the endpoint in messages."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 Metrics = Callable[[str, float], None]
 
 _REMEMBER_SECONDS = 60.0
-"""How long a failure is known: the scorer repeats a failed call on halves to find the completions that fail."""
+"""Seconds that a failure is cached: the scorer repeats a failed call on halves to find the completions that fail."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Judge:
     deadline_seconds: float = 100.0
     """For all questions of one call; the scorer's own limit must be longer."""
     asks: int = 3
-    """How often a question is put until the reply has the form that was asked for."""
+    """Attempts at a question until the reply has the requested form."""
     price_in: float = 0.0
-    """Of a million tokens read."""
+    """Price of a million prompt tokens."""
     price_out: float = 0.0
     max_cost: float = math.inf
     cache: ReplyCache = field(default_factory=ReplyCache)

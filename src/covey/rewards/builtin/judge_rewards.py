@@ -108,7 +108,7 @@ class PairwiseJudgeReward:
 
     `against="group"` compares each completion with the next `opponents` ones of the same prompt, in a ring, so that each is in
     `2 * opponents` comparisons; `against="reference"` with the column `reference_column`. With `swap` each pair is judged in
-    both orders and the mean counts, so that a judge who prefers the first place prefers nobody. Equal texts tie, an empty
+    both orders and the mean counts, so that a judge's position bias cancels. Equal texts tie, an empty
     one loses, unasked. A comparison that failed does not count; a completion without any is `None`, and a prompt without
     any is an error.
     """

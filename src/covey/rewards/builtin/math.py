@@ -21,7 +21,7 @@ _VERIFY_SECONDS = 20.0
 """Time limit of math-verify for one batch; answers that it has not reached by then are `None`."""
 
 _LIMIT_SECONDS = 120.0
-"""Of one call: starting math-verify takes seconds, which a short limit of the run's is not meant for."""
+"""Time limit of one call: starting math-verify takes seconds, which a short limit of the run is not meant for."""
 
 Metrics = Callable[[str, float], None]
 

@@ -1,6 +1,6 @@
 """A kernel timer that sends a signal of its own, beside the one timer that `signal.setitimer` offers.
 
-`SIGALRM` belongs to whoever limits their own time inside a reward (math-verify does), and a Python thread cannot send
+`SIGALRM` belongs to rewards that limit their own time (math-verify does), and a Python thread cannot send
 anything while C code keeps the interpreter lock, as regular expressions do. POSIX timers (`timer_create(2)`) have neither
 problem; Python does not wrap them.
 """

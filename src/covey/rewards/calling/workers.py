@@ -65,7 +65,7 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the workers that are alive now."""
+        """PIDs of the workers that are alive now."""
         with self._lock:
             return sorted(worker.process.pid for worker in self._all)
 

@@ -1,6 +1,6 @@
 """Tests and the program under test in one interpreter, as the harness of every benchmark runs them.
 
-The tests see the program's names beside Python's own, which are those of before the program was loaded. Values that their
+The tests see the program's names beside Python's builtins, saved before the program was loaded. Values that their
 assertions compare go to the judge in another process, which knows the expected values and decides. Standard library only.
 """
 

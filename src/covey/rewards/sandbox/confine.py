@@ -1,4 +1,4 @@
-"""How the sandbox's processes lock themselves in: a root directory of their own first, then limits, Landlock and seccomp.
+"""Confinement of the sandbox's processes by themselves: a root directory of their own first, then limits, Landlock and seccomp.
 
 The former is done once, by the process that all programs are forked from; the latter in each of them, just before it reads
 its program. Where the kernel refuses one layer, OSError says which. Standard library only.

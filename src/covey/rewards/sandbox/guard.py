@@ -1,6 +1,6 @@
 """Guards that keep a program from the tests that run beside it in one interpreter.
 
-An audit hook refuses the ways to the tests' frames and to objects that nobody has handed over; the parts of Python that tests
+An audit hook refuses the ways to the tests' frames and to objects that were not handed over; the parts of Python that tests
 lean on are put back as they were before the program was loaded, and looked at again after each test. Standard library only.
 """
 
@@ -42,7 +42,7 @@ WATCHED = (
     "collections", "heapq", "bisect", "decimal", "fractions", "datetime", "statistics", "string", "types", "enum", "abc",
     "contextlib", "dataclasses", "unittest", "unittest.case", "unittest.loader", "unittest.result", "unittest.suite", "unittest.util",
 )  # fmt: skip
-"""Modules that tests lean on. Their names, and those of their classes, are not the program's to change."""
+"""Modules that tests rely on. The program may not change their attributes, nor their classes' attributes."""
 
 
 class Denied(AttributeError, ValueError):  # noqa: N818 - what happened

@@ -161,7 +161,7 @@ def _enter(wanted: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
 
 
 def _tried(action: Callable[[], None]) -> str | None:
-    """Why `action` fails in a process of its own; `None` when it does not."""
+    """Error of `action`, tried in a child process; `None` when it succeeds."""
     told, tell = os.pipe()
     child = os.fork()
     if not child:

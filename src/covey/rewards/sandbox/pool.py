@@ -28,7 +28,7 @@ from covey.rewards.sandbox.results import Isolation, ProcessOutput, Result
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
-"""How long a worker may take to kill a program and answer, before it is killed itself."""
+"""Seconds for a worker to kill a program and answer, before it is killed itself."""
 
 
 class Sandbox:
