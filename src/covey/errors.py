@@ -23,7 +23,7 @@ class ConfigError(CoveyError, ValueError):
 
 
 class ArgumentTypeError(ConfigError, TypeError):
-    """An argument that does not exist, or is of another type than is taken."""
+    """An argument that does not exist, or has the wrong type."""
 
 
 class DataError(CoveyError, ValueError):

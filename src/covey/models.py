@@ -199,7 +199,7 @@ def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
 
 
 def dtype_of(given: Any) -> Any:
-    """The type of a model's weights from `model_init_kwargs["dtype"]`: float32 where nothing is said, "auto" as its files say."""
+    """The type of a model's weights from `model_init_kwargs["dtype"]`: float32 by default, "auto" for the dtype of its files."""
     if given is None:
         return torch.float32
     if given == "auto" or not isinstance(given, str):

@@ -39,7 +39,7 @@ def advise(
     num_parameters: int | None = None,
     optimizer: str = "adamw",
 ) -> list[Advice]:
-    """Remarks on options by TRL's names; None is not looked at. `num_parameters` of the model keeps advice for large models
+    """Remarks on options by TRL's names; None is skipped. `num_parameters` of the model keeps advice for large models
     away from small ones, `optimizer` by its name advice for optimizers that scale their steps, as AdamW, away from plain SGD.
     Values in the known range give an empty list.
     """

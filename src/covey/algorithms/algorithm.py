@@ -219,7 +219,7 @@ class Algorithm:
         return self._mapped(settle)
 
     def advance(self, values: Mapping[str, float], report: StepReport) -> dict[str, float]:
-        """The memory of each adaptive coefficient after the step that `report` tells of."""
+        """State of each adaptive coefficient after the step of `report`."""
         return {
             name: controller.update(values.get(name, controller.init()), report)
             for name, controller in self.controllers().items()

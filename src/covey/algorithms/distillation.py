@@ -71,7 +71,7 @@ class Distill:
     beta: float = 0.5
     """The teacher's share of the mixture in `jsd`."""
     top_k: int | None = None
-    """Tell apart only the k likeliest tokens, those of the distribution that the divergence is a mean under, and count the rest as
+    """Distinguish only the k likeliest tokens of the distribution that the divergence is a mean under, and count the rest as
     one outcome; None: the whole vocabulary."""
     feedback: str | None = None
     """Feedback in the teacher's prompt: a column of the data set, a column that a reward adds with `log_extra`, or `best`, the

@@ -1,4 +1,4 @@
-"""Group filtering (GFPO): only some completions of each group are learnt from, chosen by length or by reward a token."""
+"""Group filtering (GFPO): only some completions of each group are trained on, chosen by length or by reward per token."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def run(given: Given) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Answer line by line until the user leaves. A wrong command or a full context is said and the chat goes on."""
+    """Answer line by line until the user leaves. A wrong command or a full context is reported and the chat continues."""
     for line in lines():
         try:
             if not line.startswith("/"):

@@ -41,7 +41,7 @@ _WIDTH = 76
 
 
 def run_check(given: Given) -> int:
-    """Look, print a table or JSON. Exit code 0 when nothing must be mended, else 1."""
+    """Check, print a table or JSON. Exit code 0 when nothing must be fixed, else 1."""
     options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES, _HTML)} | dict(given)
     page = None if options["html"] is None else _page(options["html"])
     from covey.doctor.data_check.summary import summary

@@ -25,7 +25,7 @@ Results = dict[int, dict[str, Any]]
 def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     """Train every seed that has not ended yet, in `output_dir/seed-N`, and show them all with the mean.
 
-    The same command goes on where an interrupted one was: seeds that ended are kept, the one that was interrupted resumes
+    The same command continues an interrupted one: seeds that ended are kept, the one that was interrupted resumes
     from its checkpoint. Returns the exit code of the first seed that failed, else 0.
     """
     import yaml

@@ -70,7 +70,7 @@ def run(
 ) -> int:
     """Train every run that has not ended yet, a step of each in turn, and show them all.
 
-    The same command goes on where an interrupted one was. Returns the exit code of the first run that failed, else 0.
+    The same command continues an interrupted one. Returns the exit code of the first run that failed, else 0.
     `options_of` gives the options of GRPOConfig, `member_of` a run to train on a base.
     """
     import yaml

@@ -181,7 +181,7 @@ def refuse_missing(given: Given) -> None:
 
 
 def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
-    """Raise ConfigError, before the model is loaded, when the run to go on with cannot be gone on with under these options."""
+    """Raise ConfigError, before the model is loaded, when the run cannot be resumed with these options."""
     from covey.runs import checkpoint
     from covey.runs.resuming import expect_resumable
 
@@ -300,7 +300,7 @@ def _last(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def resume_command(words: Sequence[str], run: str) -> str:
-    """The command line that goes on with a run, from the one that started it."""
+    """The command line that resumes a run, made from its first one."""
     import shlex
 
     kept = [

@@ -63,7 +63,7 @@ class Tuning:
 
 
 def run(given: Given) -> int:
-    """Search until so many trials have ended; the same command goes on where it was interrupted."""
+    """Search until so many trials have ended; the same command continues an interrupted search."""
     tuning = tuning_of(given)
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest

@@ -48,7 +48,7 @@ _LAUNCHER = {f"FSDP_{name.upper()}": name for name in (*_READ, *_INERT, *_REFUSE
 _LAUNCHER["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "transformer_layer_cls_to_wrap"
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""Those that treat each element of a tensor by itself. bitsandbytes reads memory that only a whole tensor has."""
+"""Element-wise optimizers, which work on shards. bitsandbytes reads memory that only a whole tensor has."""
 
 _STAGES = {2: False, 3: True}
 """ZeRO stage -> `reshard_after_forward`: stage 2 keeps gathered parameters for the backward pass, stage 3 gathers them again."""

@@ -119,7 +119,7 @@ def _values(prompts: datasets.Dataset, start: int, name: str) -> list[Any]:
 
 
 def _are_texts(prompts: datasets.Dataset) -> bool:
-    """True when the column is text without nulls and blanks, told by Arrow without looking at rows in Python."""
+    """True if the column is text without nulls and blanks, computed in Arrow without reading rows in Python."""
     feature = prompts.features["prompt"]
     if getattr(feature, "dtype", None) not in ("string", "large_string"):
         return False

@@ -1,4 +1,4 @@
-"""Prompts that were solved rarely come again sooner than the order by itself would bring them."""
+"""Prompt replay: rarely solved prompts come again sooner than in the plain order."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from covey.errors import CoveyError
 
 AREA = "data"
 ROWS = 2000
-"""Rows that are looked at; a longer data set is judged by them."""
+"""Rows that are read; a longer data set is judged by them."""
 
 
 def data_findings(

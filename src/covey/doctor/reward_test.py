@@ -59,7 +59,7 @@ def _verdicts(spec: RewardSpec, rows: list[dict[str, Any]], gold: str | None, fi
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Completions without a score are the test's to tell."""
+    """Context manager that silences warnings of unscored completions: the test reports them itself."""
     logger = logging.getLogger("covey.rewards.scorer")
     before = logger.level
     logger.setLevel(logging.ERROR)

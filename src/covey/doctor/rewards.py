@@ -1,4 +1,4 @@
-"""Rewards on real completions: do they fail, do they tell answers apart, do they say the same twice."""
+"""Checks of rewards on real completions: failures, spread of scores, and repeatability."""
 
 from __future__ import annotations
 

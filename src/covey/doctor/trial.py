@@ -1,4 +1,4 @@
-"""A few prompts answered, scored and learnt from by the run's own parts, timed; nothing is kept."""
+"""Trial step: a few prompts sampled, scored and trained on by the run's own parts, timed; nothing is kept."""
 
 from __future__ import annotations
 

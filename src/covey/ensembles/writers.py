@@ -34,7 +34,7 @@ class Encoding:
         return Encoding(tokenizer, tuple(eos_ids), num_embeddings(model))
 
     def __call__(self, text: str, finish: Finish, limit: int) -> list[int] | None:
-        """Token ids of a text, the end-of-sequence token last where it ended by itself.
+        """Token ids of a text, the end-of-sequence token last where it ended with one.
 
         None where decoding them does not give the text back, or they are more than `limit`, or none.
         """

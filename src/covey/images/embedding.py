@@ -120,7 +120,7 @@ def embed(model: Any, prompt: Prompt) -> Embedded:
 def reason_against(model: Any, prompt: Prompt) -> str | None:
     """Reason why embeddings and positions are not all that the language model needs of this prompt; None if they are.
 
-    Told by its arguments, and by its hidden states compared with those of the whole model.
+    Found by its arguments, and by comparing its hidden states with the whole model's.
     """
     assert prompt.images is not None
     with evaluating(model):

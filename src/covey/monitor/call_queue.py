@@ -59,7 +59,7 @@ class CallQueue:
         self._tell_if_stuck()
 
     def wait(self, each_seconds: float, longest_seconds: float) -> bool:
-        """Until nothing waits or goes on. False when one call takes longer than `each_seconds`, or all of it too long."""
+        """Wait until the queue is empty and idle. False when one call takes longer than `each_seconds`, or all of them too long."""
         end = time.monotonic() + longest_seconds
         with self._changed:
             while self._waiting or self._running:

@@ -30,7 +30,7 @@ class Anchor:
         self.groups: list[Group] = []
         """With `old_logp` [T] as the start policy gives it."""
         self.is_missed = False
-        """A run that goes on from a checkpoint without it: the start is over."""
+        """True after a resume from a checkpoint without this state: the start policy is gone."""
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Keep some of the first rollout, before any update; later calls change nothing."""

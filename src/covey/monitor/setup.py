@@ -28,7 +28,7 @@ def build_monitor(
     outlets: Sequence[Callable[[Alert], object]],
     meter: UpdateMeter | None,
 ) -> Monitor:
-    """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: whom the main process tells, beside the
+    """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: further receivers of alerts in the main process, beside the
     options' webhook; none on others."""
     audits, own = audit_metrics(args, reward_names), own_detectors(args.alert_detectors or ())
     hooks = (

@@ -73,7 +73,7 @@ class Trackers(TrainerCallback):
         return self.lanes[tracker]
 
     def hand_over(self, tracker: str, what: str, call: Callable[[], object]) -> None:
-        """Do this for a tracker: in its line while training goes on, else here and now. Never raises."""
+        """Make a call to a tracker: through its queue during training, else on this thread. Never raises."""
         lane = self.lane(tracker)
         if self.is_training:
             lane.put(what, call)
@@ -116,7 +116,7 @@ class Trackers(TrainerCallback):
             sys.modules["mlflow"].end_run()
 
     def __call__(self, alert: Alert) -> None:
-        """Tell every tracker that is in use. Never raises."""
+        """Send an alert to every tracker in use. Never raises."""
         text = "\n".join(lines_of(alert))
         for tracker, tell in self._in_use():
             self.hand_over(tracker, f"an alert at step {alert.step}", partial(_told, tell, alert, text))
@@ -134,7 +134,7 @@ class Trackers(TrainerCallback):
             timer.cancel()
 
     def _longest(self) -> float:
-        """Seconds that the end of a run waits for a tracker that is slow and goes on."""
+        """Seconds that the end of a run waits for a slow tracker that still makes progress."""
         return self.patience_seconds if self.is_hurried() else 10 * self.patience_seconds
 
     def _in_use(self) -> Iterator[tuple[str, Callable[[Alert, str], None]]]:
@@ -214,7 +214,7 @@ _UPLOADS: dict[str, Callable[[Any], bool]] = {
     "MLflowCallback": lambda callback: bool(getattr(callback, "_log_artifacts", True)),
     "TrackioCallback": lambda callback: False,
 }
-"""Trackers that listen to every save but read the folder only where they were told to upload it."""
+"""Trackers that listen to every save but read the folder only where uploads are switched on."""
 
 _UPLOAD_SECONDS = 1800.0
 """Seconds that a step waits for the upload of a checkpoint."""
@@ -236,7 +236,7 @@ def _guarded(kind: type, trackers: Trackers) -> type:
         def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             given = {key: dict(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
             given = {key: value for key, value in given.items() if key not in _OF_TRAINING}
-            now = copy.copy(state), copy.copy(control)  # training goes on with its own
+            now = copy.copy(state), copy.copy(control)  # training continues with its own
             call = partial(getattr(kind, event), self, args, *now, **given)
             what = f"{event} at step {state.global_step}"
             lane = trackers.lane(name)

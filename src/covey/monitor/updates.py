@@ -14,7 +14,7 @@ from covey.process.sharding import local, whole
 from covey.types import Max, Metric
 
 _SAMPLE = 16_384
-"""Weights of one matrix that are looked at; so many tell the norm of all to a few percent, and take no time."""
+"""Sampled weights of one matrix: enough to estimate the norm within a few percent, in negligible time."""
 _BLOCKS = 4
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 

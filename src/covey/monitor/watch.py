@@ -32,7 +32,7 @@ class Watch:
     speed: Speed = field(default_factory=lambda: Speed())
 
     def __call__(self, report: StepReport) -> list[Alert]:
-        """Alerts of this step that have not been told yet."""
+        """Alerts of this step that have not been sent yet."""
         values = {name: metric.value for name, metric in report.metrics.items() if self._is_read(name)}
         values |= {f"seconds/{phase}": seconds for phase, seconds in report.seconds.items()}
         values |= self.speed(report)

@@ -149,7 +149,7 @@ class Running:
 
 
 class Combiner:
-    """Puts the rewards of a rollout on a common scale, each by itself, before weights and advantages see them.
+    """Normalizes the rewards of a rollout, each separately, before weights and advantages see them.
 
     `normalization`: `(r - mean) / (deviation + 1e-4)` over the group, over the rollout's batch, or over all rollouts so far
     (`running`, which a checkpoint keeps); a reward that is the same everywhere becomes 0. `clip`: the bounds of each reward

@@ -14,7 +14,7 @@ _MANY_THREADS = 64
 
 
 class Leftovers:
-    """Tells of each kind of thing once for each reward, as an event and as a warning."""
+    """Reports each kind of leftover once for each reward, as an event and as a warning."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()

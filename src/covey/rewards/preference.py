@@ -144,7 +144,7 @@ def train(
 ) -> None:
     """Minimize `-log sigmoid(r_chosen - r_rejected)` over the pairs. Bradley and Terry 1952; Ouyang et al. 2022, eq. 1.
 
-    Changes `reward.model`. `told` gets each update's number, their count, and its loss. Raises DataError for a pair that the model
+    Changes `reward.model`. `told` is called with each update's number, their count, and its loss. Raises DataError for a pair that the model
     cannot read whole.
     """
     encoded = _encoded(reward, pairs)

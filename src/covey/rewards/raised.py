@@ -28,7 +28,7 @@ def describe(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """Name of its class; in the run that of the exception that a worker process told of."""
+    """Name of its class; in the run the class name reported by a worker process."""
     kind = vars(error).get("kind") if type(error).__module__.startswith("covey.") else None
     return str(kind or type(error).__name__)
 

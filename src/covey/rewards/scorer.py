@@ -127,7 +127,7 @@ class Scorer:
         return self._scales.known
 
     def observe(self, groups: Sequence[Group]) -> list[Scale | None]:
-        """The scales, once the scored groups of all processes were looked at: only 0 and 1 so far is a scale of 0 to 1."""
+        """Scales of the rewards, from the scored groups of all ranks: only values 0 and 1 so far mean a scale of 0 to 1."""
         self._scales.see(groups)
         return self.scales
 

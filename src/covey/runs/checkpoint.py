@@ -173,7 +173,7 @@ def excess(run_dir: Path, keep: int | None, *, best: str | None = None, verified
     """The oldest checkpoints beyond `keep` (None or 0: keep all).
 
     Never among them: `best`, the newest one that verifies (`verified`, when the caller has just checked it), anything newer, and
-    whatever Covey did not write. With none that verifies there is none.
+    checkpoints that Covey did not write. With none that verifies there is none.
     """
     ours = [path for path in checkpoints(run_dir) if is_ours(path) and not path.is_symlink()]
     if not keep or keep < 0 or len(ours) <= keep:

@@ -54,7 +54,7 @@ def seal(folder: Path, step: int) -> None:
 def problems(folder: Path) -> list[str]:
     """Problems of a checkpoint, one sentence fragment a file; empty when every byte is as it was written.
 
-    Files that the manifest does not name are not looked at: callbacks may add some after the save.
+    Files that the manifest does not name are ignored: callbacks may add some after the save.
     """
     try:
         manifest = read(folder)

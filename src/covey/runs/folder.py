@@ -36,7 +36,7 @@ _HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
 class RunFolder:
     """Folder of one run: `run.json`, `metrics.jsonl`, `events.jsonl`, `alerts.jsonl`, `rollouts/`, `checkpoint-N/`.
 
-    Made by `RunFolder.create`. A disk that refuses a record is a warning; training goes on.
+    Made by `RunFolder.create`. A record that cannot be written is a warning; training continues.
     """
 
     def __init__(self, path: Path, lock: FolderLock, resumed_from: Path | None = None) -> None:

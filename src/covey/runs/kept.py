@@ -40,7 +40,7 @@ def tell_stopped(name: str, step: int, run_dir: Path, *, saves: bool, tells: boo
 def told_of_the_disk(what: str, path: Path, run_dir: Path, numbers: Collection[int] = DISK) -> Iterator[None]:
     """Turn errors of a full, read-only or failing disk into a StorageError that names the checkpoints kept.
 
-    `numbers`: the errors of the system that are meant; by default those that no permission mends.
+    `numbers`: `errno` values to convert; by default those that no change of permissions fixes.
     """
     try:
         yield

@@ -45,7 +45,7 @@ def expect_resumable(
     """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be resumed with these options.
 
     `args` is the current GRPOConfig; `model` may not be loaded yet. Without a checkpoint or a `run.json` nothing is compared.
-    With `tells`, what differs and does no harm is logged, as `learning_rate 1e-06 -> 1e-05`.
+    With `tells`, harmless differences are logged, as `learning_rate 1e-06 -> 1e-05`.
     """
     if start is None:
         return

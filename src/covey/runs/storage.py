@@ -119,7 +119,7 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
 
 
 def why_refused(error: BaseException, numbers: Collection[int] = tuple(REFUSALS)) -> str | None:
-    """The reason in words, where the error or one of its causes is of the disk and of these numbers."""
+    """The reason in words, where the error or one of its causes is an OSError with one of these `errno` values."""
     known = {REFUSALS[number] for number in numbers} | {_TORN}
     return next((reason for link in _chain(error) if (reason := _reason(link)) in known), None)
 

@@ -21,7 +21,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 def refuse(folder: Path) -> None:
     """Raise RunFolderError, naming the first, where the folder holds a link or no file in place of what a run writes.
 
-    The folder may itself be reached through a link, and foreign names (`latest -> checkpoint-10`) are not looked at.
+    The folder may itself be reached through a link, and foreign names (`latest -> checkpoint-10`) are ignored.
     """
     for path, found, wanted in _found(folder):
         if found != wanted:

@@ -21,7 +21,7 @@ _CORRUPT = re.compile(r"(checkpoint-\d+)\.corrupt(-\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A checkpoint as it lies there, unverified."""
+    """A checkpoint on disk, unverified."""
 
     path: Path
     step: int

@@ -31,7 +31,7 @@ _tokenizing = threading.Lock()  # fast tokenizers may not be used by two threads
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wanted:
-    """A request as a whole: its prompts, and how it wants to be answered."""
+    """A parsed request: its prompts, and the form of the answer."""
 
     model: str
     asked: tuple[Asked, ...]

@@ -297,7 +297,7 @@ class Engine:
                 lane.begin(ticket, self.mode)
             else:
                 self._answer(ticket, group=Group(prompt=asked.prompt, completions=()))
-        except Exception as error:  # noqa: BLE001 - told to the one who asked
+        except Exception as error:  # noqa: BLE001 - returned to the request
             lane.forget(ticket)
             self._answer(ticket, error=error)
 
@@ -313,7 +313,7 @@ class Engine:
         try:
             with lane.sampler.forward.evaluating():
                 finished = scheduler.step()
-        except Exception as error:  # noqa: BLE001 - told to everybody whose rows are lost
+        except Exception as error:  # noqa: BLE001 - returned to every request that lost its rows
             self._broke(lane, scheduler, error)
             return
         for request, group in finished:

@@ -74,7 +74,7 @@ class Completion:
     """[T_i] int64, the end-of-sequence token included when one was drawn."""
     text: str
     finish: Finish
-    """`stop`: it ended by itself. `length`: it was cut at the limit of tokens. `turns`, `seconds`: its episode was over after
+    """`stop`: it ended with an end-of-text token. `length`: it was cut at the limit of tokens. `turns`, `seconds`: its episode was over after
     so many tool calls, or so much time. `error`: the sampler failed."""
     logprobs: Tensor | None = None
     """[T_i] float32, as drawn: after temperature, penalties and truncation of the distribution (`sampler_logp`)."""
@@ -89,7 +89,7 @@ class Completion:
     version: int = 0
     """The optimizer step whose weights wrote it; those that began it, where the weights changed on the way."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Spans: `(t, step)` for each place where other weights took over, so that token `t` and those behind it are of `step`.
+    """Spans: `(t, step)` for each change of weights during sampling: token `t` and later ones were sampled with the weights of `step`.
     Empty: `version` wrote all of it."""
     source: str = "policy"
     """Name of the model that generated it: the policy, or a member of an ensemble."""

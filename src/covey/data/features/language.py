@@ -42,7 +42,7 @@ LANGUAGES = frozenset(_SCRIPTS) | frozenset(_SMALL_WORDS)
 """Codes that `language` can return."""
 _FEWEST_SMALL_WORDS = 3
 _ENOUGH = 1000
-"""Characters that are looked at."""
+"""Characters that are read."""
 
 
 def language(text: str) -> str | None:

@@ -27,7 +27,7 @@ _MOSTLY = 0.9
 """The share of rows from which the others are the odd ones."""
 _NEAR, _NEAR_WITH_ANSWER = 0.8, 0.6
 _TELLING = 0.1
-"""Distinct answers a row from which an answer tells questions apart."""
+"""Distinct answers per row from which answers count as evidence that two questions differ."""
 _FEWEST = 20
 """Fewest rows for statements about outliers."""
 

@@ -39,7 +39,7 @@ class Settings:
     max_prompt_length: int | None = None
     """Most tokens of a prompt; needs the tokenizer."""
     ignore: Sequence[str] = ()
-    """Kinds of fault that are not looked at."""
+    """Kinds of fault to skip."""
 
     def __post_init__(self) -> None:
         for name in self.ignore:

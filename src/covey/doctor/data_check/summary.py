@@ -51,7 +51,7 @@ class Summary:
     lengths: Mapping[str, Mapping[str, float]]
     """Quantiles of characters, and of tokens where they were counted."""
     languages: Mapping[str, int]
-    """Rows by language; `?` where it cannot be told."""
+    """Rows by language; `?` where it is not identified."""
     notes: Sequence[str]
     findings: Findings
 

@@ -40,7 +40,7 @@ class Bench:
         return self.folder / f"run-{self._runs:04d}"
 
     def clear_last(self, *, keep: bool) -> None:
-        """Remove the newest run, unless someone will want to look at it."""
+        """Remove the newest run, unless it is worth a look."""
         if not keep:
             clear(self.folder / f"run-{self._runs:04d}")
 

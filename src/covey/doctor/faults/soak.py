@@ -52,7 +52,7 @@ def soak(
 ) -> list[Tally]:
     """Inject faults, that which has had the least time first, each at most `count` times, starting none after `minutes`.
 
-    `tell` hears of each one.
+    `tell` is called with each one.
     """
     tallies = [Tally(fault) for fault in faults]
     deadline = time.monotonic() + 60 * minutes

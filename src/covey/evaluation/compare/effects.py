@@ -39,7 +39,7 @@ class Effect:
     low: float
     high: float
     p_value: float
-    """Probability of a difference at least this large if both were equally good. 1 where nothing can be told."""
+    """Probability of a difference at least this large if both were equally good. 1 where no test is possible."""
     basis: Basis
     """Source of variation that the test takes into account."""
     seeds: tuple[int, int]
@@ -161,7 +161,7 @@ def _satterthwaite(parts: Sequence[tuple[float, float]], total: float | None = N
 
 
 def _over_seeds(a: Sequence[Scored], b: Sequence[Scored], is_paired: bool) -> Effect:
-    """Without scores of single questions only the seeds are seen; with one seed a side nothing can be told."""
+    """Test over seeds alone, without scores of single questions; with one seed a side no test is possible."""
     x, y = np.asarray([run.mean for run in a]), np.asarray([run.mean for run in b])
     x, y = (x, y) if is_paired else (x[~np.isnan(x)], y[~np.isnan(y)])
     value = float(y.mean() - x.mean()) if x.size and y.size else math.nan

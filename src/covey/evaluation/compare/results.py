@@ -180,7 +180,7 @@ def _scored(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, b
 
 
 def logged_mean(run: Run, set_name: str, step: int, score: Score) -> float:
-    """The mean of the score as the run logged it; NaN where only single answers would tell."""
+    """The mean of the score as the run logged it; NaN where it would need single answers."""
     if score.threshold is not None:
         return math.nan
     if score.column == TOTAL:

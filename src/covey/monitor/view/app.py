@@ -244,7 +244,7 @@ class _Page:
 
 
 class _Polite:
-    """Tells the library of every question, so that its indexing steps aside."""
+    """Notifies the library of every request, so that its indexing yields."""
 
     def __init__(self, app: ASGIApp, library: Library) -> None:
         self.app, self.library = app, library

@@ -43,7 +43,7 @@ class SeriesIndex:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        """Bytes of the file's whole lines when last looked at, as far as that is known."""
+        """Bytes of the file's whole lines at the last read, as far as known."""
         self.done = 0
         """Bytes of it that are indexed."""
         self.trouble: str | None = None

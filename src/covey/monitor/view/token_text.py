@@ -1,4 +1,4 @@
-"""The text of each token of a completion, from the tokenizer that lies beside the run."""
+"""The text of each token of a completion, from the tokenizer in the run's folder."""
 
 from __future__ import annotations
 

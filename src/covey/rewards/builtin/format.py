@@ -24,7 +24,7 @@ class Pattern:
 
     `match="all"` wants the whole text to match (spaces at both ends left out), `"start"` and `"end"` its beginning or end,
     `"anywhere"` any part. `.` matches line breaks too. A pattern whose time grows without bound on long texts is ended by
-    the reward's time limit, not here; `max_characters` bounds what is looked at, and a longer text scores 0.
+    the reward's time limit, not here; `max_characters` bounds the input, and a longer text scores 0.
     """
 
     pattern: str

@@ -62,7 +62,7 @@ class Frozen:
 
     @cached_property
     def portions(self) -> AdaptiveBatches:
-        """How much it reads at a time."""
+        """Batches of texts, sized to the memory."""
         return AdaptiveBatches(self.name, self.batch_size)
 
     def to(self, device: Any) -> None:

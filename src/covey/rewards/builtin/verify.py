@@ -16,7 +16,7 @@ from functools import lru_cache
 
 _START_SECONDS = 60.0
 _LONGEST = 2000
-"""Characters of an answer that are looked at; the end of a longer text."""
+"""Characters of an answer that are read; the end of a longer text."""
 
 
 class Verifier:

@@ -40,7 +40,7 @@ class DeadlineError(TimeoutError):
     """The call did not return in time; its cause shows where it hung."""
 
     is_running = False
-    """True if it goes on, because it could not be ended."""
+    """True if the call is still running, because it could not be ended."""
 
 
 class _Interrupted(BaseException):

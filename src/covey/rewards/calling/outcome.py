@@ -20,7 +20,7 @@ from covey.rewards.raised import describe, is_ctrl_c, kind_of, place_of, traceba
 from covey.types import Event
 
 Attempt = Callable[[Batch, "float | None"], tuple[Any, Logged]]
-"""Calls a reward on a batch, for so many seconds at most, and gives back what it returned and logged, or raises."""
+"""Calls a reward on a batch with a time limit in seconds, and returns its result and its logged values, or raises."""
 
 _EVENTS_IN_FULL = 5
 _LIMITS_IN_ALL = 3
@@ -30,7 +30,7 @@ _TRIES = 2
 _TEXT_IN_EVENT = 2000
 
 
-class CircuitOpen(Exception):  # noqa: N818 - a state, told as the reason of an unscored completion
+class CircuitOpen(Exception):  # noqa: N818 - a state, reported as the reason of an unscored completion
     """Not called, because the calls before it in this batch were all lost."""
 
 
@@ -137,7 +137,7 @@ def evaluate(
         try:
             returned, logged = attempt(batch.part(part.start, part.stop), _limit(part.size, len(batch), seconds))
             values = to_scores(returned, part.size, name)
-        except BaseException as error:  # the border to user code: told, counted, limited
+        except BaseException as error:  # the border to user code: reported, counted, limited
             if isinstance(error, StopNow) or is_ctrl_c(error):
                 raise
             lost = [part]

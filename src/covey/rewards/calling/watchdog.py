@@ -55,4 +55,4 @@ def _arm() -> None:
         left = max(0.1, min(_until.values()) - time.monotonic())
         faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
     except (io.UnsupportedOperation, ValueError):
-        return  # standard error is no file here, and there is nowhere to tell it
+        return  # standard error is no file here: faulthandler cannot write to it

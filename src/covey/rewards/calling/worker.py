@@ -56,7 +56,7 @@ def _load(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         for name, file in given["modules"]:
             _import_file(name, file)
         return {"loaded": True}, pickle.loads(given["reward"])
-    except BaseException as error:  # noqa: BLE001 - told to the run, which stops with it
+    except BaseException as error:  # noqa: BLE001 - sent to the run, which stops with it
         return _failure(error), None
 
 
@@ -84,7 +84,7 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
     try:
         size = next((len(value) for value in keywords.values() if isinstance(value, list)), None)
         values = _values(reward(**keywords), None if size is None else size + 1)
-    except BaseException as error:  # noqa: BLE001 - the border to user code: told to the run, which counts it
+    except BaseException as error:  # noqa: BLE001 - the border to user code: sent to the run, which counts it
         return _failure(error)
     finally:
         faulthandler.cancel_dump_traceback_later()

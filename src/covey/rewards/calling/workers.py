@@ -48,7 +48,7 @@ class WorkerError(Exception):
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, not what is wrong
-    """The worker process ended during the call: it was killed, crashed in C, or left by itself."""
+    """The worker process ended during the call: it was killed, crashed in C, or exited."""
 
 
 class WorkerPool:

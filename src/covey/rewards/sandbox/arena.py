@@ -188,7 +188,7 @@ class _Run:
             raise _Failed("a test was left out")
 
     def _main(self, *arguments: Any, **keywords: Any) -> None:
-        """`unittest.main` of the tests: runs the cases that they have defined so far, and goes on."""
+        """`unittest.main` of the tests: runs the cases defined so far, and returns."""
         self._has_run_suites = True
         self._run_suites(dict(sys.modules["__main__"].__dict__))
 

@@ -86,7 +86,7 @@ def _unshared(flags: int) -> bool:
 
 
 def _map(process: int, name: str, user: int, group: int) -> None:
-    """Inside, this process's user and group are called nobody."""
+    """Maps this process's user and group to `nobody` inside the namespace."""
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{_NOBODY} {user} 1"),

@@ -1,7 +1,7 @@
 """Guards that keep a program from the tests that run beside it in one interpreter.
 
 An audit hook refuses the ways to the tests' frames and to objects that were not handed over; the parts of Python that tests
-lean on are put back as they were before the program was loaded, and looked at again after each test. Standard library only.
+lean on are restored to their state before the program was loaded, and checked again after each test. Standard library only.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _tried(action: Callable[[], None]) -> str | None:
         try:
             action()
             os.write(tell, b"\0")
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - sent to the parent
             os.write(tell, str(error).encode()[:500] or type(error).__name__.encode())
         finally:
             os._exit(0)

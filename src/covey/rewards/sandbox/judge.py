@@ -228,7 +228,7 @@ class _Link:
             return {"value": self._encode(function(*arguments))}
         except wire.Broken:
             raise
-        except BaseException as error:  # noqa: BLE001 - told to the caller, which is over there
+        except BaseException as error:  # noqa: BLE001 - sent to the caller in the other process
             return {"raised": type(error).__name__, "said": str(error)}
 
     def _encode(self, value: Any) -> Any:
