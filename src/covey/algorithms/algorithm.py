@@ -168,7 +168,7 @@ class Algorithm:
         return metrics
 
     def prepare(self, whole: TokenBatch, totals: Totals) -> Algorithm:
-        """With every part that needs statistics of the whole optimizer step fitted to it; `whole` carries no gradient."""
+        """The algorithm with each part that needs statistics of the whole optimizer step fitted to it; `whole` carries no gradient."""
         whole = _clean(whole)
         return self._mapped(lambda _, part: prepared(part, whole, totals))
 
@@ -204,7 +204,7 @@ class Algorithm:
         return {name: controller.init() for name, controller in self.controllers().items()}
 
     def resolve(self, values: Mapping[str, float]) -> Algorithm:
-        """With each adaptive coefficient replaced by its current value, from its state in `values` (its start, where absent)."""
+        """The algorithm with each adaptive coefficient replaced by its current value, from its state in `values` (its start, where absent)."""
         controllers = self.controllers()
         if not controllers:
             return self

@@ -61,7 +61,7 @@ class Correction:
         return self.normalize
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> Correction:
-        """With the mean of the whole step, where `normalize` needs it."""
+        """The correction with the mean weight of the whole step, where `normalize` needs it."""
         return replace(self, mean=self.step_mean(tokens)) if self.normalize else self
 
     def raw(self, tokens: TokenBatch) -> Tensor:

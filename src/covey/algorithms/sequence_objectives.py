@@ -52,7 +52,7 @@ class GMPO:
         return needs_whole_step(self.only) or needs_whole_step(self.correction)
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> GMPO:
-        """With `only` and `correction` fitted to the whole step."""
+        """The objective with `only` and `correction` fitted to the whole step."""
         return prepared_fields(self, ("only", "correction"), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
@@ -119,7 +119,7 @@ class VESPO:
         return needs_whole_step(self.correction)
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> VESPO:
-        """With `correction` fitted to the whole step."""
+        """The objective with `correction` fitted to the whole step."""
         return prepared_fields(self, ("correction",), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:

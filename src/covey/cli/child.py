@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How it ended. `result` is the object that `--json` prints; empty where there was none."""
+    """End of the process: its exit code. `result` is the object that `--json` prints; empty where there was none."""
 
     code: int
     result: Mapping[str, Any] = field(default_factory=dict)

@@ -94,7 +94,7 @@ def _write(path: Path, text: str) -> None:
 verb = Verb(
     name="compare",
     usage="RUNS... [options]",
-    sentence="What differs between runs, how they learnt, and which is better, with a paired test over questions and seeds.",
+    sentence="Differences of runs, their learning curves, and which is better, with a paired test over questions and seeds.",
     flags=lambda: _FLAGS,
     run=run,
     positional=("runs",),

@@ -98,7 +98,7 @@ def _quoted(text: str) -> str:
 verb = Verb(
     name="completion",
     usage="bash | zsh | fish",
-    sentence="Let the Tab key complete verbs and options: print what your shell has to read.",
+    sentence="Let the Tab key complete verbs and options: print the script for your shell.",
     flags=tuple,
     run=run,
     positional=("shell",),

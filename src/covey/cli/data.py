@@ -167,7 +167,7 @@ def _short(text: str) -> str:
 _check = Verb(
     name="data check",
     usage="DATASET [options]",
-    sentence="Says what is wrong with a data set, row by row; exit code 1 when something must be mended.",
+    sentence="Finds the faults of a data set, row by row; exit code 1 when something must be fixed.",
     flags=lambda: (*_FLAGS, _EXAMPLES, _HTML),
     run=run_check,
     positional=("dataset",),

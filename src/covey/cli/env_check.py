@@ -144,7 +144,7 @@ def _shown(value: Any) -> str:
 verb = Verb(
     name="env check",
     usage="ENVIRONMENT [options]",
-    sentence="Examines an environment with random actions: time, determinism, sessions, rewards; exit code 1 where something must be mended.",
+    sentence="Examines an environment with random actions: time, determinism, sessions, rewards; exit code 1 where something must be fixed.",
     flags=lambda: _FLAGS,
     run=run,
     positional=("environment",),

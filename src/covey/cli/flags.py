@@ -24,13 +24,13 @@ class Flag:
     """One option of a verb. `--max-steps 10`, `--max_steps=10` and `max_steps: 10` in YAML are the same."""
 
     name: str
-    """With underscores."""
+    """Name with underscores."""
     help: str
     """One sentence."""
     type: Any = str
     """Type of the value, or an annotation as text where the type is known later."""
     default: Any = None
-    """As help shows it."""
+    """Default as help shows it."""
     group: str = "options"
     is_common: bool = True
     """Shown by `--help`; the others by `--help-all`."""
@@ -54,7 +54,7 @@ class Flag:
 
     @property
     def spelled(self) -> str:
-        """As one types it."""
+        """Spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""Where the command line writes: the result to stdout, all else to stderr, and nothing that a terminal would obey."""
+"""Output of the command line: the result on stdout, all else on stderr, terminal control characters removed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from covey.config import options
 from covey.errors import RunFolderError
 
 RECIPE = "train.yaml"
-"""In a run's folder: every option of the command that started it, as `--config` reads them."""
+"""File in a run's folder with every option of the command that started it, as `--config` reads them."""
 NEVER = frozenset(
     {
         "from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source", "adapters",

@@ -184,7 +184,7 @@ def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, An
 _test = Verb(
     name="reward test",
     usage="--reward REWARD [--dataset DATA] [options]",
-    sentence="Tries a reward on right, wrong, empty, endless and cheating completions and says what is wrong with it.",
+    sentence="Tries a reward on right, wrong, empty, endless and cheating completions and reports its faults.",
     flags=lambda: _FLAGS,
     run=run,
     examples=(

@@ -275,7 +275,7 @@ def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any], *
 
 
 def _of_best(config: Any, state: Any) -> dict[str, Any]:
-    """How the weights of the best evaluation scored, where the run ends with them."""
+    """Scores of the weights of the best evaluation, where the run ends with them."""
     best = state.best_global_step
     if not config.load_best_model_at_end or Path(state.best_model_checkpoint or "").name != f"checkpoint-{best}":
         return {}

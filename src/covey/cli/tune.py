@@ -47,7 +47,7 @@ class Tuning:
 
     folder: Path
     options: Mapping[str, Any]
-    """Of every trial."""
+    """Options of every trial."""
     search: tuple[Dimension, ...]
     metric: str
     is_smaller_better: bool

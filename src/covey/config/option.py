@@ -18,7 +18,7 @@ class Option:
     group: str = ""
     """Group in `--help-all`; "" where the option has no effect."""
     words: tuple[str, ...] = ()
-    """All that it takes; empty: anything of its type."""
+    """Accepted words; empty: any value of its type."""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None

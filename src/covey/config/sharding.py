@@ -155,7 +155,7 @@ def _options(config: Any) -> dict[str, Any] | None:
 
 
 def _plain(told: Mapping[str, str]) -> dict[str, Any]:
-    """Those of the launcher's variables that mean something: it sets every one, the size for a policy that is off too."""
+    """Effective launcher variables: the launcher sets every one, also the size for a policy that is off."""
     means = lambda name, value: (
         name in _READ or (name in _REFUSED and name not in ("min_num_params", "sharding_strategy") and _is_set(value))
     )

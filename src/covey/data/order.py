@@ -28,7 +28,7 @@ class Outcome:
     has_signal: bool
 
     def merged(self, other: Outcome) -> Outcome:
-        """Of two prompts of one question."""
+        """Mean outcome of two prompts of one question."""
         return Outcome((self.score + other.score) / 2, self.has_signal or other.has_signal)
 
 

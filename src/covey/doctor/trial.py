@@ -24,7 +24,7 @@ class Trial:
     again: tuple[Group, ...]
     """The same completions, scored a second time."""
     report: StepReport
-    """Of the update that was tried."""
+    """Report of the trial update."""
     seconds: dict[str, float]
     """By phase: rollout, reward, learn."""
 

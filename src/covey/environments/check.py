@@ -28,7 +28,7 @@ class Walk:
     reward: float | None
     """None: the environment has no `get_reward`."""
     seconds: tuple[float, ...]
-    """Of `reset`, then of every call."""
+    """Seconds of `reset`, then of every call."""
     errors: tuple[str, ...]
     messages: tuple[Message, ...]
 

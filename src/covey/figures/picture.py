@@ -22,7 +22,7 @@ class Picture:
     """Figures of runs. A notebook shows it; `save` writes it."""
 
     titles: Sequence[str]
-    """Of the sides: runs that differ in the seed alone are one."""
+    """Names of the sides: runs that differ in the seed alone are one."""
     figures: Sequence[Figure]
 
     def save(self, path: str | Path) -> Path:

@@ -69,7 +69,7 @@ def _parts(descriptor: int) -> Iterator[bytes]:
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError] = ConfigError) -> str:
-    """As `read_bytes`, in UTF-8."""
+    """Text of a file in UTF-8; otherwise as `read_bytes`."""
     try:
         return read_bytes(path, most, error).decode("utf-8-sig")
     except UnicodeDecodeError as why:

@@ -87,7 +87,7 @@ class History:
 
 @dataclass(frozen=True)
 class Shift:
-    """From one part of a series to another."""
+    """Change from one part of a series to another."""
 
     before: float
     after: float
@@ -124,7 +124,7 @@ def rise(values: Sequence[float]) -> tuple[float, float]:
 
 
 def since_start(series: Series, n: int = 10) -> Shift | None:
-    """From the first `n` values to the latest `n`; None before there are twice as many."""
+    """Change from the first `n` values to the latest `n`; None before there are twice as many."""
     return shift(series.start(n), series.last(n)) if series.count >= 2 * n else None
 
 

@@ -49,7 +49,7 @@ class Trackers(TrainerCallback):
         self.is_hurried: Callable[[], bool] = lambda: False
         """True if a signal asked the run to end: trackers then get at most `patience_seconds` in all."""
         self.lanes: dict[str, CallQueue] = {}
-        """By the name of the tracker's callback class."""
+        """Queues by the name of the tracker's callback class."""
         self.is_training = False
         self._name_made: str | None = None
         self._mlflow_run: str | None = None

@@ -28,7 +28,7 @@ class Watch:
     """Remember every metric: a detector of the user's own may look at any."""
     history: History = field(default_factory=History)
     told: dict[str, list[int]] = field(default_factory=dict)
-    """By rule: the last step that it was seen in, and how severe it was then."""
+    """Last alert by rule: its step and its severity."""
     speed: Speed = field(default_factory=lambda: Speed())
 
     def __call__(self, report: StepReport) -> list[Alert]:

@@ -33,7 +33,7 @@ class Webhook:
     run: str
     deadline: float = 10.0
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     threads: list[threading.Thread] = field(default_factory=list)
 
     def __call__(self, alert: Alert) -> None:

@@ -24,7 +24,7 @@ class AdaptiveBatches:
     """
 
     name: str
-    """Of the model."""
+    """Name of the model."""
     batch_size: int
     max_tokens: int | None = None
     events: list[Event] = field(default_factory=list)
@@ -84,6 +84,6 @@ class AdaptiveBatches:
 
 
 def portions_of(reward: Any) -> AdaptiveBatches | None:
-    """Those of a reward that asks a model in this process; None: it asks none."""
+    """Batches of a reward that runs a model in this process; None: it runs none."""
     found = getattr(reward, "portions", None) or getattr(getattr(reward, "frozen", None), "portions", None)
     return found if isinstance(found, AdaptiveBatches) else None

@@ -18,7 +18,7 @@ Normalization = Literal["none", "group", "batch", "running"]
 
 _EPSILON = 1e-4
 LARGEST = 1e18
-"""Of a weight and of a weighted sum: the square of a larger one, which a deviation takes, is no finite float32."""
+"""Largest weight and weighted sum: the square of a larger one, used by a standard deviation, overflows float32."""
 _SHAPES = ("linear", "cosine", "step")
 _EVENTS_IN_FULL = 5
 

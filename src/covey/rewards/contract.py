@@ -122,7 +122,7 @@ class Batch:
     def of_rows(
         rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Any]
     ) -> Batch:
-        """From each completion's row, as TRL's `_calculate_rewards` gets them."""
+        """A batch from the row of each completion, as TRL's `_calculate_rewards` gets them."""
         names = dict.fromkeys(name for row in rows for name in row if name not in NOT_PASSED)
         columns = {name: [row.get(name) for row in rows] for name in names}
         return Batch(list(prompts), list(completions), [list(one) for one in ids], columns)

@@ -33,7 +33,7 @@ def describe(
     folder: Path,
     model: Any = None,
 ) -> dict[str, Any]:
-    """Everything that decides a run, as JSON, secrets masked: resolved config, algorithm and rewards with the source text
+    """Manifest of a run as JSON, secrets masked: resolved config, algorithm and rewards with the source text
     and sha256 of every part of the user's own, versions, git, hardware, seeds, data set."""
     parts = [algorithm, list(rewards)]
     found: dict[str, Any] = mask(

@@ -93,7 +93,7 @@ class Ticket:
         self.is_touched = True
 
     def request(self, mode: LogprobsMode) -> LiveRequest:
-        """As `NativeSampler.sample` would make it of the same prompt, number of completions and seed."""
+        """Group equal to that of `NativeSampler.sample` for the same prompt, number of completions and seed."""
         asked = self.asked
         return LiveRequest(
             asked.prompt,
@@ -115,7 +115,7 @@ class Call:
     """
 
     id: str
-    """Of the HTTP answer: `chatcmpl-...`."""
+    """Id of the HTTP response: `chatcmpl-...`."""
     model: str
     group: Group
     params: SamplingParams

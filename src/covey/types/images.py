@@ -24,7 +24,7 @@ class PromptImages:
     count: int = 1
     """n"""
     previews: tuple[bytes, ...] = ()
-    """Each image as a small PNG or JPEG file, for people."""
+    """Thumbnails: each image as a small PNG or JPEG file, for people."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from covey.types.metrics import Metric, merge_metrics
 
 TokenNumbers = Mapping[str, Sequence[Sequence[Tensor | None]]]
-"""By name: for each group, for each of its completions, one number a token [T]; None where it was not measured."""
+"""Per-token values by name, group and completion: one number a token [T]; None where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

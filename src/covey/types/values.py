@@ -56,7 +56,7 @@ class ToolCall:
 
     name: str
     arguments: Any
-    """As the model wrote them: a mapping, or text that is no JSON."""
+    """Arguments as the model wrote them: a mapping, or text that is no JSON."""
     result: str
     """Text that the model read."""
     status: Literal["ok", "error", "timeout"] = "ok"

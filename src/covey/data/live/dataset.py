@@ -68,7 +68,7 @@ class LiveDataset:
         return other
 
     def rename_columns(self, renames: Mapping[str, str]) -> LiveDataset:
-        """With columns under new names, old name to new."""
+        """The data set with renamed columns, old name to new."""
         return self.map(lambda row: {renames.get(name, name): value for name, value in row.items()})
 
     def select_columns(self, columns: Iterable[str]) -> LiveDataset:

@@ -23,7 +23,7 @@ class Kind:
 
     name: str
     title: str
-    """In the table."""
+    """Name in the table."""
     action: Action
     why: str
     """The end of "row 7 ..."; `{other}` names another row, `{amount}` is a figure."""

@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Summary:
-    """All that an inspection has to say."""
+    """Summary of all findings of an inspection."""
 
     source: str
     num_rows: int

@@ -37,7 +37,7 @@ class Plan:
     trouble: str = ""
     """Fault inside the process: a name of TROUBLES, or empty."""
     at: int = 0
-    """Before which step, counted from 0."""
+    """Step before which the fault occurs, counted from 0."""
     rank: int = 0
     size: int = 1
     port: int = 0
@@ -188,7 +188,7 @@ def bad_gradient(one: GRPOTrainer) -> Callable[[], None]:
 
 
 def small_files(one: GRPOTrainer) -> Callable[[], None]:
-    """From now on no file may grow beyond 20 kB, until three more steps are done."""
+    """Limit files to 20 kB, until three more steps are done."""
 
     def limit() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,7 +200,7 @@ def small_files(one: GRPOTrainer) -> Callable[[], None]:
 
 
 def no_memory(one: GRPOTrainer) -> Callable[[], None]:
-    """From now on the process may take 16 MiB more than it has."""
+    """Limit the process to 16 MiB more memory than it has."""
 
     def limit() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -60,9 +60,9 @@ class Against:
     differ: Estimate
     """Share of completions with another verdict, a verdict being a score above the middle of the scores that occur."""
     paid_wrong: Estimate
-    """Of those that `other` rejects, the share that the reward pays."""
+    """False positive rate: share of completions rejected by `other` that the reward pays."""
     missed: Estimate
-    """Of those that `other` pays, the share that the reward rejects."""
+    """False negative rate: share of completions paid by `other` that the reward rejects."""
     agreement: float
     """Cosine of the two centred scores within groups: how much of the advantages point the same way."""
     examples: tuple[tuple[str, str, tuple[float, ...]], ...]

@@ -24,7 +24,7 @@ class Effect:
     """Effect of an update, measured on every completion of the step, by group [P]."""
 
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     moved: np.ndarray[Any, Any]
     """KL (k3, Schulman 2020) of the policy before the update from the one after, nats a token."""
     stale: np.ndarray[Any, Any]

@@ -71,7 +71,7 @@ class Endpoint:
     """The longest that one request may take, connecting and reading together."""
     retries: int = 4
     backoff_seconds: float = 0.5
-    """Before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
+    """Pause before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
     called: str = "judge"
     """Name of the endpoint in messages."""
 

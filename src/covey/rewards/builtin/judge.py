@@ -38,7 +38,7 @@ class Judge:
     endpoint: Endpoint
     concurrency: int = 16
     deadline_seconds: float = 100.0
-    """For all questions of one call; the scorer's own limit must be longer."""
+    """Time limit for all questions of one call; the scorer's own limit must be longer."""
     asks: int = 3
     """Attempts at a question until the reply has the requested form."""
     price_in: float = 0.0

@@ -70,7 +70,7 @@ _FROM_0_TO_1 = frozenset(
         "bleu", "language", "code", "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
     }
 )  # fmt: skip
-"""Those that give 0 to a wrong completion and 1 to a right one."""
+"""Rewards that give 0 to a wrong completion and 1 to a right one."""
 
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 

@@ -165,7 +165,7 @@ class _Part:
     stop: int
     tries: int = 1
     late: list[_Part] = field(default_factory=list)
-    """Of this part and its twin, those whose calls were late."""
+    """Late calls of this part and its twin."""
 
     @property
     def size(self) -> int:

@@ -95,7 +95,7 @@ _OF_BASE: dict[type, Callable[[Any], Any]] = {
     set: lambda value: {*set.__iter__(value)},
     frozenset: lambda value: frozenset([*frozenset.__iter__(value)]),
 }
-"""For each base, the exact value of an object of a subclass."""
+"""Conversion by base class: the exact value of an object of a subclass."""
 _BASES = {id(kind): kind for kind in _OF_BASE}
 
 
