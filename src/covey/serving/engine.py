@@ -93,7 +93,7 @@ class Ticket:
         self.is_touched = True
 
     def request(self, mode: LogprobsMode) -> LiveRequest:
-        """Group equal to that of `NativeSampler.sample` for the same prompt, number of completions and seed."""
+        """Request with the random keys that `NativeSampler.sample` uses for the same prompt, number of completions and seed."""
         asked = self.asked
         return LiveRequest(
             asked.prompt,
