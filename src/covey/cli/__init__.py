@@ -33,7 +33,7 @@ VERBS = {
     "why": "a bad step replayed with one change at a time: which change removes the trouble",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "serve": "an OpenAI-compatible endpoint of a model or a run, which may learn from scores",
-    "feedback": "a score for an answer of covey serve --learn; its training metrics; the way back",
+    "feedback": "a score for an answer of covey serve --learn; the state of learning; rollback",
     "export": "a run's results for other tools: merged weights, an adapter, GGUF; preference pairs",
     "merge": "an adapter added into its base, or several models or adapters merged into one",
     "checkpoints": "checkpoints of a run: list, verify, prune, repair",
