@@ -12,12 +12,12 @@ from covey.errors import ConfigError
 from covey.learner.memory_estimate import in_gib
 
 PAYS = 1.1
-"""Times faster from which a change is said to pay."""
+"""Speed-up from which a change pays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One change, and what would come of it."""
+    """One change, with its predicted speed and memory."""
 
     change: str
     said: str
@@ -39,7 +39,7 @@ def rows_that_fit(plan: Estimate) -> int:
 
 
 def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
-    """Of LoRA (`lora` is PEFT's configuration, None: not installed, or in force), FSDP, twice the GPUs, and asynchrony."""
+    """Predictions for LoRA (`lora` is PEFT's configuration, None: not installed, or in use), FSDP, twice the GPUs, and asynchrony."""
     setup = plan.setup
     if lora is not None and setup.adapter is None:
         yield _compared(plan, estimate(replace(setup, adapter=lora)), "LoRA of rank 16 (--lora-r 16)")
