@@ -80,7 +80,7 @@ def _on(setup: Setup, gpus: int) -> Setup | None:
 def asynchrony(plan: Estimate) -> Answer:
     """Some GPUs write completions without pause, the others learn, against all of them doing one after the other.
 
-    What is won is the end of each rollout, where few completions still run and their steps read all weights.
+    The gain is the end of each rollout, where few completions still run and their steps read all weights.
     """
     setup, change = plan.setup, "asynchronous rollouts on GPUs of their own (max_staleness 1)"
     count = setup.gpus
