@@ -70,7 +70,7 @@ __all__ = [
 
 
 def _set_threads() -> None:
-    """How long OpenMP's threads spin before they sleep, unless the user has said so. It is read when torch is imported.
+    """Spin time of OpenMP's threads before they sleep, unless the user has set it. It is read when torch is imported.
 
     Always (the default) is up to 60 times slower as soon as another process wants a core, never is 2.1 times slower on a
     quiet one, where a step is thousands of small products; some microseconds cost neither.

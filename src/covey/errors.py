@@ -1,4 +1,4 @@
-"""Wrong input, told in one sentence: what, where, what to do. Each kind carries the exit code of the command line.
+"""Errors for wrong input: one sentence that says what is wrong, where, and the fix. Each class carries the CLI's exit code.
 
 A wrong argument is a ValueError too, and a TypeError where TRL raises one, so that scripts that catch these go on to work.
 """
@@ -23,7 +23,7 @@ class ConfigError(CoveyError, ValueError):
 
 
 class ArgumentTypeError(ConfigError, TypeError):
-    """An argument that does not exist, or is of another type than is taken."""
+    """An argument that does not exist, or has the wrong type."""
 
 
 class DataError(CoveyError, ValueError):
@@ -59,7 +59,7 @@ class RunFolderError(CoveyError, ValueError):
 class RewardError(CoveyError, ValueError):
     """A reward that is not callable, returns the wrong number of values, or failed too often.
 
-    `events`: what the run folder's `events.jsonl` should hold of it, each a `covey.types.Event`.
+    `events`: each a `covey.types.Event`, to be written to the run folder's `events.jsonl`.
     """
 
     exit_code = 3
@@ -92,7 +92,7 @@ class MemoryLimitError(CoveyError):
 
 
 class InvariantError(CoveyError):
-    """What must not change during a run has changed: no checkpoint is made of it."""
+    """An invariant of the run is broken (something changed that must not); no checkpoint is written."""
 
     exit_code = 72
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers from what a user gives: a folder, a hub id, or a loaded object. Optimizers and schedules by name."""
+"""Loading of models and tokenizers from a folder, a hub id, or a loaded object. Optimizers and schedules by name."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def reads_images(model: Any) -> bool:
 
 @contextmanager
 def told_as_model_error(name: Any, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Within it the hub is asked within bounds, and whatever transformers raises of a folder's files becomes a ModelError.
+    """Context manager: hub requests get time limits, and exceptions of transformers about a folder's files become ModelErrors.
 
-    Running out of memory, and errors that tell more of Covey or the machine than of the files, stay what they are.
+    Out-of-memory errors, and errors of Covey or the machine rather than of the files, pass unchanged.
     """
     with bounded_hub(str(name)) as is_reachable:
         try:
@@ -199,7 +199,7 @@ def _check_folder(source: str, needs: Sequence[str], what: str) -> None:
 
 
 def dtype_of(given: Any) -> Any:
-    """The type of a model's weights from `model_init_kwargs["dtype"]`: float32 where nothing is said, "auto" as its files say."""
+    """The type of a model's weights from `model_init_kwargs["dtype"]`: float32 by default, "auto" for the dtype of its files."""
     if given is None:
         return torch.float32
     if given == "auto" or not isinstance(given, str):
@@ -254,7 +254,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def encoder_of(model: Any) -> Any:
-    """The model without its head, images included: what gives hidden states of ids and images."""
+    """The model without its LM head: hidden states of token ids and images."""
     inner = unwrapped(model)
     return getattr(inner, inner.base_model_prefix, inner)
 

@@ -1,4 +1,4 @@
-"""What GRPO and its family are: pure functions of tensors, composed. `from covey import algorithms as alg`.
+"""GRPO and its family as composed pure functions of tensors. `from covey import algorithms as alg`.
 
 `alg.dapo()` is a preset, `alg.grpo().replace(advantage=mine)` changes a part, `alg.from_name("gspo")` looks a name up.
 """

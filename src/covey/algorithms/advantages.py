@@ -1,6 +1,6 @@
 """Advantages, one number a completion: how much better than its siblings. They take `Scores` and return `[P, G]`.
 
-A completion nobody scored (NaN) gets 0 and moves no statistic of its siblings. A group whose rewards are all equal, to the
+An unscored completion (NaN) gets 0 and moves no statistic of its siblings. A group whose rewards are all equal, to the
 last bits of their type, gets exactly 0 from every estimator that compares within the group. `R` is the reward of a
 completion: the weighted sum of its functions, plus rewards of single tokens, minus a KL in the reward.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from covey.types import Advantage, Scores
 
 Singleton = Literal["zero", "keep"]
-"""What a group with one scored completion gets: 0, as TRL (nothing to compare with), or its own reward, as verl."""
+"""Advantage of a group with one scored completion: 0, as TRL (nothing to compare with), or its own reward, as verl."""
 
 
 def sequence_rewards(scores: Scores) -> Tensor:
-    """`R` [P, G], NaN where nobody scored."""
+    """`R` [P, G], NaN where no reward function scored."""
     total = scores.total
     if scores.per_token is not None:
         total = total + (scores.per_token * scores.mask).sum(-1)
@@ -30,18 +30,18 @@ def sequence_rewards(scores: Scores) -> Tensor:
 
 
 def nan_mean(x: Tensor) -> Tensor:
-    """Mean over the last axis of what is not NaN, [..., 1]; 0 where nothing is."""
+    """Mean over the last axis, NaN left out, [..., 1]; 0 where all are NaN."""
     return x.nansum(-1, keepdim=True) / _count(x).clamp(min=1)
 
 
 def nan_std(x: Tensor) -> Tensor:
-    """Sample standard deviation over the last axis of what is not NaN, [..., 1]; 0 for fewer than two values."""
+    """Sample standard deviation over the last axis, NaN left out, [..., 1]; 0 for fewer than two values."""
     squares = (x - nan_mean(x)).square().nansum(-1, keepdim=True)
     return (squares / (_count(x) - 1).clamp(min=1)).sqrt()
 
 
 def is_tied(x: Tensor) -> Tensor:
-    """[..., 1] bool: whether the values that are not NaN are equal but for rounding (4 units in the last place).
+    """[..., 1] bool, True where the values that are not NaN are equal but for rounding (4 units in the last place).
 
     By largest minus smallest, never by a standard deviation, which is not 0 for equal values in floating point.
     """
@@ -250,7 +250,7 @@ class Shaped:
         return self.advantage(self.shaped(scores))
 
     def shaped(self, scores: Scores) -> Scores:
-        """The scores with one more function a shape, of weight 1; a completion that nobody scored stays unscored."""
+        """The scores with one more function a shape, of weight 1; unscored completions stay unscored."""
         unscored = scores.total.isnan()
         extra = [shape(scores).masked_fill(unscored, torch.nan).unsqueeze(-1) for shape in self.shapes]
         per_function = torch.cat([scores.per_function, *extra], dim=-1)

@@ -1,4 +1,4 @@
-"""Values far from what is known to work get one sentence with its source. Never an error: the user may know better."""
+"""Warnings for values far from published ones: one sentence with its source. Never an error: the user may know better."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def advise(
     num_parameters: int | None = None,
     optimizer: str = "adamw",
 ) -> list[Advice]:
-    """Remarks on options by TRL's names; None is not looked at. `num_parameters` of the model keeps advice for large models
+    """Remarks on options by TRL's names; None is skipped. `num_parameters` of the model keeps advice for large models
     away from small ones, `optimizer` by its name advice for optimizers that scale their steps, as AdamW, away from plain SGD.
     Values in the known range give an empty list.
     """

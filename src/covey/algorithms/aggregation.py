@@ -1,7 +1,7 @@
-"""From the loss of each token to one number: every mean divides by totals of the whole optimizer step.
+"""Aggregation of per-token losses into one number: every mean divides by totals of the whole optimizer step.
 
 An aggregate takes per-token losses `[N, T]` (or `[N, 1]`, one a sequence), the tokens and the step's `Totals`, and returns
-this micro-batch's share. Shares of all micro-batches and processes add up to the loss of the step, whatever the split.
+this micro-batch's share. Shares of all micro-batches and ranks add up to the loss of the step, for any split.
 """
 
 from __future__ import annotations

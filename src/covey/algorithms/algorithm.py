@@ -40,7 +40,7 @@ from covey.types import (
 
 @dataclass(frozen=True)
 class Needs:
-    """What an algorithm must be given, so that nothing is computed in vain."""
+    """Inputs that an algorithm reads; the learner computes no others."""
 
     entropy: bool = False
     ref_logp: bool = False
@@ -62,7 +62,7 @@ _MANY = ("regularizers", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """How rewards become gradients.
+    """Algorithm: the path from rewards to gradients.
 
     `loss = aggregate(objective x weights) + aggregate(KL) + sum of aggregate(regularizer)`, plus the critic's own. Weights
     carry no gradient and never touch the KL. A part is a function, or a frozen dataclass when it has parameters; it may also
@@ -85,7 +85,7 @@ class Algorithm:
     """report -> alpha"""
     critic: Critic | None = None
     target_kl: float | None = None
-    """Leave the rest of a rollout unused once the policy is this far (k3, nats a token) from the one that drew it."""
+    """Skip the rest of a rollout once the KL from the policy that sampled it (k3, nats a token) exceeds this."""
     name: str = "custom"
 
     def __post_init__(self) -> None:
@@ -114,10 +114,10 @@ class Algorithm:
         changed = "+".join(slots)
         return replace(self, **{"name": f"{self.name}+{changed}" if slots else self.name, **slots})
 
-    # -- what the learner calls ---------------------------------------------------------------------------------------
+    # -- called by the learner ----------------------------------------------------------------------------------------
 
     def judge(self, scores: Scores) -> tuple[Tensor, Tensor | None]:
-        """Advantages [P, G] or [P, G, T], 0 where nobody scored; and the critic's targets [P, G, T], or None without one."""
+        """Advantages [P, G] or [P, G, T], 0 where unscored; and the critic's targets [P, G, T], or None without one."""
         judged = self.advantage(scores)
         allowed = (tuple(scores.mask.shape[:2]), tuple(scores.mask.shape))
         if not isinstance(judged, Tensor) or tuple(judged.shape) not in allowed:
@@ -149,7 +149,7 @@ class Algorithm:
 
     @torch.no_grad()
     def metrics(self, tokens: TokenBatch, totals: Totals) -> dict[str, Metric]:
-        """What this micro-batch says, under TRL's names where TRL has one; metrics of micro-batches merge exactly."""
+        """Metrics of this micro-batch, under TRL's names where TRL has one; metrics of micro-batches merge exactly."""
         tokens = _clean(tokens)
         metrics: dict[str, Metric] = {
             "policy_loss": Sum(self._policy_loss(tokens, totals).item()),
@@ -168,13 +168,13 @@ class Algorithm:
         return metrics
 
     def prepare(self, whole: TokenBatch, totals: Totals) -> Algorithm:
-        """With every part that needs statistics of the whole optimizer step fitted to it; `whole` carries no gradient."""
+        """The algorithm with each part that needs statistics of the whole optimizer step fitted to it; `whole` carries no gradient."""
         whole = _clean(whole)
         return self._mapped(lambda _, part: prepared(part, whole, totals))
 
     @property
     def needs(self) -> Needs:
-        """What the parts read, by what they say in `needs` and by what they are."""
+        """Inputs that the parts read: those they list in `needs`, and those that follow from their type."""
         parts = [part for _, part in self._parts()]
         wanted = {name for part in parts for name in getattr(part, "needs", ())}
         known = {item.name for item in fields(Needs)}
@@ -200,11 +200,11 @@ class Algorithm:
         return found
 
     def initial_controllers(self) -> dict[str, float]:
-        """Where each adaptive coefficient starts."""
+        """Initial state of each adaptive coefficient."""
         return {name: controller.init() for name, controller in self.controllers().items()}
 
     def resolve(self, values: Mapping[str, float]) -> Algorithm:
-        """With each adaptive coefficient replaced by what its memory in `values` stands for (its start, where absent)."""
+        """The algorithm with each adaptive coefficient replaced by its current value, from its state in `values` (its start, where absent)."""
         controllers = self.controllers()
         if not controllers:
             return self
@@ -219,14 +219,14 @@ class Algorithm:
         return self._mapped(settle)
 
     def advance(self, values: Mapping[str, float], report: StepReport) -> dict[str, float]:
-        """The memory of each adaptive coefficient after the step that `report` tells of."""
+        """State of each adaptive coefficient after the step of `report`."""
         return {
             name: controller.update(values.get(name, controller.init()), report)
             for name, controller in self.controllers().items()
         }
 
     def has_left(self, report: StepReport) -> bool:
-        """Whether the policy is further than `target_kl` from the one that drew the completions."""
+        """True if the policy's approximate KL from the policy that sampled the completions exceeds `target_kl`."""
         return self.target_kl is not None and report["approx_kl"] > self.target_kl
 
     # -- inside -------------------------------------------------------------------------------------------------------

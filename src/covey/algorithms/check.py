@@ -1,4 +1,4 @@
-"""What every part of an algorithm is held to, tried on made-up steps before a model is: each problem in one sentence.
+"""Invariants of every part of an algorithm, tried on synthetic steps before any model runs: each problem in one sentence.
 
 `objective_problems(mine)` and its kin return what is wrong, an empty list when nothing is. A part may name invariants that its
 definition breaks on purpose in `exempt`: `policy_gradient`, `zero_advantage`, `tied_groups`, `order`.
@@ -118,7 +118,7 @@ def advantage_problems(part: Advantage) -> list[str]:
 
 
 def reference_problems(part: ReferenceRule) -> list[str]:
-    """A number from 0 to 1, whatever the report says, and also when it does not tell the KL."""
+    """alpha must be a number from 0 to 1 for any report, also one without a KL."""
     problems = []
     for step, kl in ((1, 0.0), (2, 0.03), (3, 5.0), (512, math.nan)):
         report = StepReport(step=step, metrics={"kl": Mean(kl, 1.0)} if kl == kl else {})

@@ -1,4 +1,4 @@
-"""What parts of an algorithm may offer beside being called, and how the library uses it.
+"""Optional attributes of an algorithm's parts, and how the library uses them.
 
 A part may have `metrics(tokens) -> {name: [N, T], [N, 1] or a Metric}`, `prepare(tokens, totals) -> part` where it needs
 statistics of the whole optimizer step, `needs`, names of what it reads (see `Needs`), `exempt`, names of invariants that its
@@ -33,7 +33,7 @@ def prepared_fields(part: P, names: Sequence[str], tokens: TokenBatch, totals: T
 
 
 def needs_whole_step(part: Any) -> bool:
-    """Whether the part has a `prepare` that has something to do (`is_stepwise` True, or not said)."""
+    """True if the part has a `prepare` with work to do (`is_stepwise` is True or missing)."""
     return callable(getattr(part, "prepare", None)) and bool(getattr(part, "is_stepwise", True))
 
 
@@ -43,7 +43,7 @@ def is_apart(part: Any) -> bool:
 
 
 def metrics_of(part: Any, tokens: TokenBatch) -> dict[str, Metric]:
-    """What a part's own `metrics` says, as metrics that merge: `[N, T]` over tokens that count, `[N, 1]` over all rows."""
+    """Metrics of a part's own `metrics`, mergeable: `[N, T]` averaged over tokens of the mask, `[N, 1]` over all rows."""
     measure = getattr(part, "metrics", None)
     if not callable(measure):
         return {}

@@ -1,4 +1,4 @@
-"""Whatever has memory and is one number: a coefficient that follows what it sees. Its value lives in the training state."""
+"""Controllers: coefficients that adapt to measured metrics. Their value is kept in the training state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.types import StepReport
 class Controller(Protocol):
     """A coefficient with memory: `init()` gives its first value, `update` the next one from the report of a step.
 
-    It may have `applied(value) -> float`, what the value means to the loss, where the two differ.
+    It may have `applied(value) -> float`, the coefficient used in the loss, where it differs from the value.
     """
 
     def init(self) -> float: ...
@@ -20,7 +20,7 @@ class Controller(Protocol):
 
 
 def is_controller(value: Any) -> bool:
-    """Whether `value` has `init` and `update`."""
+    """True if `value` has `init` and `update`."""
     return isinstance(value, Controller) and not isinstance(value, type)
 
 

@@ -61,7 +61,7 @@ class ClipCov:
         return torch.where(self._is_dropped(tokens), 0.0, torch.maximum(plain, clipped))
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> ClipCov:
-        """With the means and the draw of the whole step."""
+        """The objective with the means and the random draw of the whole step."""
         means = Covariance.means(tokens)
         priorities = _priority(tokens)[self._candidates(tokens, means)]
         count = max(int(self.share * int(tokens.mask.sum())), 1)
@@ -102,7 +102,7 @@ class KLCov:
         return torch.where(self._is_held(tokens), loss + self.coefficient * tokens.log_ratio.abs(), loss)
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> KLCov:
-        """With the means and the selection of the whole step."""
+        """The objective with the means and the selection of the whole step."""
         means = Covariance.means(tokens)
         values = means.of(tokens)[tokens.mask]
         count = min(max(1, int(self.share * values.numel())), values.numel())

@@ -1,4 +1,4 @@
-"""The value loss of PPO: how far the critic's estimate at each token is from what came of it."""
+"""The value loss of PPO: squared error between the critic's estimate at each token and the return."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def mixture(logp: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _expected(logp: Tensor, value: Tensor) -> Tensor:
-    """[m] mean of `value` [m, V] under the distribution; what cannot happen counts 0."""
+    """[m] mean of `value` [m, V] under the distribution; tokens of probability 0 count 0."""
     return (logp.exp() * value.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
 
 
@@ -60,7 +60,7 @@ class Distill:
     """`weight x divergence(policy, teacher)` of each token of the policy's own completions, exact over the vocabulary.
 
     On-policy distillation: Agarwal et al. 2024, "GKD", <https://arxiv.org/abs/2306.13649>. `teacher` is a folder, a hub id, a
-    loaded model, or `"policy"` with `feedback`: the policy of now reads the prompt with the feedback and teaches the one that does
+    loaded model, or `"policy"` with `feedback`: the current policy reads the prompt with the feedback and teaches the one that does
     not (SDPO, Huebotter et al. 2026, <https://arxiv.org/abs/2601.20802>). The teacher carries no gradient; its tokenizer must be
     the policy's. Both distributions are taken at the sampling temperature.
     """
@@ -71,7 +71,7 @@ class Distill:
     beta: float = 0.5
     """The teacher's share of the mixture in `jsd`."""
     top_k: int | None = None
-    """Tell apart only the k likeliest tokens, those of the distribution that the divergence is a mean under, and count the rest as
+    """Distinguish only the k likeliest tokens of the distribution that the divergence is a mean under, and count the rest as
     one outcome; None: the whole vocabulary."""
     feedback: str | None = None
     """Feedback in the teacher's prompt: a column of the data set, a column that a reward adds with `log_extra`, or `best`, the

@@ -1,4 +1,4 @@
-"""Group filtering (GFPO): only some completions of each group are learnt from, chosen by length or by reward a token."""
+"""Group filtering (GFPO): only some completions of each group are trained on, chosen by length or by reward per token."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GroupFiltered:
         return judged.masked_fill(rejected if judged.ndim == 2 else rejected.unsqueeze(-1), 0.0)
 
     def kept(self, scores: Scores) -> Tensor:
-        """[P, G] bool, the completions that are learnt from; never one that nobody scored."""
+        """[P, G] bool, the completions that are trained on; never an unscored one."""
         rewards = sequence_rewards(scores)
         lengths = scores.lengths.to(rewards.dtype)
         rank = lengths if self.by == "length" else -rewards / lengths.clamp(min=1)

@@ -1,4 +1,4 @@
-"""Weights between the model that sampled and the one that learns: importance corrections and rejections, without gradient.
+"""Importance weights between the sampler and the learner: corrections and rejections, without gradient.
 
 `e = old_logp - sampler_logp` is how the learner's numbers differ from the sampler's for the same weights; a log-probability
 that the sampler did not give counts as equal. A weight multiplies the objective, never the KL; denominators do not change.
@@ -21,7 +21,7 @@ LIMIT = 60.0
 def mismatch(tokens: TokenBatch, against: Literal["old", "current"] = "old") -> Tensor:
     """[N, T], `e`: log-probability by the learner minus the sampler's; 0 off the mask and where the sampler gave none.
 
-    `against="current"` takes the learner's policy of now instead of the one at the rollout.
+    `against="current"` takes the learner's current policy instead of its policy at the rollout.
     """
     if tokens.sampler_logp is None:
         return torch.zeros_like(tokens.old_logp)
@@ -47,7 +47,7 @@ class Correction:
     limit: float | None = None
     against: Literal["old", "current"] = "old"
     mean: float | None = None
-    """What `normalize` divides by, once `prepare` has measured it."""
+    """Divisor of `normalize`: the mean weight, set by `prepare`."""
     needs: ClassVar[tuple[str, ...]] = ("sampler_logp",)
 
     def __call__(self, tokens: TokenBatch) -> Tensor:
@@ -61,7 +61,7 @@ class Correction:
         return self.normalize
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> Correction:
-        """With the mean of the whole step, where `normalize` needs it."""
+        """The correction with the mean weight of the whole step, where `normalize` needs it."""
         return replace(self, mean=self.step_mean(tokens)) if self.normalize else self
 
     def raw(self, tokens: TokenBatch) -> Tensor:
@@ -83,7 +83,7 @@ class Correction:
         return torch.where((weight < low) | (weight > high), 0.0, weight)
 
     def step_mean(self, tokens: TokenBatch) -> float:
-        """The mean weight over tokens that count, or over sequences that have any: what `normalize` divides by."""
+        """Divisor of `normalize`: the mean weight over tokens of the mask, or over sequences that have any."""
         weight = self.bounded(tokens)
         counts = tokens.mask if self.level == "token" else tokens.mask.any(-1, keepdim=True)
         return (weight * counts).sum().item() / max(int(counts.sum()), 1) or 1.0
@@ -176,7 +176,7 @@ class OffPolicyMask:
 
 
 def mismatch_metrics(tokens: TokenBatch) -> dict[str, Metric]:
-    """How far sampler and learner are apart, as verl measures it; over tokens that count, or over all rows.
+    """Mismatch between sampler and learner, as verl measures it; over tokens of the mask, or over all rows.
 
     `kl` is the mean of `-e`, `k3_kl` of `exp(e) - 1 - e`; `*_ppl` the mean over rows of `exp(-mean logp)`; `chi2_token` the mean of
     `exp(2e) - 1`, `chi2_seq` the mean over rows of `exp(2 sum e) - 1`.

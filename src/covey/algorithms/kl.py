@@ -1,4 +1,4 @@
-"""How far the policy is from the reference model, token by token, in the loss or in the reward.
+"""KL penalty between policy and reference model, token by token, in the loss or in the reward.
 
 With `d = logp - ref_logp`, an estimator of KL(policy || reference) from a token that the policy drew: Schulman 2020,
 "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
@@ -119,7 +119,7 @@ class KL:
 
     @property
     def takes_distribution(self) -> bool:
-        """Whether the estimator looks at the whole vocabulary at every position."""
+        """True if the estimator reads the distribution over the whole vocabulary at every position."""
         return bool(getattr(self.estimator, "takes_distribution", False))
 
     def resolved(self) -> float:
@@ -141,7 +141,7 @@ class KL:
         return value * ratio_of(tokens, self.level) if self.unbiased and self.where == "loss" else value
 
     def penalty(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """The weighted penalty of each token, in the shape of `logp`: what `where="reward"` takes from the reward."""
+        """The weighted penalty of each token, in the shape of `logp`; `where="reward"` subtracts it from the reward."""
         return self.resolved() * self.estimator(logp, ref_logp)
 
 

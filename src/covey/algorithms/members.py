@@ -12,7 +12,7 @@ from covey.errors import ConfigError
 
 @dataclass(frozen=True)
 class MemberWeight:
-    """Filtered, truncated importance weight: `min(pi / mu, high)` a token, 0 for what the filter takes out.
+    """Filtered, truncated importance weight: `min(pi / mu, high)` a token, 0 for tokens that the filter removes.
 
     `pi` is the policy at the rollout, `mu` the member that drew the token. The filter takes out completions of negative advantage
     that the policy would hardly write: pushing them down further teaches nothing and spoils the distribution. That is where the

@@ -65,7 +65,7 @@ def from_name(name: str) -> Algorithm:
 
 
 def _called(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """What a maker of the user's own makes. A builtin is none, and is not called: `os:abort` would end the process."""
+    """Result of the user's own factory. A builtin is refused uncalled: `os:abort` would end the process."""
     if not (
         inspect.isfunction(make) or inspect.isclass(make) or hasattr(make, "__wrapped__") or isinstance(make, partial)
     ):

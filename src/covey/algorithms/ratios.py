@@ -1,4 +1,4 @@
-"""Probability ratios between the policy that is trained and the one that drew: by token, by sequence, or as a product."""
+"""Probability ratios between the trained policy and the sampling policy: by token, by sequence, or as a product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and how far the reference model follows the policy: a rule takes the report of a step and returns alpha.
+"""Updates of the reference model towards the policy: a rule maps the report of a step to the mixing factor alpha.
 
 After the step `reference <- (1 - alpha) reference + alpha policy`: 0 keeps it, 1 copies. TR-DPO, Gorbatovski et al. 2024.
 """

@@ -51,7 +51,7 @@ class EntropyBonus:
     """`-coefficient x entropy` of each token: rewards staying undecided. Williams and Peng 1991.
 
     `coefficient` may be a controller, such as `AdaptiveEntropy`. `only` restricts it to the tokens of a 0/1 weight and divides
-    by their number. `aggregate=None` means the algorithm's own; TRL takes `token_mean` whatever the loss.
+    by their number. `aggregate=None` means the algorithm's own; TRL takes `token_mean` for every loss.
     """
 
     coefficient: float | Controller = 0.01
@@ -81,7 +81,7 @@ class EntropyBonus:
         return replace(self, only=only, scale=_tokens_per_selected(tokens, only(tokens)))
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Metric]:
-        """`entropy_coef`: what was applied; with `only`, `entropy_selected`: the mean entropy of those tokens."""
+        """`entropy_coef`: the coefficient applied; with `only`, `entropy_selected`: the mean entropy of those tokens."""
         metrics: dict[str, Metric] = {"entropy_coef": Last(current(self.coefficient))}
         if self.only is not None:
             metrics["entropy_selected"] = Mean.of(entropy_of(tokens), self.only(tokens).bool())

@@ -52,7 +52,7 @@ class GMPO:
         return needs_whole_step(self.only) or needs_whole_step(self.correction)
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> GMPO:
-        """With `only` and `correction` fitted to the whole step."""
+        """The objective with `only` and `correction` fitted to the whole step."""
         return prepared_fields(self, ("only", "correction"), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
@@ -119,9 +119,9 @@ class VESPO:
         return needs_whole_step(self.correction)
 
     def prepare(self, tokens: TokenBatch, totals: Totals) -> VESPO:
-        """With `correction` fitted to the whole step."""
+        """The objective with `correction` fitted to the whole step."""
         return prepared_fields(self, ("correction",), tokens, totals)
 
     def metrics(self, tokens: TokenBatch) -> dict[str, Tensor | Metric]:
-        """`vespo/phi_seq_mean`: phi over sequences; and what the correction says."""
+        """`vespo/phi_seq_mean`: mean phi over sequences; and the metrics of the correction."""
         return {"vespo/phi_seq_mean": self.weight(tokens), **metrics_of(self.correction, tokens)}

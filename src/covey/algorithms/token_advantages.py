@@ -17,7 +17,7 @@ from covey.types import Scores
 
 
 def token_rewards(scores: Scores) -> Tensor:
-    """[P, G, T], the reward of each token, 0 off the mask and for completions that nobody scored."""
+    """[P, G, T], the reward of each token, 0 off the mask and for unscored completions."""
     total, mask = scores.total, scores.mask
     rewards = torch.zeros(mask.shape, dtype=total.dtype, device=mask.device)
     if not mask.shape[-1]:
@@ -80,7 +80,7 @@ def whiten(x: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
 
 
 def _scored(scores: Scores) -> Tensor:
-    """[P, G, T] bool, tokens that the model wrote in completions that somebody scored."""
+    """[P, G, T] bool, tokens sampled by the model in scored completions."""
     return scores.mask & ~scores.total.isnan().unsqueeze(-1)
 
 
@@ -114,7 +114,7 @@ class ReinforcePlusPlus:
 class ReMax:
     """Reward-to-go minus the reward of the prompt's greedy answer. Li et al. 2023.
 
-    Needs `scores.greedy` [P]. A completion that nobody scored gets 0.
+    Needs `scores.greedy` [P]. An unscored completion gets 0.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("greedy",)

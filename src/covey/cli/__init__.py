@@ -22,22 +22,22 @@ VERBS = {
     "tune": "try options in many runs, end the hopeless early, keep the best",
     "doctor": "what is wrong with a run before it is paid for: model, data, rewards, memory, time, signal",
     "eval": "accuracy, reward and pass@k of a model, with intervals; compare two models",
-    "data": "what is wrong with a data set, row by row; a copy without it",
+    "data": "faults of a data set, row by row; a copy without them",
     "reward": "whether a reward pays right answers and nothing else; a reward model trained on pairs",
     "features": "describe a data set's rows in columns: length, language, how often a model solves them",
     "serve-vllm": "start a vLLM server whose weights a run can update and prove",
-    "view": "look at runs in the browser: curves, alerts, what the model wrote, differences",
-    "compare": "what differs between runs, how they learnt, and which is better, over seeds",
+    "view": "look at runs in the browser: curves, alerts, completions, differences",
+    "compare": "differences of runs, their learning curves, and which is better, over seeds",
     "plot": "curves, reward shares and verdicts of runs as a picture or a page",
-    "report": "one page of a run to send to somebody",
-    "why": "a bad step made again with one thing changed at a time: which change removes the trouble",
+    "report": "one page of a run to share",
+    "why": "a bad step replayed with one change at a time: which change removes the trouble",
     "chat": "talk to a model, an adapter or a checkpoint in the terminal",
     "serve": "an OpenAI-compatible endpoint of a model or a run, which may learn from scores",
-    "feedback": "a score for an answer of covey serve --learn; what was learnt; the way back",
-    "export": "what a run leaves for other tools: merged weights, an adapter, GGUF; preference pairs",
+    "feedback": "a score for an answer of covey serve --learn; the state of learning; rollback",
+    "export": "a run's results for other tools: merged weights, an adapter, GGUF; preference pairs",
     "merge": "an adapter added into its base, or several models or adapters merged into one",
-    "checkpoints": "those of a run: list, verify, prune, repair",
-    "faults": "kill, starve and poison a tiny real run in every known way; what each costs",
+    "checkpoints": "checkpoints of a run: list, verify, prune, repair",
+    "faults": "kill, starve and poison a tiny real run in every known way; the cost of each",
     "env": "versions and devices, for a bug report; env check examines an environment",
     "completion": "verbs and options for the Tab key of bash, zsh or fish",
 }
@@ -94,7 +94,7 @@ def _run(words: list[str]) -> int:
 
 
 def _disk_refuses(error: Exception) -> str | None:
-    """A sentence for what a full, read-only or failing disk raised at a place that nobody thought of; None for anything else."""
+    """Sentence for an OSError of a full, read-only or failing disk at an unforeseen place; None for any other error."""
     from covey.runs.kept import DISK
     from covey.runs.storage import why_refused
 

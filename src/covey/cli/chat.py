@@ -22,7 +22,7 @@ _HELP = """/reset            forget the conversation
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How answers are drawn."""
+    """Sampling settings of the answers."""
 
     temperature: float = 0.7
     """0: greedy."""
@@ -39,7 +39,7 @@ class Sampling:
             )
 
     def changed(self, words: list[str]) -> Sampling:
-        """With what `name=value` words say. Raises ConfigError for an unknown name or a wrong value."""
+        """A copy changed by `name=value` words. Raises ConfigError for an unknown name or a wrong value."""
         kinds = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int}
         given = dict(word.split("=", 1) for word in words if "=" in word)
         for word in words:
@@ -152,7 +152,7 @@ def start(given: Given) -> Chat:
 
 
 def lines() -> Iterator[str]:
-    """What the user types, until the end of the input."""
+    """Lines that the user types, until the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history
     while True:
@@ -208,7 +208,7 @@ def run(given: Given) -> None:
 
 
 def converse(chat: Chat) -> None:
-    """Answer line by line until the user leaves. A wrong command or a full context is said and the chat goes on."""
+    """Answer line by line until the user leaves. A wrong command or a full context is reported and the chat continues."""
     for line in lines():
         try:
             if not line.startswith("/"):
@@ -222,7 +222,7 @@ def converse(chat: Chat) -> None:
 verb = Verb(
     name="chat",
     usage="MODEL [options]",
-    sentence="Talk to a model, an adapter, a checkpoint, or what a run ended with.\n\n" + _HELP,
+    sentence="Talk to a model, an adapter, a checkpoint, or the final model of a run.\n\n" + _HELP,
     examples=("covey chat runs/first", 'covey chat demo --prompt "What is 2 + 3?" --temperature 0'),
     positional=("model",),
     flags=lambda: (

@@ -115,7 +115,7 @@ _DO = {"list": _list, "verify": _verify, "prune": _prune, "repair": _repair}
 verb = Verb(
     name="checkpoints",
     usage="list | verify | prune | repair RUN [options]",
-    sentence="The checkpoints of a run: what is there, whether every byte is right, old ones deleted, damaged ones mended.",
+    sentence="The checkpoints of a run: list them, verify every byte, delete old ones, repair damaged ones.",
     examples=(
         "covey checkpoints list runs/train-1",
         "covey checkpoints prune runs/train-1 --keep 2 --dry-run",

@@ -1,4 +1,4 @@
-"""One `covey train` in a process of its own: what it leaves behind cannot reach the next, and its crash ends only itself."""
+"""One `covey train` in a process of its own, so that leaked state and crashes do not reach the next one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How it ended. `result` is the object that `--json` prints; empty where there was none."""
+    """End of the process: its exit code. `result` is the object that `--json` prints; empty where there was none."""
 
     code: int
     result: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""`covey compare`: in what runs differ, how they learnt, and whether one way to train is better than another."""
+"""`covey compare`: differences of runs, learning curves, and which way to train is better."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(given: Given) -> None:
 
 
 def _groups(words: Sequence[str]) -> tuple[list[list[Any]], bool]:
-    """Runs by argument, and whether a comma made sides of the arguments."""
+    """(runs by argument, True if a comma made sides of the arguments)."""
     from covey.evaluation.compare.run_data import read_runs
 
     if not words:
@@ -94,7 +94,7 @@ def _write(path: Path, text: str) -> None:
 verb = Verb(
     name="compare",
     usage="RUNS... [options]",
-    sentence="What differs between runs, how they learnt, and which is better, with a paired test over questions and seeds.",
+    sentence="Differences of runs, their learning curves, and which is better, with a paired test over questions and seeds.",
     flags=lambda: _FLAGS,
     run=run,
     positional=("runs",),

@@ -56,7 +56,7 @@ def run(given: Given) -> None:
 
 
 def script(shell: str) -> str:
-    """What the shell has to read."""
+    """Completion script of a shell."""
     from covey.cli import VERBS
 
     flags = {name: _flags(name) for name in VERBS}
@@ -98,7 +98,7 @@ def _quoted(text: str) -> str:
 verb = Verb(
     name="completion",
     usage="bash | zsh | fish",
-    sentence="Let the Tab key complete verbs and options: print what your shell has to read.",
+    sentence="Let the Tab key complete verbs and options: print the script for your shell.",
     flags=tuple,
     run=run,
     positional=("shell",),

@@ -15,7 +15,7 @@ _LINE_SECONDS = 2.0
 
 
 class Counter:
-    """Shows what `covey.process.counting` tells. What is written to the terminal meanwhile must call `clear` first."""
+    """Progress counter on the terminal, fed by `covey.process.counting`. Other writers to the terminal must call `clear` first."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
@@ -67,7 +67,7 @@ class Counter:
 
     def _write(self, text: str) -> None:
         stream = self._stream or sys.stderr
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # the reader of the stream is gone
             stream.write(text)
             stream.flush()
 

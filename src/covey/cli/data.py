@@ -1,4 +1,4 @@
-"""`covey data check` and `covey data clean`: what is wrong with a data set, and a copy without it."""
+"""`covey data check` and `covey data clean`: faults of a data set, and a copy without them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WIDTH = 76
 
 
 def run_check(given: Given) -> int:
-    """Look, print a table or JSON. Exit code 0 when nothing must be mended, else 1."""
+    """Check, print a table or JSON. Exit code 0 when nothing must be fixed, else 1."""
     options = {flag.name: flag.default for flag in (*_FLAGS, _EXAMPLES, _HTML)} | dict(given)
     page = None if options["html"] is None else _page(options["html"])
     from covey.doctor.data_check.summary import summary
@@ -167,7 +167,7 @@ def _short(text: str) -> str:
 _check = Verb(
     name="data check",
     usage="DATASET [options]",
-    sentence="Says what is wrong with a data set, row by row; exit code 1 when something must be mended.",
+    sentence="Finds the faults of a data set, row by row; exit code 1 when something must be fixed.",
     flags=lambda: (*_FLAGS, _EXAMPLES, _HTML),
     run=run_check,
     positional=("dataset",),

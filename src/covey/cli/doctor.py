@@ -1,4 +1,4 @@
-"""`covey doctor`: what is wrong with a run, before anything is spent on it. It takes the options of `covey train`."""
+"""`covey doctor`: checks of a run before it starts. It takes the options of `covey train`."""
 
 from __future__ import annotations
 

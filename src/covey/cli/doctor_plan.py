@@ -1,4 +1,4 @@
-"""`covey doctor plan`: memory and seconds of a step on GPUs that are not here, and what would make it cheaper."""
+"""`covey doctor plan`: memory and seconds of a step on GPUs that are not here, and cheaper set-ups."""
 
 from __future__ import annotations
 

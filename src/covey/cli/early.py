@@ -16,7 +16,7 @@ _NAMES: Mapping[str, Any] = {
     **{"Any": Any, "Literal": Literal, "ParallelismConfig": Any, "DebugOption": str},
     **dict.fromkeys(("IntervalStrategy", "SchedulerType", "OptimizerNames", "SaveStrategy", "HubStrategy"), str),
 }
-"""Names in the annotations of options; words stay text, GRPOConfig makes them what they are."""
+"""Names in the annotations of options; words stay text, GRPOConfig converts them."""
 _ENUMS = {"lr_scheduler_type": ("trainer_utils", "SchedulerType"), "optim": ("training_args", "OptimizerNames")}
 
 

@@ -26,7 +26,7 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def facts() -> dict[str, Any]:
-    """What this machine has, secrets masked."""
+    """Versions, devices and settings of this machine, secrets masked."""
     return {
         "covey": __version__,
         "python": platform.python_version(),
@@ -55,7 +55,7 @@ def run(given: Given) -> None:
 
 
 def _sandbox() -> str:
-    """What keeps model-written code in here, or why it cannot be run."""
+    """Isolation of model-written code on this machine, or why it cannot be run."""
     try:
         return str(isolation())
     except RewardError as error:

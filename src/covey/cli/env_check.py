@@ -26,7 +26,7 @@ _FLAGS = (
 
 
 def run(given: Given) -> int:
-    """Examine, print a table or JSON. Exit code 1 where something must be mended."""
+    """Examine, print a table or JSON. Exit code 1 where something must be fixed."""
     options = {flag.name: flag.default for flag in _FLAGS} | dict(given)
     if not options["environment"]:
         raise ConfigError("covey env check needs an environment: covey env check games.py:Maze.")
@@ -144,7 +144,7 @@ def _shown(value: Any) -> str:
 verb = Verb(
     name="env check",
     usage="ENVIRONMENT [options]",
-    sentence="Examines an environment with random actions: time, determinism, sessions, rewards; exit code 1 where something must be mended.",
+    sentence="Examines an environment with random actions: time, determinism, sessions, rewards; exit code 1 where something must be fixed.",
     flags=lambda: _FLAGS,
     run=run,
     positional=("environment",),

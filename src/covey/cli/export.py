@@ -1,4 +1,4 @@
-"""`covey export`: what a run leaves, in a form that other tools read."""
+"""`covey export`: records and models of a run in formats that other tools read."""
 
 from __future__ import annotations
 

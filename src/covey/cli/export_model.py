@@ -1,4 +1,4 @@
-"""`covey export RUN --format ...`: a run's model as merged weights, an adapter, or a GGUF file; what is written is read back and compared."""
+"""`covey export RUN --format ...`: a run's model as merged weights, an adapter, or a GGUF file, verified by reading it back."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _trusts(given: Given) -> bool:
 model_verb = Verb(
     name="export",
     usage="RUN | CHECKPOINT | MODEL --format merged|adapter|gguf -o OUT [options]",
-    sentence="A trained model as other programs take it; what is written is read back and compared.",
+    sentence="A trained model in the formats of other programs; the output is read back and compared.",
     examples=(
         "covey export runs/first --format gguf -o first.gguf",
         "covey export runs/first --format gguf --outtype q8_0 -o first-q8.gguf",
@@ -170,7 +170,7 @@ model_verb = Verb(
         Flag(name="output", short="o", help="Folder, or file for gguf, to write; it must not be there yet.", group="what"),
         Flag(name="outtype", help="gguf: f32, f16, bf16 or q8_0; f16 when left out.", group="model"),
         Flag(name="dtype", help="merged: float32, bfloat16 or float16; as stored when left out.", group="model"),
-        Flag(name="base", help="The model that the adapter belongs to; default: what the adapter says.", group="what"),
+        Flag(name="base", help="The model that the adapter belongs to; default: the one that the adapter names.", group="what"),
         Flag(name="trust_remote_code", help="Run Python code that comes with the model.", type=bool, group="model", is_common=False),
         JSON,
     ),

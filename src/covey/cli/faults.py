@@ -1,4 +1,4 @@
-"""`covey faults`: break a tiny real run in every way that the list knows, and say what each cost."""
+"""`covey faults`: inject every known fault into a tiny real run, and show the steps lost."""
 
 from __future__ import annotations
 

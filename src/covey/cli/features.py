@@ -108,7 +108,7 @@ def _check(options: dict[str, Any]) -> None:
     wants = set(options["features"])
     if wants & {"pass_rate", "difficulty"} and not (options["model"] and options["reward"]):
         raise ConfigError(
-            "difficulty and pass_rate need --model and --reward: whose answers, and which of them are right."
+            "difficulty and pass_rate need --model, which writes the answers, and --reward, which judges them."
         )
     if wants & {"embedding", "relevance"} and not options["embedding_model"]:
         raise ConfigError("embedding and relevance need --embedding-model, a folder or a hub id.")

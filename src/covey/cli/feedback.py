@@ -1,4 +1,4 @@
-"""`covey feedback`: a score for an answer of `covey serve --learn`; what was learnt; the way back."""
+"""`covey feedback`: a score for an answer of `covey serve --learn`; the state of learning; rollback."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _words(error: urllib.error.HTTPError, url: str) -> str:
 verb = Verb(
     name="feedback",
     usage="ID SCORE [options]",
-    sentence="A score from -1 to 1 for an answer of covey serve --learn; what was learnt of scores; the way back.",
+    sentence="A score from -1 to 1 for an answer of covey serve --learn; the state of learning; rollback.",
     examples=(
         "covey feedback chatcmpl-1f0c... 1",
         'covey feedback chatcmpl-1f0c... -0.5 --comment "too long"',

@@ -47,7 +47,7 @@ def config_flags(common: Collection[str]) -> list[Flag]:
 
 
 def other_flags() -> list[Flag]:
-    """Options that are known but refused or without effect: accepted here, so that their own sentence is said."""
+    """Options that are known but refused or without effect: accepted here, so that their own message is shown."""
     return [
         Flag(name=field.name, help="", type=field.annotation, default=field.default, is_common=False)
         for field in all_fields()

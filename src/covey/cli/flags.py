@@ -24,13 +24,13 @@ class Flag:
     """One option of a verb. `--max-steps 10`, `--max_steps=10` and `max_steps: 10` in YAML are the same."""
 
     name: str
-    """With underscores."""
+    """Name with underscores."""
     help: str
     """One sentence."""
     type: Any = str
-    """What the value becomes: a type, or an annotation as text where the type is known later."""
+    """Type of the value, or an annotation as text where the type is known later."""
     default: Any = None
-    """As help shows it."""
+    """Default as help shows it."""
     group: str = "options"
     is_common: bool = True
     """Shown by `--help`; the others by `--help-all`."""
@@ -44,17 +44,17 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the bare flag means yes."""
+        """True if the bare flag means yes."""
         return self.kind.startswith("bool")
 
     @property
     def is_list(self) -> bool:
-        """Whether several values may follow."""
+        """True if several values may follow."""
         return "list[" in str(self.type)
 
     @property
     def spelled(self) -> str:
-        """As one types it."""
+        """Spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -67,9 +67,9 @@ def read_flags(
     positional: Sequence[str] = (),
     hints: Mapping[str, str] = NO_HINTS,
 ) -> dict[str, Any]:
-    """What was given, by name, as text (a list of texts for list flags, True or False for bare switches).
+    """Parsed arguments, by name, as text (a list of texts for list flags, True or False for bare switches).
 
-    `positional` names what stands without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
+    `positional` names the arguments without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
     for an unknown flag, with its sentence in `hints` or the nearest name.
     """
     known = {flag.name: flag for flag in flags}

@@ -1,4 +1,4 @@
-"""The first lines of `covey train`, before anything heavy is imported: what is trained on what, how, and where it goes."""
+"""The first lines of `covey train`, before heavy imports: model, data, algorithm, and output folder."""
 
 from __future__ import annotations
 

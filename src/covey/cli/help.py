@@ -1,4 +1,4 @@
-"""Help by groups: what one needs first, the rest behind `--help-all`."""
+"""Help by groups: common options first, the rest behind `--help-all`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the command line writes: the result to stdout, all else to stderr, and nothing that a terminal would obey."""
+"""Output of the command line: the result on stdout, all else on stderr, terminal control characters removed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from covey.runs.console import Lasting, to_nowhere
 _WIDTH = 110
 """Most columns of a row; a narrower terminal gets its own."""
 counter = Counter()
-"""The live line on stderr, which gives way to whatever is written."""
+"""The live line on stderr, cleared before any other output."""
 
 
 def result(text: str) -> None:
-    """What the user asked for. Raises StorageError where it goes to a file and the disk is full."""
+    """Print the result of a command on stdout. Raises StorageError where stdout is a file and the disk is full."""
     counter.clear()
     try:
         sys.stdout.write(safe(text) + "\n")
@@ -36,12 +36,12 @@ def result(text: str) -> None:
 
 
 def drop_stdout() -> None:
-    """Let what is left for stdout go: Python would try again, and complain, when it ends."""
+    """Drop buffered output of stdout: Python would flush it again at exit, and complain."""
     to_nowhere(sys.stdout)
 
 
 def result_json(value: Any) -> None:
-    """What the user asked for, as one JSON object on one line; a number that is not finite is null."""
+    """Print the result of a command as one JSON object on one line; a number that is not finite is null."""
     result(json.dumps(_finite(value), default=str, allow_nan=False))
 
 
@@ -70,7 +70,7 @@ class LogToStderr(logging.Handler):
 
 
 def start_logging() -> None:
-    """Show Covey's own log and Python's warnings on stderr, a line each; what only concerns programmers is left out."""
+    """Show Covey's own log and Python's warnings on stderr, a line each; warnings for developers are left out."""
     logger = logging.getLogger("covey")
     if not any(isinstance(handler, LogToStderr) for handler in logger.handlers):
         logger.addHandler(LogToStderr())
@@ -87,7 +87,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 
 
 def row(status: str, area: str, said: str, fix: str | None = None) -> str:
-    """`WARN  model        the sentence`, and what to do below it."""
+    """`WARN  model        the sentence`, with the fix below it."""
     start = f"{status}  {area:<12} "
     lines = textwrap.wrap(said, width(), initial_indent=start, subsequent_indent=" " * len(start))
     if fix:

@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: its options, its batch arithmetic in words, and its memory."""
+"""Plan of a run (`--dry-run`, `--print-config`): its options, its batch arithmetic in words, and its memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def resolved(config: GRPOConfig) -> dict[str, Any]:
 
 
 def as_yaml(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Every option as YAML that `--config` reads, those of the verb first. What follows from others stays unset."""
+    """Every option as YAML that `--config` reads, the verb's own first. Derived options stay unset."""
     import yaml
 
     kept = {name: value for name, value in own.items() if name not in ("print_config", "dry_run", "config", "json")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-REWARD = '''"""The reward: what a completion is paid. Change this file; `pytest` and `covey reward test` try it before a run does."""
+REWARD = '''"""The reward function: the score of a completion. Change this file; `pytest` and `covey reward test` try it before a run does."""
 
 import re
 
@@ -98,7 +98,7 @@ README = """# {name}
 ```
 pytest                                                              # under a minute
 covey reward test --reward reward.py:right_answer --dataset data/train.jsonl
-covey doctor run.yaml                                               # what is wrong before it is paid for
+covey doctor run.yaml                                               # checks of the run before it starts
 covey train run.yaml --output-dir runs/first                        # {minutes}
 covey view runs                                                     # curves, alerts, what the model wrote
 covey chat runs/first

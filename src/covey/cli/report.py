@@ -1,4 +1,4 @@
-"""`covey report`: a run as one page to send to somebody."""
+"""`covey report`: a run as one page to share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(given: Given) -> None:
 verb = Verb(
     name="report",
     usage="RUN [-o FILE]",
-    sentence="One page of a run that needs nothing beside it: what ran, curves, evaluation with intervals, alerts, samples, model card.",
+    sentence="One page of a run that needs nothing beside it: configuration, curves, evaluation with intervals, alerts, samples, model card.",
     flags=lambda: _FLAGS,
     run=run,
     positional=("run",),

@@ -13,14 +13,14 @@ from covey.config import options
 from covey.errors import RunFolderError
 
 RECIPE = "train.yaml"
-"""In a run's folder: every option of the command that started it, as `--config` reads them."""
+"""File in a run's folder with every option of the command that started it, as `--config` reads them."""
 NEVER = frozenset(
     {
         "from_run", "resume", "output_dir", "json", "dry_run", "print_config", "seeds", "config", "trust_source", "adapters",
         "share_base", "vary",
     }
 )  # fmt: skip
-"""What belongs to one call, not to the run."""
+"""Options of one call, not of the run."""
 _PATHS = (
     "model",
     "dataset",
@@ -62,8 +62,8 @@ def recorder(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
 def repeated(given: Given, flags: list[Flag], types: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the run that `from_run` names, with those that were given in their place.
 
-    Raises RunFolderError where the folder holds no run, ConfigError where its code is not what it was and nobody agreed to
-    it. A run that a script started knows its options only; what it does not know is asked for by `covey train` itself.
+    Raises RunFolderError where the folder holds no run, ConfigError where its code has changed and the user has not
+    agreed to it. A run that a script started stores its options only; `covey train` asks for the missing ones.
     """
     from covey.runs import manifest
 
@@ -133,7 +133,7 @@ def _differences(found: Mapping[str, Any], dataset: Any) -> Iterator[str]:
 
 
 def _shape(described: Any) -> Any:
-    """What an algorithm is made of, without places and texts of source, which `sources` compares."""
+    """Structure of an algorithm without source files, lines and texts, which `sources` compares."""
     if isinstance(described, Mapping):
         return {k: _shape(v) for k, v in described.items() if k not in ("file", "line", "source", "sha256")}
     return [_shape(item) for item in described] if isinstance(described, list) else described

@@ -1,4 +1,4 @@
-"""`covey reward test`: whether a reward pays what it should, before a run learns what it pays in truth; `covey reward train` and `audit`."""
+"""`covey reward test`, `train` and `audit`: a reward tried on probes before a run, a reward model, scores called again."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _as_json(found: Examination | None, verdicts: list[Verdict]) -> dict[str, An
 _test = Verb(
     name="reward test",
     usage="--reward REWARD [--dataset DATA] [options]",
-    sentence="Tries a reward on right, wrong, empty, endless and cheating completions and says what is wrong with it.",
+    sentence="Tries a reward on right, wrong, empty, endless and cheating completions and reports its faults.",
     flags=lambda: _FLAGS,
     run=run,
     examples=(

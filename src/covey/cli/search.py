@@ -1,4 +1,4 @@
-"""What `covey tune` may change: `learning_rate=1e-6:1e-4:log`, `num_generations=4,8,16`."""
+"""Search space of `covey tune`: `learning_rate=1e-6:1e-4:log`, `num_generations=4,8,16`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Dimension:
         return of.FloatDistribution(self.low, self.high, log=self.is_log)
 
     def holds(self, value: Any) -> bool:
-        """Whether `value` is one of its values."""
+        """True if `value` is in the range."""
         if self.choices:
             return value in self.choices
         return isinstance(value, int | float) and self.low <= value <= self.high
@@ -74,7 +74,7 @@ def dimensions(words: Sequence[str], flags: Sequence[Flag]) -> list[Dimension]:
             raise ConfigError(f"--search names {name} twice; keep one.")
     if not found:
         raise ConfigError(
-            "--search is missing: what to try, such as learning_rate=1e-6:1e-4:log or num_generations=4,8."
+            "--search is missing: name the values to try, such as learning_rate=1e-6:1e-4:log or num_generations=4,8."
         )
     return found
 

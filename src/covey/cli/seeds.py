@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from covey.evaluation.intervals import Estimate
 
 RESULTS = "seeds.json"
-"""In the folder of all seeds: what each of them ended with."""
+"""File of final results by seed, in the folder of all seeds."""
 Results = dict[int, dict[str, Any]]
 
 
 def run(given: Given, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     """Train every seed that has not ended yet, in `output_dir/seed-N`, and show them all with the mean.
 
-    The same command goes on where an interrupted one was: seeds that ended are kept, the one that was interrupted resumes
+    The same command continues an interrupted one: seeds that ended are kept, the one that was interrupted resumes
     from its checkpoint. Returns the exit code of the first seed that failed, else 0.
     """
     import yaml
@@ -85,7 +85,7 @@ def _numbers(given: Given, wanted: Mapping[str, Any]) -> list[int]:
 
 
 def begin(folder: Path, options: Mapping[str, Any]) -> Results:
-    """The folder, claimed for these options; what ended in it before. Raises RunFolderError when it holds something else."""
+    """Claim the folder for these options. Returns earlier results. Raises RunFolderError when it holds something else."""
     series.claim(folder, options, "seeds")
     path = folder / RESULTS
     found = json.loads(path.read_text()) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""A folder of several runs with the same options: claimed once, and gone on with by the same command."""
+"""A folder of several runs with the same options: claimed once, and continued by the same command."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def make_way(place: Path) -> None:
 
 
 def again(words: Sequence[str], folder: Path) -> str:
-    """The command that goes on: the same, with the folder named."""
+    """The command that continues: the same, with the folder named."""
     named = any(word.startswith(("--output-dir", "--output_dir")) for word in words)
     return shlex.join(["covey", *words[1:], *([] if named else ["--output-dir", str(folder)])])

@@ -21,7 +21,7 @@ _FLAGS = (
     Flag(name="api_key", help=f"Ask every client for this key; better set {KEY}, which is not shown in the list of processes.", group="server"),
     Flag(name="max_rows", help="Completions that are written at once.", type=int, default=256, group="limits"),
     Flag(name="max_waiting", help="Prompts that may wait; the next one is answered 429.", type=int, default=256, group="limits"),
-    Flag(name="max_output_tokens", help="Most tokens of one answer; what the prompt leaves of the context when left out.", type=int, group="limits"),
+    Flag(name="max_output_tokens", help="Most tokens of one answer; the rest of the context after the prompt when left out.", type=int, group="limits"),
     Flag(name="max_choices", help="Most answers of one request: prompts times n.", type=int, default=128, group="limits", is_common=False),
     Flag(name="max_body_bytes", help="Largest body of a request; a larger one is answered 413.", type=int, default=8 * 2**20, group="limits", is_common=False),
     Flag(name="max_connections", help="Connections that may be open; the next one is answered 503.", type=int, default=1024, group="limits", is_common=False),

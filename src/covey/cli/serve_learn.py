@@ -31,7 +31,7 @@ _ALONE = ("fixed_set", "reward", "learn_folder")
 
 
 def refuse_alone(options: Given) -> None:
-    """Raise ConfigError for options of learning without `--learn`, and for what does not go with it."""
+    """Raise ConfigError for options of learning without `--learn`, and for options that contradict it."""
     if not options["learn"]:
         for name in _ALONE:
             if options[name]:

@@ -20,7 +20,7 @@ from covey.cli.verb import Given
 from covey.errors import ConfigError, CoveyError
 
 RESULTS = "together.json"
-"""In the folder of runs that vary options: what each of them ended with, by its name."""
+"""File of final results by run, in the folder of runs that vary options."""
 _OF_THE_BASE = frozenset({"model", "dtype", "model_init_kwargs", "trust_remote_code"})
 _OF_THE_DATA = frozenset(
     {
@@ -70,7 +70,7 @@ def run(
 ) -> int:
     """Train every run that has not ended yet, a step of each in turn, and show them all.
 
-    The same command goes on where an interrupted one was. Returns the exit code of the first run that failed, else 0.
+    The same command continues an interrupted one. Returns the exit code of the first run that failed, else 0.
     `options_of` gives the options of GRPOConfig, `member_of` a run to train on a base.
     """
     import yaml

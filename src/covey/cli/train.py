@@ -163,7 +163,7 @@ def run(given: Given) -> int:
 
 
 def config_options(given: Given) -> dict[str, Any]:
-    """What GRPOConfig receives of the flags, with the next free run folder where none is named."""
+    """Flags that GRPOConfig receives, with the next free run folder where none is named."""
     wanted = {name: value for name, value in given.items() if name not in _OWN}
     wanted.setdefault("output_dir", _next_run())
     if given.get("dtype"):
@@ -181,7 +181,7 @@ def refuse_missing(given: Given) -> None:
 
 
 def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
-    """Raise ConfigError, before the model is loaded, when the run to go on with cannot be gone on with under these options."""
+    """Raise ConfigError, before the model is loaded, when the run cannot be resumed with these options."""
     from covey.runs import checkpoint
     from covey.runs.resuming import expect_resumable
 
@@ -275,7 +275,7 @@ def _report(config: Any, given: Given, steps: int, metrics: Mapping[str, Any], *
 
 
 def _of_best(config: Any, state: Any) -> dict[str, Any]:
-    """How the weights of the best evaluation scored, where the run ends with them."""
+    """Scores of the weights of the best evaluation, where the run ends with them."""
     best = state.best_global_step
     if not config.load_best_model_at_end or Path(state.best_model_checkpoint or "").name != f"checkpoint-{best}":
         return {}
@@ -300,7 +300,7 @@ def _last(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def resume_command(words: Sequence[str], run: str) -> str:
-    """The command line that goes on with a run, from the one that started it."""
+    """The command line that resumes a run, made from its first one."""
     import shlex
 
     kept = [

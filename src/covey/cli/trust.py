@@ -20,7 +20,7 @@ def confirm(folder: Path, recorded: Mapping[str, Any], found: Mapping[str, Any],
     """Before anything is imported for `--from-run`: ask once, at a terminal, where code is not that of the run.
 
     `recorded` are the run's options, `found` its run.json, `given` what the user gave: code that the user names is the user's own.
-    Raises ConfigError where the answer is no, or where nobody can be asked.
+    Raises ConfigError where the answer is no, or where there is no terminal to ask on.
     """
     reasons = list(_reasons(folder, {k: v for k, v in recorded.items() if k not in given}, found))
     if not reasons:

@@ -43,11 +43,11 @@ def flags() -> tuple[Flag, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What a search needs to know."""
+    """Settings of a search."""
 
     folder: Path
     options: Mapping[str, Any]
-    """Of every trial."""
+    """Options of every trial."""
     search: tuple[Dimension, ...]
     metric: str
     is_smaller_better: bool
@@ -56,14 +56,14 @@ class Tuning:
     keeps_all: bool
     seed: int
     start: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the user gave to what is searched: the first trial takes them."""
+    """The user's own values of searched options; the first trial takes them."""
 
     def place(self, number: int) -> Path:
         return self.folder / f"trial-{number:03d}"
 
 
 def run(given: Given) -> int:
-    """Search until so many trials have ended; the same command goes on where it was interrupted."""
+    """Search until so many trials have ended; the same command continues an interrupted search."""
     tuning = tuning_of(given)
     from covey.runs.lock import FolderLock
     from covey.runs.signals import StopRequest
@@ -222,7 +222,7 @@ def _try(tuning: Tuning, study: Any, trial: Any, stop: Any) -> tuple[str | None,
 
 
 class Watch:
-    """Reads a trial's evaluations as they are written, and remembers whether one of them was hopeless."""
+    """Reads a trial's evaluations as they are written; decides when the trial is pruned."""
 
     def __init__(self, place: Path, metric: str, trial: Any) -> None:
         self._path = place / "evaluations.jsonl"
@@ -265,7 +265,7 @@ def _yaml(tuning: Tuning, params: Mapping[str, Any]) -> str:
 
 
 def _forget_weights(tuning: Tuning, study: Any) -> None:
-    """Remove models and checkpoints of all trials that ended and are not the best; what they measured stays."""
+    """Remove models and checkpoints of all trials that ended and are not the best; their metrics stay."""
     best = _best(study)
     for trial in study.trials:
         if trial.state.is_finished() and (best is None or trial.number != best.number):

@@ -45,7 +45,7 @@ class Verb:
     types: Callable[[], Mapping[str, Any]] = dict
     """Types of flags that are declared as text; imported only once every name is right."""
     hints: Mapping[str, str] = field(default_factory=dict)
-    """What to say to names that belong elsewhere."""
+    """Hints for flags that belong to another verb, by name."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options that a word stands for where a YAML file may stand."""
 

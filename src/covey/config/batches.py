@@ -1,4 +1,4 @@
-"""How prompts, completions, micro-batches and optimizer steps of a run relate, in numbers and in words."""
+"""Batch arithmetic: prompts, completions, micro-batches and optimizer steps of a run, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arithmetic:
     batches_per_generation: int
     """Parts of a generation batch that optimizer steps take in turn."""
     num_iterations: int
-    """How often each part is used."""
+    """Uses of each part."""
     optimizer_steps_per_generation: int
     """`batches_per_generation * num_iterations`."""
     total_steps: int

@@ -1,4 +1,4 @@
-"""What makes a combination of options wrong, told in one sentence before any work is spent."""
+"""Checks of option combinations: one sentence for a wrong one, before any work is spent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _of_accelerator(given: Any, name: str) -> Any:
 
 
 def is_default_accelerator(given: Any) -> bool:
-    """True if an AcceleratorConfig says what one without arguments says."""
+    """True if an AcceleratorConfig equals the default one."""
     plain = lambda config: {**vars(config), "use_configured_state": None}
     return bool(plain(given) == plain(type(given)()))
 
@@ -79,7 +79,7 @@ def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value may have this annotation, as far as its outermost type says."""
+    """True if a value fits this annotation, judged by its outermost type."""
     kinds = [get_origin(one) or one for one in get_args(kind)] if get_origin(kind) in (Union, UnionType) else [kind]
     kinds = [get_origin(one) or one for one in kinds]
     plain = tuple(one for one in kinds if isinstance(one, type) and one is not Any)
@@ -247,17 +247,17 @@ def settle_precision(config: Any) -> None:
             "fp16=True on a CPU is slow, and for trying loss scaling only; leave it out to compute in float32%s.",
             ", or set bf16=True" if has_bfloat16 else "",
         )
-        config.use_cpu = True  # transformers takes float16 on a CPU only when it is told that a CPU is meant
+        config.use_cpu = True  # transformers takes float16 on a CPU only with use_cpu
     if config.bf16 and not has_bfloat16:
         where = "this accelerator (it needs an Ampere GPU or newer)" if on_accelerator else "this processor"
         instead = "set fp16=True" if on_accelerator else "leave bf16 out to compute in float32"
         raise ConfigError(f"bf16=True, but {where} does not compute in bfloat16: {instead}.")
     if config.bf16 and not on_accelerator:
-        config.use_cpu = True  # transformers takes bfloat16 on a CPU only when it is told that a CPU is meant
+        config.use_cpu = True  # transformers takes bfloat16 on a CPU only with use_cpu
 
 
 def processor_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively; emulation would be slower than float32."""
+    """True if this CPU multiplies bfloat16 natively; emulation would be slower than float32."""
     import torch
 
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
@@ -274,7 +274,7 @@ def _arm_has_bfloat16() -> bool:
 
 
 def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
-    """`use_vllm` is TRL's word for `rollout_backend="vllm"`; what only vLLM heeds is told without it."""
+    """Resolves `use_vllm`, TRL's name for `rollout_backend="vllm"`; warns of options that only vLLM honours when it is off."""
     if config.use_vllm and config.rollout_backend not in ("auto", "vllm"):
         raise ConfigError(f"use_vllm=True and rollout_backend={config.rollout_backend!r} contradict each other.")
     if config.use_vllm:
@@ -310,7 +310,7 @@ _ASYNCHRONOUS = (
 
 
 def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what cannot run ahead; tell what acts only there, and staleness that nothing corrects."""
+    """Refuse options that asynchronous rollouts cannot honour; warn of those that act only there, and of uncorrected staleness."""
     if not config.async_rollouts:
         for name in _ASYNCHRONOUS:
             if name in given:
@@ -339,7 +339,7 @@ def settle_asynchrony(config: Any, given: Mapping[str, Any]) -> None:
 
 
 def settle_batches(config: Any) -> None:
-    """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse what does not divide."""
+    """Fill in `steps_per_generation` and `generation_batch_size` from each other, and refuse sizes that do not divide."""
     share = config.per_device_train_batch_size * config.world_size
     config.steps_per_generation = micro_batches(
         share, config.gradient_accumulation_steps, config.steps_per_generation, config.generation_batch_size

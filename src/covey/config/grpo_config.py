@@ -59,7 +59,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             raise ConfigError(checks.misfit(vars(self), get_type_hints(type(self)), error)) from error
 
     def _settle(self) -> None:
-        """Check everything, and fill in what follows from the rest."""
+        """Check all options, and fill in derived ones."""
         given = self._changed()
         checks.refuse_unsupported(given)
         checks.refuse_bad_factories(self)
@@ -71,7 +71,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         checks.settle_precision(self)
         checks.settle_sampler(self, given)
         self.sharding = settle_sharding(self)
-        """How the model is split over processes; None: each holds it whole."""
+        """Sharding of the model over ranks; None: each holds all of it."""
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
         join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
         compiling = {name: vars(self)[name] for name in _COMPILING}
@@ -84,7 +84,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             TypeError,
             AttributeError,
             LookupError,
-        ) as error:  # what transformers says of its own options
+        ) as error:  # raised by transformers for its own options
             raise ConfigError(str(error)) from error
         vars(self).update(compiling)
         checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
@@ -97,7 +97,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
 
     @property
     def checkpoints_activations(self) -> bool:
-        """Whether activations are computed again from the start."""
+        """True if activation checkpointing is on from the first step."""
         return bool(self.gradient_checkpointing) and not self.checkpoint_when_needed
 
     def _changed(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
 
 
 def batch_arithmetic(config: GRPOConfig, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:
-    """How prompts, completions and optimizer steps of a run relate.
+    """Batch arithmetic: prompts, completions and optimizer steps of a run.
 
     `world_size` None: the processes that run now. `num_prompts` None: a stream without end, which needs `max_steps`.
     Raises ConfigError with the numbers and what to change where they do not fit together.

@@ -166,7 +166,7 @@ _INERT: Mapping[str, tuple[str, ...]] = {
 """Options with nothing to act on, by the reason."""
 
 _SILENT = frozenset({"do_train", "do_eval", "do_predict", "local_rank", "include_num_input_tokens_seen"})
-"""Those that transformers itself documents as unused or sets by itself: naming them would be noise."""
+"""Options that transformers documents as unused or sets itself: naming them would be noise."""
 
 _REFUSED: Mapping[str, str] = {
     "neftune_noise_alpha": "noise in the embeddings would make the learner another model than the sampler",

@@ -16,9 +16,9 @@ class Option:
     help: str = ""
     """One sentence."""
     group: str = ""
-    """Of `--help-all`; "" where the option does not act."""
+    """Group in `--help-all`; "" where the option has no effect."""
     words: tuple[str, ...] = ()
-    """All that it takes; empty: anything of its type."""
+    """Accepted words; empty: any value of its type."""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -33,11 +33,11 @@ class Option:
     why: str = ""
     """A second sentence for a number out of range."""
     inert: str = ""
-    """Why every value leaves results as they are: accepted, and named once where it differs from the default."""
+    """Reason why no value changes results: accepted, and named once where it differs from the default."""
     is_silent: bool = False
     """Inert, and not even named."""
     refused: str = ""
-    """Why no value but the default can be honoured, and what to do instead."""
+    """Reason why only the default can be honoured, and the alternative."""
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError, in one sentence, for a value that is none of the words or outside of the range."""
@@ -84,7 +84,7 @@ def option(default: Any, help: str = "", **declared: Any) -> Any:
 
 
 def declaration_of(item: Field[Any]) -> Option | None:
-    """The declaration of a field that `option` made, with what its type says: whole numbers, and None as a value."""
+    """The declaration of a field made by `option`, completed from its annotation: whole numbers, and None as a value."""
     sentence = item.metadata.get("help")
     if not isinstance(sentence, _Sentence):
         return None

@@ -17,7 +17,7 @@ DECLARED: Mapping[str, Option] = {
     **INHERITED,
     **{item.name: one for item in fields(Options) if (one := declaration_of(item)) is not None},
 }
-"""The declaration of every option, those of TrainingArguments first."""
+"""The declaration of every option, TrainingArguments' options first."""
 
 GROUP_NAMES = (
     "model", "data", "steps and batches", "sampling", "vLLM", "loss", "reference model", "rewards", "sampler and learner", "optimizer",
@@ -27,7 +27,7 @@ GROUP_NAMES = (
 GROUPS: Mapping[str, tuple[str, ...]] = {
     group: tuple(name for name, one in DECLARED.items() if one.group == group) for group in GROUP_NAMES
 }
-"""Options that change what Covey does, as the command line's help shows them."""
+"""Options that have an effect, as the command line's help shows them."""
 
 HONOURED = frozenset(name for names in GROUPS.values() for name in names)
 INERT: Mapping[str, str] = {name: one.inert for name, one in DECLARED.items() if one.inert}
@@ -36,7 +36,7 @@ REFUSED: Mapping[str, str] = {name: one.refused for name, one in DECLARED.items(
 RETIRED: Mapping[str, str] = {
     "reuse_rollout": "an update always computes its own forward pass",
 }
-"""Options that runs of earlier versions may have recorded, and what holds now: dropped when such a run is repeated or resumed."""
+"""Retired options that run folders of earlier versions may record, with today's rule: dropped when such a run is repeated or resumed."""
 
 RENAMED: Mapping[str, str] = {
     "use_transformers_paged": "It is use_transformers_continuous_batching in TRL now; leave it out, the native sampler batches so.",
@@ -54,7 +54,7 @@ RENAMED: Mapping[str, str] = {
     "kl_coef": "Use beta.",
     "clip_range": "Use epsilon.",
 }
-"""Former or foreign names, and what to use."""
+"""Former or foreign option names, with their replacements."""
 
 ALGORITHM_OPTIONS = (
     *(name for name in (*GROUPS["loss"], *GROUPS["reference model"]) if name != "algorithm"),
@@ -72,5 +72,5 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
 
 
 def is_changed(value: Any, default: Any) -> bool:
-    """Whether an option differs from its default, whichever way its off is written (None, False, an empty list)."""
+    """True if an option differs from its default; all spellings of off (None, False, an empty list) are equal."""
     return bool(value or default) and bool(value != default)

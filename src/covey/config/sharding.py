@@ -48,10 +48,10 @@ _LAUNCHER = {f"FSDP_{name.upper()}": name for name in (*_READ, *_INERT, *_REFUSE
 _LAUNCHER["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "transformer_layer_cls_to_wrap"
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""Those that treat each element of a tensor by itself. bitsandbytes reads memory that only a whole tensor has."""
+"""Element-wise optimizers, which work on shards. bitsandbytes reads memory that only a whole tensor has."""
 
 _STAGES = {2: False, 3: True}
-"""ZeRO stage -> `reshard_after_forward`: stage 2 keeps what a forward gathered for the backward, stage 3 gathers again."""
+"""ZeRO stage -> `reshard_after_forward`: stage 2 keeps gathered parameters for the backward pass, stage 3 gathers them again."""
 _ZERO_INERT = (
     *("overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions", "round_robin_gradients"),
     *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "ignore_unused_parameters"),
@@ -63,7 +63,7 @@ _TOP_INERT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untrained_o
 
 @contextmanager
 def split_by_covey(config: Any) -> Iterator[None]:
-    """Within it the options do not say how the model is split: transformers would make its own plugins of them."""
+    """Context manager that hides the sharding options: transformers would make its own plugins of them."""
     names = ("fsdp", "fsdp_config", "deepspeed")
     held = {name: getattr(config, name) for name in names}
     for name in names:
@@ -76,7 +76,7 @@ def split_by_covey(config: Any) -> Iterator[None]:
 
 
 def settle_sharding(config: Any) -> Sharding | None:
-    """How the options and the launcher's variables say that the model is split; None: every process holds it whole.
+    """Sharding from the options and the launcher's environment variables; None: every rank holds the whole model.
 
     Turns on activation checkpointing where it is asked for there. Raises ConfigError for what cannot be honoured, naming it.
     """
@@ -155,7 +155,7 @@ def _options(config: Any) -> dict[str, Any] | None:
 
 
 def _plain(told: Mapping[str, str]) -> dict[str, Any]:
-    """Those of the launcher's variables that mean something: it sets every one, the size for a policy that is off too."""
+    """Effective launcher variables: the launcher sets every one, also the size for a policy that is off."""
     means = lambda name, value: (
         name in _READ or (name in _REFUSED and name not in ("min_num_params", "sharding_strategy") and _is_set(value))
     )

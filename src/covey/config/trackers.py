@@ -23,17 +23,17 @@ _TRACKERS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "neptune": (("neptune",), "neptune"),
     "swanlab": (("swanlab",), "swanlab"),
 }
-"""Trackers that transformers knows: the packages of which one is needed, and what installs it."""
+"""Trackers of transformers: their packages (one is enough), and the package to install."""
 
 
 def _registered_trackers() -> Collection[str]:
-    """Trackers that somebody added to transformers' table, which then has been imported."""
+    """Trackers that user code added to transformers' table, which then has been imported."""
     table = getattr(sys.modules.get("transformers.integrations.integration_utils"), "INTEGRATION_TO_CALLBACK", {})
     return set(table) - set(_TRACKERS)
 
 
 def refuse_absent_trackers(names: str | Sequence[str] | None) -> None:
-    """Raise ConfigError for a tracker of `report_to` that nobody knows, or whose package is not installed."""
+    """Raise ConfigError for an unknown tracker of `report_to`, or one whose package is not installed."""
     for name in (names,) if isinstance(names, str) else names or ():
         if name in ("none", "all") or name in _registered_trackers():
             continue

@@ -19,7 +19,7 @@ _BATCH = 1000
 
 
 def row_of(index: int | str, name: str) -> str:
-    """How error messages call a row: `Row 3 (counting from 0) of train.jsonl`."""
+    """Name of a row in error messages: `Row 3 (counting from 0) of train.jsonl`."""
     return f"Row {index} (counting from 0) of {name}"
 
 
@@ -33,7 +33,7 @@ def row_at(dataset: Any, index: int, name: str = "the data set") -> Mapping[str,
 
 
 def first_prompts(dataset: Any, count: int, name: str) -> Iterator[Any]:
-    """What the first `count` rows have in their column `prompt`, None without one. DataError for a row without values, as in `row_at`."""
+    """Values of the column `prompt` in the first `count` rows, None without one. DataError for a row without values, as in `row_at`."""
     is_plain = isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None
     texts = dataset.select_columns(["prompt"]) if is_plain and "prompt" in dataset.column_names else None
     for start in range(0, count, _BATCH):
@@ -119,7 +119,7 @@ def _values(prompts: datasets.Dataset, start: int, name: str) -> list[Any]:
 
 
 def _are_texts(prompts: datasets.Dataset) -> bool:
-    """True when the column is text without nulls and blanks, told by Arrow without looking at rows in Python."""
+    """True if the column is text without nulls and blanks, computed in Arrow without reading rows in Python."""
     feature = prompts.features["prompt"]
     if getattr(feature, "dtype", None) not in ("string", "large_string"):
         return False

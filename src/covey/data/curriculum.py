@@ -1,4 +1,4 @@
-"""Orders that know how hard a row is: from a column, or from what the policy made of it. And mixtures of several sets."""
+"""Curricula: orders by difficulty, from a column or from the policy's outcomes. And mixtures of several sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNSEEN, _MASTERED, _UNSOLVED = 0.5, 0.05, 0.1
 
 
 def order_of(dataset: Any, *, curriculum: str, seed: int, shuffle: bool, block_size: int) -> Order:
-    """The order that `curriculum` names, of each set of a mixture by itself. Raises DataError where it cannot be had."""
+    """The order that `curriculum` names, one for each set of a mixture. Raises DataError where it cannot be built."""
     if isinstance(dataset, LiveDataset):
         base, share = parted(curriculum)
         if base != "none":
@@ -112,7 +112,7 @@ class Frontier:
         return f"{int(self._drawn[row]) - 1}:{row}", self.dataset[row]
 
     def learn(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Take note of what became of rows; the next draw goes by it."""
+        """Record the outcomes of rows; the next draw depends on them."""
         for row, outcome in outcomes.items():
             new = float(outcome.has_signal)
             before = float(self._signal[row])
@@ -202,7 +202,7 @@ class Mixture:
         return f"{epoch}:{self._places[name][int(local)]}", row
 
     def learn(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Pass on what became of rows to the order of their set, where it learns."""
+        """Pass on the outcomes of rows to the order of their set, where it adapts to them."""
         parts: dict[str, dict[int, Outcome]] = {}
         for row, outcome in outcomes.items():
             name, local = self._where[row]

@@ -52,7 +52,7 @@ def rows(wanted: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def score(answer: str, where: str) -> float:
-    """What the task's own grader gives an answer, from 0 to 1; 0 for one that its grader would run as a program."""
+    """Score of an answer by the task's own grader, from 0 to 1; 0 for an answer that the grader would run as a program."""
     found = json.loads(where)
     made, entry = _entry(found["task"], found["seed"], found["place"], found["size"])
     if len(answer) > _LONGEST_ANSWER or not is_harmless(found["task"], answer):
@@ -61,7 +61,7 @@ def score(answer: str, where: str) -> float:
 
 
 def is_harmless(name: str, answer: str) -> bool:
-    """Whether the grader of a task may be given this answer: a plain value, or a formula, where it evaluates answers."""
+    """True if this answer is safe for the task's grader: a plain value or a formula, where the grader evaluates answers."""
     if name in _LITERALS:
         return _is_literal(answer) or (re.fullmatch(r"[\w\s,-]*", answer) is not None and "__" not in answer)
     return name not in _FORMULAS or _is_formula(answer)
@@ -84,7 +84,7 @@ def task(name: str, seed: int, size: int) -> Any:
 
 
 def evaluates(kind: type) -> bool:
-    """Whether a grader's source hands text to `eval` or sympy's parser."""
+    """True if a grader's source hands text to `eval` or sympy's parser."""
     return _EVALUATES.search(inspect.getsource(kind.score_answer)) is not None  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from covey.types import Message, Prompt, PromptImages
 IMAGE_COLUMNS = ("image", "images")
 REFUSED_COLUMNS = ("audio", "audios", "video", "videos")
 _MOST_BYTES = 64 << 20
-"""Of one image's file."""
+"""Most bytes of one image file."""
 _MOST_PIXELS = 64_000_000
 _PREVIEW_SIDE = 512
 _SOURCES = ("image", "path", "url", "base64")
@@ -135,7 +135,7 @@ def _rendered(messages: Sequence[Message], where: str, processor: Any, template:
     )
     try:
         text: str = shown.apply_chat_template([dict(one) for one in messages], tokenize=False, **{**how, **template})
-    except Exception as error:  # a template is a program and raises what it likes
+    except Exception as error:  # a template is a program and may raise anything
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."
@@ -155,7 +155,7 @@ def _processed(
     pictures = [opened(one, f"{where}: image {i}") for i, one in enumerate(given)]
     try:
         made = processor(text=[text], images=pictures, return_tensors="pt", **options)
-    except Exception as error:  # processors raise what they like at images they cannot take
+    except Exception as error:  # processors may raise anything on images they cannot read
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{where}: the processor refused its images ({type(error).__name__}: {reason}).") from error
     ids = made["input_ids"][0]
@@ -232,7 +232,7 @@ def _rgb(image: Any, where: str) -> Any:
 
 
 def image_digest(value: Any) -> str:
-    """Digest of what a row has in an image column: pixels of opened images, else what is written there."""
+    """Digest of a row's image column: pixels of opened images, else the stored value."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return ",".join(map(image_digest, value))
     content = f"{value.size}".encode() + value.tobytes() if hasattr(value, "tobytes") else str(value).encode()

@@ -1,4 +1,4 @@
-"""Which row comes next. Both orders resume from a few numbers, without replaying what was drawn."""
+"""Orders of the rows of a data set. Both resume from a few numbers, without replaying earlier draws."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one drawn prompt: its completions' mean reward, 1 for full marks, and whether they differed."""
+    """Result of one drawn prompt: its completions' mean reward (1: full marks), and True if their rewards differed."""
 
     score: float
     has_signal: bool
 
     def merged(self, other: Outcome) -> Outcome:
-        """Of two prompts of one question."""
+        """Mean outcome of two prompts of one question."""
         return Outcome((self.score + other.score) / 2, self.has_signal or other.has_signal)
 
 
 class Order(Protocol):
-    """Which row comes next; resumes from its `state_dict`."""
+    """Order of rows; resumes from its `state_dict`."""
 
     @property
     def num_rows(self) -> int | None: ...

@@ -106,7 +106,7 @@ def encode_chat(
         encoded = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=True, return_dict=True, **{**how, **template}
         )
-    except Exception as error:  # a template is a program and raises what it likes
+    except Exception as error:  # a template is a program and may raise anything
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"{where}: the chat template refused its messages ({type(error).__name__}: {reason})."

@@ -1,4 +1,4 @@
-"""Prompts that were solved rarely come again sooner than the order by itself would bring them."""
+"""Prompt replay: rarely solved prompts come again sooner than in the plain order."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Replay:
         return self.base.next()
 
     def learn(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Take note of what became of rows, and pass it on to an order that learns too."""
+        """Record the outcomes of rows, and pass them on to an order that adapts to them."""
         for row, outcome in outcomes.items():
             dull = self._unjudged.pop(row, self._waiting.pop(row, (None, 0))[0])
             if outcome.score >= _RARELY:

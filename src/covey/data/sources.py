@@ -1,4 +1,4 @@
-"""Where data sets come from: files, folders, hub ids, the shipped demo. No code of a data set is ever run."""
+"""Sources of data sets: files, folders, hub ids, the shipped demo. No code of a data set is ever run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _missing(source: Any) -> Path:
 
 
 _MALFORMED = (ValueError, OverflowError, TypeError, LookupError, RecursionError)
-"""What the readers below `datasets` raise on rows that make no table."""
+"""Errors that the readers below `datasets` raise on rows that do not form a table."""
 
 
 def _suffix(path: Path) -> str:
@@ -156,7 +156,7 @@ def _refuse_wild(files: Sequence[Path]) -> None:
 
 
 def _unreadable(files: Sequence[Path], kind: str, error: BaseException) -> str:
-    """Why a file cannot be read, with the line of a JSONL file that is at fault."""
+    """Error sentence for an unreadable file, with the line number in a JSONL file."""
     for file in files:
         if kind != "json" or file.suffix.lower() in _COMPRESSED or _suffix(file) == ".json":
             continue
@@ -208,7 +208,7 @@ def _from_folder(folder: Path, split: str | None, streaming: bool, config_name: 
 
 
 def _splits_of(folder: Path) -> dict[str, list[Path]]:
-    """The data files of a folder by split: what a word of their path says, or `train` when none says anything.
+    """The data files of a folder by split: named by a word of their path, `train` where no word names one.
 
     `datasets` also reads words of the folder's own path, so that `my_test/train.jsonl` becomes a test set.
     """
@@ -303,7 +303,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars for files that are read in a moment, no log of errors that are told as DataError; then as before."""
+    """Context manager without progress bars for small files, and without logs of errors that are raised as DataError."""
     was_on, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

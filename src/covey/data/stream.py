@@ -21,7 +21,7 @@ from covey.types import Prompt
 logger = logging.getLogger(__name__)
 
 _FIRST_CHECK_ROWS = 100_000
-"""Of a longer data set only so many rows are measured before training; the others when they are drawn."""
+"""Most rows whose prompt lengths are checked before training; further rows are checked when they are drawn."""
 
 
 class PromptStream:
@@ -106,7 +106,7 @@ class PromptStream:
         return self._prompt(prompt.uid, row_at(self._dataset, int(row), self.name)) or prompt
 
     def learn(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Tell the order what became of prompts, by their uid; one that does not learn from it goes on as before."""
+        """Report the outcomes of prompts, by their uid, to the order; a static order ignores them."""
         learn = getattr(self._order, "learn", None)
         if learn is not None:
             by_row: dict[int, Outcome] = {}

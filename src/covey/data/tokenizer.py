@@ -1,4 +1,4 @@
-"""What training needs of a tokenizer: a padding token, and every id that ends a text."""
+"""Tokenizer set-up for training: a padding token, and every id that ends a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def prepare_tokenizer(tokenizer: Any, model: Any = None) -> Any:
 
     A missing padding token becomes EOS, with a warning. Raises ModelError when neither the tokenizer nor `model` names an
     EOS, because completions could then end only at the length limit, or when an id that training uses (padding, EOS, the chat
-    template's own tokens) is beyond the model's embeddings; other ids beyond them are told once.
+    template's own tokens) is beyond the model's embeddings; other ids beyond them are logged once.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):

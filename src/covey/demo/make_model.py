@@ -2,7 +2,7 @@
 
 A tokenizer and a small Qwen2 are trained from nothing on worked answers to the task's training problems. The teacher
 misreads most kinds of problems more often than not (it adds where it should subtract, or stops after the first step), so the
-model calculates well, writes the answer's form, and is right only some of the time: what GRPO can mend.
+model calculates well, writes the answer's form, and is right only some of the time, which leaves GRPO room to improve it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MISREAD = {"+": "-", "-": "+", "*": "+", "+-": "+", "-+": "-", "*+": "*", "*-": "*"}
-"""What the teacher does instead."""
+"""Operation that the teacher uses instead."""
 OFTEN, SELDOM = 0.62, 0.2
 TRUSTED = frozenset({0, 3, 6, 8, 10})
 """Templates that the teacher misreads seldom; the others it misreads often."""

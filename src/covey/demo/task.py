@@ -83,7 +83,7 @@ def problems(split: Split, count: int, seed: int = 0) -> list[Problem]:
 
 
 def rows(split: Split = "train", count: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of a data set: `prompt` as chat messages, `answer` as text. 4096 to train on, 300 held out, unless told otherwise."""
+    """Rows of a data set: `prompt` as chat messages, `answer` as text. 4096 to train on, 300 held out, by default."""
     default = HELD_OUT if split == "test" else 4096
     return [
         {"prompt": [{"role": "user", "content": problem.question}], "answer": str(problem.answer)}

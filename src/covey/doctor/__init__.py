@@ -1,4 +1,4 @@
-"""What is wrong with a run before it is paid for: checks of machine, model, data, rewards and plan, and a small trial."""
+"""Checks of a run before it starts: machine, model, data, rewards, plan, and a small trial step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts: how many, how long, how many twice, and whether held-out ones were seen in training."""
+"""Checks of prompts: number, lengths, duplicates, and overlap of held-out prompts with training prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.errors import CoveyError
 
 AREA = "data"
 ROWS = 2000
-"""Rows that are looked at; a longer data set is judged by them."""
+"""Rows that are read; a longer data set is judged by them."""
 
 
 def data_findings(

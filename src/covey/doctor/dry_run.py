@@ -49,7 +49,7 @@ class Target:
     logits: int | None = None
     """Logits that exist at a time on it; None: as many as on the device that is here."""
     live: Callable[[], FakeBytes] = FakeBytes
-    """Makes what counts bytes, and operations too where they are asked for."""
+    """Factory of the counter of bytes, and of operations where wanted."""
 
     @classmethod
     def here(cls, args: GRPOConfig) -> Target:
@@ -68,10 +68,10 @@ class Measured:
     critic: int
     gradients: int
     held: int
-    """What stays after a step."""
+    """Bytes that stay after a step: weights, reference, critic, optimizer state."""
     peak: int
     tokens: int
-    """Of the largest micro-batch."""
+    """Tokens of the largest micro-batch."""
     saved: float
     """Bytes of its activations that kernels for a CPU do without."""
     kept: float
@@ -104,7 +104,7 @@ def dry_run(args: GRPOConfig, model_config: Any, *, peft_config: Any, prompts: i
 
 
 def memory_of(found: Measured, args: GRPOConfig, model_config: Any, drawn: int, target: Target) -> Memory:
-    """Memory by what holds it, where `drawn` tokens are in the cache at a time."""
+    """Memory by kind (weights, gradients, activations, KV cache, ...), where `drawn` tokens are in the cache at a time."""
     samples_in_copy = found.dtype == torch.float32 and _samples_in_16_bits(args, found.size, target.on_cpu)
     activations, allocator = found.peak - found.held - found.gradients, 0
     if target.on_cpu:
@@ -197,7 +197,7 @@ def _samples_in_16_bits(args: GRPOConfig, size: int, on_cpu: bool) -> bool:
 
 
 def _on_a_cpu(found: Measured, activations: int) -> tuple[int, int]:
-    """Activations less what the kernels save of them, and what the allocator keeps."""
+    """Activations less the kernels' savings, and the allocator's overhead."""
     activations = max(0, activations - int(found.saved))
     allocator = allocator_bytes(
         activations, int(found.kept), is_checkpointed=found.is_checkpointed, is_adapted=found.is_adapted

@@ -1,4 +1,4 @@
-"""The machine: versions that are supported, threads, the accelerator, and what it computes in."""
+"""Checks of the machine: supported versions, threads, the accelerator, and its precision."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def threads(used: int, cores: int, *, on_cpu: bool) -> Finding:
 
 
 def device(args: Any, *, has_card: bool) -> Iterator[Finding]:
-    """Where the run computes, and whether a better place lies idle."""
+    """Device of the run, and a warning where a faster device is idle."""
     name = args.device.type
     if name == "cpu" and args.use_cpu and torch.cuda.is_available():
         yield warned(AREA, "the run computes on the processor while a GPU is there.", "leave --use-cpu out")
@@ -77,7 +77,7 @@ def device(args: Any, *, has_card: bool) -> Iterator[Finding]:
 
 
 def precision(args: Any) -> Finding:
-    """What matrix products run in. Precisions that the machine cannot do are refused with the options already."""
+    """Precision of matrix products. Precisions that the machine lacks are refused when the options are read."""
     if args.fp16:
         said = "computes in float16, whose range is small: gradients need scaling, and sampled and learnt log-probabilities part."
         return warned(AREA, said, "use --bf16 where the accelerator has bfloat16 (Ampere or newer)", compute="float16")

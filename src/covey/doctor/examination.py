@@ -1,4 +1,4 @@
-"""The whole examination, in the order in which a run would fail; what cannot be looked at is said."""
+"""The whole examination, in the order in which a run would fail; skipped checks are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run that has not started: its options, and how to load what they name."""
+    """A run that has not started: its options, and loaders for its model, data and rewards."""
 
     model: str
     rewards: list[Any]
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass
 class _Loaded:
-    """What the examination has found so far; None: could not be had."""
+    """Parts loaded by the examination so far; None: could not be loaded."""
 
     args: Any = None
     dataset: Any = None
@@ -61,7 +61,7 @@ class _Loaded:
 
 
 def examine(case: Case) -> Iterator[Finding]:
-    """Findings as they come. After a FAIL, whatever does not depend on it is still looked at."""
+    """Findings as they come. After a FAIL, independent checks still run."""
     so_far = _Loaded()
     for stage in counted((_options, _data, _model, _rewards, _plan, _trial), "parts looked at"):
         for finding in stage(case, so_far):
@@ -172,9 +172,7 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if not case.prompts:
         return
     if None in (so_far.dataset, so_far.model, so_far.scorer, so_far.counts) or "data" in so_far.has_failed:
-        yield failed(
-            "signal", "no trial: what failed above has to be mended first.", "mend it and run covey doctor again"
-        )
+        yield failed("signal", "no trial: fix the failures above first.", "fix them and run covey doctor again")
         return
     found: trial.Trial | None = None
     try:
@@ -211,7 +209,7 @@ def _trial(case: Case, so_far: _Loaded) -> Iterator[Finding]:
 
 
 def _longest(bench: trial.Bench, so_far: _Loaded) -> Finding:
-    """Whether the longest micro-batch that the run can meet fits, tried."""
+    """Trial of the longest micro-batch that the run can meet: does it fit into memory?"""
     args = so_far.args
     algorithm = bench.given.algorithm.resolve(bench.given.algorithm.initial_controllers())
     room = context_limit(so_far.model)

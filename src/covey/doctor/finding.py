@@ -1,4 +1,4 @@
-"""One thing that was looked at, and what came of it."""
+"""Finding: the result of one check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Status = Literal["PASS", "WARN", "FAIL"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """PASS: as it should be. WARN: it will run, and is probably not what was meant. FAIL: it will not run, or not learn."""
+    """PASS: fine. WARN: it will run, but probably not as intended. FAIL: it will not run, or not learn."""
 
     status: Status
     area: str
@@ -23,7 +23,7 @@ class Finding:
     said: str
     """One sentence, with the figures."""
     fix: str = ""
-    """What to do; part of the sentence where that says it already."""
+    """The fix; empty where the sentence names it already."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The figures as numbers."""
 
@@ -41,7 +41,7 @@ def failed(area: str, said: str, fix: str = "", **facts: Any) -> Finding:
 
 
 def attempt(area: str, work: Callable[[], T], *, is_foreign: bool = False) -> tuple[T | None, Finding | None]:
-    """What `work` returns, or the error that it raised on purpose as a finding; its sentence names the fix already.
+    """Result of `work`, or its CoveyError as a finding, whose sentence names the fix already.
 
     `is_foreign`: it runs code of the user's own, such as the file of a reward, where any error is a finding.
     """

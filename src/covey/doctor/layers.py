@@ -1,4 +1,4 @@
-"""Models with few of their layers: memory and time of a step are linear in the number of layers, so two counts tell of any."""
+"""Models with few of their layers: memory and time of a step are linear in the number of layers, so two counts give any."""
 
 from __future__ import annotations
 

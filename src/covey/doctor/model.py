@@ -1,4 +1,4 @@
-"""Model and tokenizer: can a completion end, is the chat template there, is what is sampled what is learnt."""
+"""Checks of model and tokenizer: end-of-text tokens, chat template, agreement of sampled and trained tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from covey.doctor.finding import Finding, failed, passed, warned
 
 AREA = "model"
 _MARK = "Qxz"
-"""An answer that no template contains by itself."""
+"""A marker answer that no template contains."""
 _PROBABILITIES = ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout")
 
 
 def model_findings(
     model: Any, tokenizer: Any, eos: Sequence[int], args: Any, *, is_chat: bool | None
 ) -> Iterator[Finding]:
-    """Everything that can be told without generating. `is_chat`: the prompts are lists of messages; None: unknown."""
+    """All findings that need no generation. `is_chat`: the prompts are lists of messages; None: unknown."""
     count = sum(weight.numel() for weight in model.parameters())
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     yield passed(

@@ -1,4 +1,4 @@
-"""The plan: batch arithmetic, memory, disk, time, and how the learning rate compares with what is known to work."""
+"""Checks of the plan: batch arithmetic, memory, disk, time, and the learning rate against published values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.process.device import free_on, held_by_this_process
 
 
 def batches(counts: Arithmetic, num_prompts: int | None) -> Iterator[Finding]:
-    """How many prompts and completions make a step. What does not divide is an error of the options already."""
+    """Prompts and completions of a step. Sizes that do not divide are refused when the options are read."""
     facts = {
         "prompts": counts.prompts_per_generation,
         "completions_a_step": counts.completions_per_step,
@@ -67,7 +67,7 @@ def longest_batch(tried: Longest) -> Finding:
 
 
 def available_memory(device: torch.device, loaded: Any = None) -> tuple[int, str]:
-    """Bytes that a run has on the device, and in words where: what is free, and what this process holds until it ends.
+    """Bytes that a run has on the device, and in words where: free memory, and the memory that this process holds until it ends.
 
     `loaded`: the model that was loaded for looking at, which on a CPU is counted by its weights.
     """
@@ -80,7 +80,7 @@ def available_memory(device: torch.device, loaded: Any = None) -> tuple[int, str
 
 
 def disk(folder: Path, model: Any, args: Any) -> Finding:
-    """Whether checkpoints fit: weights, and two moments of what is trained, each time."""
+    """Disk space for checkpoints: weights, and two moments of the trained weights, each."""
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     one = (weights if trained == weights else trained) + (0 if args.save_only_model else 2 * trained)
@@ -126,7 +126,7 @@ def in_words(seconds: float) -> str:
 
 
 def learning_rate(args: Any, said: Sequence[str], *, is_adapter: bool, is_small: bool = False) -> Iterator[Finding]:
-    """Remarks on options far from what is known to work, each with its source."""
+    """Remarks on options far from published values, each with its source."""
     for one in said:
         yield warned("options", one, "keep it only if you know that it suits your model")
     if not any(one.startswith("learning_rate") for one in said):

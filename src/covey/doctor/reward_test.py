@@ -1,4 +1,4 @@
-"""The reward test on a few rows: does a reward pay the data's own right answers, and not what deserves nothing."""
+"""The reward test on a few rows: a reward must pay the data's own right answers, and not garbage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.rewards.contract import RewardSpec
 AREA = "rewards"
 _ROWS = 8
 _SECONDS = 10.0
-"""What one reward may take, by the time that it took for an answer of the model's."""
+"""Time budget of one reward, estimated from its seconds for one answer of the model."""
 _A_ROW = 60
 """Completions that are tried on a row, about."""
 _LEARNS_WRONG = ("errors", "escape", "gold", "garbage")
@@ -28,7 +28,7 @@ _PATIENCE = ("towers of powers",)  # meant to keep a verifier busy until its lim
 def tested(
     specs: Sequence[RewardSpec], rows: Sequence[Mapping[str, Any]], seconds_an_answer: float
 ) -> Iterator[Finding]:
-    """Findings of `covey reward test` on the first rows, for each reward that counts. What would take long or cost money is left out."""
+    """Findings of `covey reward test` on the first rows, for each reward with weight. Slow or paid rewards are left out."""
     gold = next((name for name in GOLD_COLUMNS if rows and name in rows[0]), None)
     count = min(_ROWS, len(rows), int(_SECONDS / (_A_ROW * max(seconds_an_answer, 1e-9))))
     for spec in (spec for spec in specs if spec.weight != 0):
@@ -59,7 +59,7 @@ def _verdicts(spec: RewardSpec, rows: list[dict[str, Any]], gold: str | None, fi
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Completions without a score are the test's to tell."""
+    """Context manager that silences warnings of unscored completions: the test reports them itself."""
     logger = logging.getLogger("covey.rewards.scorer")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Rewards on real completions: do they fail, do they tell answers apart, do they say the same twice."""
+"""Checks of rewards on real completions: failures, spread of scores, and repeatability."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AREA = "rewards"
 
 
 def reward_findings(trial: Trial, names: Sequence[str], weights: Sequence[float]) -> Iterator[Finding]:
-    """One finding a reward for what it did, and one for all of them."""
+    """One finding a reward on its scores, and one on the total."""
     first, second = scores_of(trial.groups), scores_of(trial.again)  # [N, R]
     for index, name in enumerate(names):
         yield one_reward(name, first[:, index], second[:, index], weights[index])
@@ -32,7 +32,7 @@ def scores_of(groups: Sequence) -> Tensor:
 
 
 def one_reward(name: str, scores: Tensor, again: Tensor, weight: float) -> Finding:
-    """What a reward gave the sampled answers: nothing, one value, values that change from call to call, or a spread."""
+    """Scores of a reward for the sampled answers: none, one value, values that change from call to call, or a spread."""
     known = scores[~scores.isnan()]
     if not known.numel():
         return failed(
@@ -43,8 +43,12 @@ def one_reward(name: str, scores: Tensor, again: Tensor, weight: float) -> Findi
     low, high, middle = known.min().item(), known.max().item(), known.mean().item()
     facts = {"reward": name, "low": low, "high": high, "mean": middle, "scored": known.numel()}
     if not torch.equal(scores.nan_to_num(-1e30), again.nan_to_num(-1e30)):
-        said = f"{name} gave the same answers other scores when it was called again: what is learnt is partly chance."
-        return warned(AREA, said, "remove what is random from it (sampling, time, state kept between calls)", **facts)
+        said = (
+            f"{name} gave the same answers other scores when it was called again: part of the training signal is noise."
+        )
+        return warned(
+            AREA, said, "remove its sources of randomness (sampling, time, state kept between calls)", **facts
+        )
     if low == high:
         said = f"{name} gave every one of {known.numel()} answers {low:g}, so it tells none apart."
         if weight == 0:
@@ -64,7 +68,7 @@ def one_reward(name: str, scores: Tensor, again: Tensor, weight: float) -> Findi
 
 
 def errors_of(trial: Trial, name: str, count: int) -> Iterator[Finding]:
-    """FAIL for a reward that raised, with what it said first."""
+    """FAIL for a reward that raised, with its first error."""
     events = [event for group in trial.groups for event in group.events if event.details.get("reward", name) == name]
     hits = [event for event in events if event.kind.startswith("reward")]
     if hits:

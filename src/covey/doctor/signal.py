@@ -1,4 +1,4 @@
-"""What a first step would learn from: groups whose answers differ in reward, and answers that end by themselves."""
+"""Training signal of a first step: groups whose answers differ in reward, and answers that end by themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def signal_findings(trial: Trial, weights: Tensor, *, max_tokens: int, masks_tru
 
 
 def ends(groups: Sequence[Group], limit: int, masks_truncated: bool) -> Finding:
-    """Whether answers end by themselves: end-of-text is generated, and the limit is long enough."""
+    """Finding on answers that end by themselves: end-of-text is generated, and the limit is long enough."""
     answers = [completion for group in groups for completion in group.completions]
     cut = sum(completion.finish == "length" for completion in answers)
     empty = sum(not completion.text.strip() for completion in answers)
@@ -90,7 +90,7 @@ def carrying(groups: Sequence[Group], weights: Tensor) -> Finding:
 
 
 def teaches(group: Group) -> bool:
-    """Whether any of its answers has an advantage other than 0."""
+    """True if any of its answers has an advantage other than 0."""
     return group.advantages is not None and bool((group.advantages.nan_to_num(0.0).abs() > 1e-8).any())
 
 

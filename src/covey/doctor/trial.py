@@ -1,4 +1,4 @@
-"""A few prompts answered, scored and learnt from by the run's own parts, timed; nothing is kept."""
+"""Trial step: a few prompts sampled, scored and trained on by the run's own parts, timed; nothing is kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from covey.types import Group, Prompt, StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """P scored groups of G completions with their advantages, and what they took."""
+    """P scored groups of G completions with their advantages, and the seconds of each phase."""
 
     groups: tuple[Group, ...]
     again: tuple[Group, ...]
     """The same completions, scored a second time."""
     report: StepReport
-    """Of the update that was tried."""
+    """Report of the trial update."""
     seconds: dict[str, float]
     """By phase: rollout, reward, learn."""
 
@@ -35,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a trial works with: the run's sampler, scorer and learner."""
+    """Parts of a trial: the run's sampler, scorer and learner."""
 
     given: RunInputs
     sampler: Sampler
@@ -85,7 +85,7 @@ def answers(bench: Bench, prompts: Sequence[Prompt], each: int, **changes: Any) 
 
 
 def timed(seconds: dict[str, float], phase: str, work: Any) -> Any:
-    """What `work` returns; its time is noted under `phase`."""
+    """Result of `work`; its seconds are stored under `phase`."""
     started = time.perf_counter()
     result = work()
     seconds[phase] = time.perf_counter() - started

@@ -35,7 +35,7 @@ class Ensemble:
     max_share: float = 0.5
     """Most of a training group that members may write together."""
     threshold: float = 0.5
-    """A completion is right from this weighted reward on: what `rescue` goes by."""
+    """Weighted reward from which `rescue` counts a completion as right."""
     weight: MemberWeight = field(default_factory=MemberWeight)
     """Importance weight of siblings."""
 
@@ -54,7 +54,7 @@ class Ensemble:
 
     @staticmethod
     def of(given: Any) -> Ensemble | None:
-        """An ensemble from what a user gave: one, None, or its members."""
+        """An ensemble from a user's argument: an ensemble, None, or its members."""
         return given if given is None or isinstance(given, Ensemble) else Ensemble(given)
 
     @property
@@ -95,7 +95,7 @@ class Ensemble:
 
         `vote`: `best` (highest reward), `majority` (most frequent), `weighted` (most frequent, each answer counting its reward);
         by default `best` with `rewards` and `majority` without. `rewards`: names, functions, reward models, a judge such as
-        `"judge(url=..., model=...)"`, or a `Scorer`; they receive `columns`. `key`: what two answers must share to be the same
+        `"judge(url=..., model=...)"`, or a `Scorer`; they receive `columns`. `key`: function of an answer; answers with equal keys are the same
         vote. Members are loaded at the first call.
         """
         text = prompt if isinstance(prompt, str) else None

@@ -1,4 +1,4 @@
-"""Members of an ensemble, loaded: what a user named becomes a writer with its role."""
+"""Loading of ensemble members: each name becomes a writer with its role."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_writer(
     """The member, loaded on `device`.
 
     `policy`: how the policy reads text; None at inference, where each member reads and writes in its own tokens. `check_stop`:
-    called while the member writes; what it raises ends the writing. Raises ConfigError for a sibling with another tokenizer than the policy's, and ModelError for what cannot be loaded.
+    called while the member generates; an exception ends it. Raises ConfigError for a sibling with another tokenizer than the policy's, and ModelError for what cannot be loaded.
     """
     if member.is_endpoint:
         endpoint = Endpoint(

@@ -33,9 +33,9 @@ class Member:
     samples: int = 1
     """Completions that it writes for a prompt."""
     name: str | None = None
-    """As metrics and `Completion.source` call it; by default the last part of its path."""
+    """Name in metrics and `Completion.source`; by default the last part of its path."""
     tokenizer: Any = None
-    """Of a loaded model that was not loaded from a folder."""
+    """Tokenizer of a loaded model that did not come from a folder."""
     served_model_name: str | None = None
     """The model that an endpoint serves."""
     key_env: str = "OPENAI_API_KEY"
@@ -72,7 +72,7 @@ class Member:
 
     @property
     def short_name(self) -> str:
-        """The name, or what the model is called: `b` for `runs/b/model`, `b-checkpoint-20` for `runs/b/checkpoint-20`."""
+        """The given name, or one derived from the model's path: `b` for `runs/b/model`, `b-checkpoint-20` for `runs/b/checkpoint-20`."""
         if self.name is not None:
             return self.name
         if self.is_endpoint:

@@ -1,4 +1,4 @@
-"""Metrics of what each member of an ensemble contributes."""
+"""Metrics of each ensemble member's contribution."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from covey.types import Completion, EffectiveSize, Group, Mean, Metric, Sum
 
 @dataclass(eq=False)
 class Tally:
-    """Completions that members were asked for since the last `take`, and what became of them."""
+    """Counts of completions requested from members since the last `take`, and of their outcomes."""
 
     counts: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, written: Sequence[Sequence[Completion | None]]) -> None:
-        """Count what a member wrote for some prompts; None is a completion that could not be had."""
+        """Count a member's completions for some prompts; None is one that failed."""
         answers = [one for row in written for one in row]
         for key, count in (
             ("prompts", len(written)),

@@ -35,7 +35,7 @@ class EnsembleSampler:
 
     @property
     def check_stop(self) -> Callable[[], None]:
-        """Called between tokens; what it raises ends the sampling."""
+        """Called between tokens; an exception ends the sampling."""
         return self.sampler.check_stop
 
     @property

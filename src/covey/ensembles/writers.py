@@ -34,7 +34,7 @@ class Encoding:
         return Encoding(tokenizer, tuple(eos_ids), num_embeddings(model))
 
     def __call__(self, text: str, finish: Finish, limit: int) -> list[int] | None:
-        """Token ids of a text, the end-of-sequence token last where it ended by itself.
+        """Token ids of a text, the end-of-sequence token last where it ended with one.
 
         None where decoding them does not give the text back, or they are more than `limit`, or none.
         """
@@ -100,7 +100,7 @@ class EndpointWriter:
     encoding: Encoding | None = None
     """None: its completions have text and no tokens."""
     check_stop: Callable[[], None] = field(default=lambda: None)
-    """Called while requests are under way; what it raises ends the waiting."""
+    """Called while requests are pending; an exception ends the waiting."""
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""

@@ -1,4 +1,4 @@
-"""Tools and environments: what a model may call while it writes, and the world that answers."""
+"""Tools that a model calls while it generates, and the environments that answer."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class ToolRunner:
         except (WorkerError, WorkerDied) as error:
             kind = error.kind if isinstance(error, WorkerError) else "its process ended"
             return _failed(request, "error", f"{kind}: {error}" if str(error) else kind, started)
-        except BaseException as error:  # noqa: BLE001 - whatever a tool raises is its answer
+        except BaseException as error:  # noqa: BLE001 - any exception of a tool is its answer
             return _failed(request, "error", f"{type(error).__name__}: {error}", started)
         return ToolCall(
             name=tool.name,

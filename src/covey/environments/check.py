@@ -1,4 +1,4 @@
-"""Examination of an environment before a run: its time, determinism, sessions, and what random actions earn."""
+"""Examination of an environment before a run: its time, determinism, sessions, and the reward of random actions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Walk:
     reward: float | None
     """None: the environment has no `get_reward`."""
     seconds: tuple[float, ...]
-    """Of `reset`, then of every call."""
+    """Seconds of `reset`, then of every call."""
     errors: tuple[str, ...]
     messages: tuple[Message, ...]
 
@@ -143,7 +143,7 @@ def _called(session: Reset, name: str, arguments: dict[str, Any]) -> tuple[str, 
     call = next(one.call for one in session.tools if one.name == name)
     try:
         return content_of(call(**arguments)), None
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer, as in a run
+    except Exception as error:  # noqa: BLE001 - any exception of a tool is its answer, as in a run
         return f"{type(error).__name__}: {error}", f"{name}: {type(error).__name__}: {error}"
 
 

@@ -1,6 +1,6 @@
 """Episodes: completions of several turns, in which the model calls tools and reads their answers.
 
-The sampler asks `Episodes` whenever a completion ends by itself. Calls in the model's turn are run, all completions' side by
+The sampler calls `Episodes` whenever a completion ends with an end-of-text token. Calls in the model's turn are run, all completions' side by
 side, and their answers go back as token ids that the completion goes on from: the KV cache stays, and the tokens that the
 model wrote are never rendered again. Tokens of answers have `mask` False and no gradient.
 """
@@ -74,7 +74,7 @@ class Episodes:
             self._running[prompt.uid, i] = _Episode(own, reset)
 
     def __call__(self, turns: Sequence[Turn]) -> list[list[int] | None]:
-        """Token ids that each completion goes on from, or None where it is over."""
+        """Token ids to append to each completion before it continues, or None where it is over."""
         episodes = [self._of(turn) for turn in turns]
         written = [self._note(episode, turn.token_ids) for episode, turn in zip(episodes, turns, strict=True)]
         requests = [
@@ -145,7 +145,7 @@ class Episodes:
         return "seconds" if is_late else None
 
     def _typed(self, episode: _Episode, call: WrittenCall) -> WrittenCall:
-        """The call with arguments that a template writes as text turned into what the schema says."""
+        """The call with arguments that a template writes as text converted to the schema's types."""
         tool = episode.tools.get(call.name)
         if tool is None or not isinstance(call.arguments, Mapping):
             return call
@@ -173,7 +173,7 @@ def _as_message(call: WrittenCall) -> dict[str, Any]:
 
 
 class EpisodeSampler:
-    """A sampler of episodes: resets the environments, lets `sampler` write, and attaches what happened to the completions.
+    """A sampler of episodes: resets the environments, lets `sampler` generate, and attaches the episodes' records to the completions.
 
     `make` builds the sampler from the hook that it asks when a completion ends by itself. `encode` renders a prompt again
     with what its environment's `reset` returned.

@@ -83,7 +83,7 @@ class _Session:
         return list(ready[0])
 
     def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
-        """The result of one call. Raises what the server or the connection does; a lost connection is made again at the next call."""
+        """The result of one call. Raises errors of the server and of the connection; a lost connection is made again at the next call."""
         with self._lock:
             if self._client is None:
                 self.start()
@@ -105,7 +105,7 @@ class _Session:
     def _run(self, ready: list[Any], done: threading.Event) -> None:
         try:
             asyncio.run(self._serve(ready, done))
-        except BaseException as error:  # noqa: BLE001 - told by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
             ready.append(error)
         finally:
             done.set()

@@ -64,7 +64,7 @@ class _Session:
             self._drop()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of an answer. Raises ConnectionError where the session is gone, RuntimeError for what the server refused."""
+        """The data of an answer. Raises ConnectionError where the session is gone, RuntimeError where the server refuses."""
         from websockets.exceptions import WebSocketException
 
         try:

@@ -14,7 +14,7 @@ class SteppedEnvironment(Protocol):
         """Begin an episode; the first observation."""
 
     def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool]:
-        """(observation, reward of this turn, whether the episode is over). What it raises is the tool's answer to the model."""
+        """(observation, reward of this turn, True if the episode is over). An exception becomes the tool's answer to the model."""
 
     def close(self) -> None:
         """End the session."""

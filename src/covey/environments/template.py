@@ -1,6 +1,6 @@
 """Chat templates in episodes: the form of a tool call, and the tokens between a model's turn and its next.
 
-Both are learnt from the template once, by rendering conversations with known words. So tokens that the model wrote are never
+Both are inferred from the template once, by rendering conversations with known words. So tokens that the model wrote are never
 rendered again: only the answer's tokens are, and they follow the model's own.
 """
 
@@ -147,7 +147,7 @@ class Template:
             try:
                 start = self._render([_ASK], tokenize=False, add_generation_prompt=True)
                 whole = self._render([_ASK, self._assistant([_NAME], arguments)], tokenize=False)
-            except Exception:  # noqa: BLE001 - a template is a program and raises what it likes
+            except Exception:  # noqa: BLE001 - a template is a program and may raise anything
                 continue
             shared = next((i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), len(start))
             body = whole[shared:]
@@ -162,7 +162,7 @@ class Template:
 
 
 def _reads_back(form: Callable[[str], tuple[str, list[WrittenCall]]], body: str) -> bool:
-    """True where a learnt form reads the call that it was learnt from."""
+    """True where an inferred form parses the call that it was inferred from."""
     _, calls = form(body)
     return [(call.name, call.arguments) for call in calls] == [(_NAME, dict(zip(_KEYS, _VALUES, strict=True)))]
 

@@ -25,7 +25,7 @@ from covey.types import Group, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """What a model scores on P prompts. NaN: no reward scored that prompt."""
+    """Scores of a model on P prompts. NaN: no reward scored that prompt."""
 
     greedy: tuple[float, ...]
     """[P], weighted reward of the greedy answer."""
@@ -116,7 +116,7 @@ def assess(
 
 
 def compare(a: Assessment, b: Assessment) -> dict[str, Difference]:
-    """How B differs from A on the same prompts: `accuracy` (McNemar's exact test) and `reward`."""
+    """Differences of B from A on the same prompts: `accuracy` (McNemar's exact test) and `reward`."""
     return {"accuracy": paired_difference(a.right(), b.right()), "reward": paired_difference(a.greedy, b.greedy)}
 
 

@@ -1,4 +1,4 @@
-"""How often a model solves each prompt of a data set: what a curriculum from easy to hard goes by."""
+"""Difficulty of prompts: how often a model solves each, for a curriculum from easy to hard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sure a number is: intervals for accuracies and means, pass@k, and whether two models really differ."""
+"""Confidence intervals for accuracies and means, pass@k, and tests of the difference between two models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much better B is than A on the same prompts."""
+    """Difference of B from A on the same prompts, with its interval."""
 
     value: float
     """mean(B) - mean(A)"""
@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def is_real(self) -> bool:
-        """Whether the difference can be told from 0 at the 5% level."""
+        """True if the difference is significant at the 5% level."""
         return self.p_value < 0.05
 
     def in_words(self, unit: str = "points", scale: float = 100.0) -> str:

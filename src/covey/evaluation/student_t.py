@@ -1,4 +1,4 @@
-"""Student's distribution, for means of few numbers: what scipy has, in the little that is needed."""
+"""Student's t-distribution, for means of few numbers: the few functions needed, without a dependency on scipy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def two_sided(t: float, freedom: float) -> float:
 
 
 def quantile(p: float, freedom: float) -> float:
-    """The t below which a share `p` lies, for 0.5 <= p < 1; the normal quantile as `freedom` grows.
+    """Quantile `p` of Student's t, for 0.5 <= p < 1; the normal quantile as `freedom` grows.
 
     >>> round(quantile(0.975, 4), 3)
     2.776

@@ -1,1 +1,1 @@
-"""Models written as other programs read them: GGUF, for llama.cpp and what is built on it."""
+"""Export of models to formats of other programs: GGUF, for llama.cpp and tools built on it."""

@@ -36,7 +36,7 @@ class Written:
     size: int
     """Bytes."""
     largest_error: float
-    """Of a weight, relative to the largest weight of its tensor."""
+    """Largest error of a weight, relative to the largest weight of its tensor."""
 
 
 def load_gguf() -> Any:

@@ -1,1 +1,1 @@
-"""Learning from scores of served answers: kept, trained on, compared with what is served, promoted or dropped."""
+"""Learning from scores of served answers: store, training of a candidate, comparison with the served version, promotion."""

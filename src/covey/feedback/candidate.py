@@ -37,7 +37,7 @@ def train_candidate(
 
     One pass over the conversations by REINFORCE++ (Hu et al. 2025): with one answer a prompt there is no group, and the baseline is
     the mean score of the step's tokens. The answers are of older weights, so that their objective is weighted by the ratio of the
-    policy of now to the recorded log-probabilities (`Correction`: sequences above 3 count 0). The KL is to the served
+    current policy to the recorded log-probabilities (`Correction`: sequences above 3 count 0). The KL is to the served
     version. Returns metrics of the training. Raises CoveyError for a model that cannot be trained.
     """
     model = adapted(base, start, settings)

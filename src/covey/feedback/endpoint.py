@@ -116,7 +116,7 @@ class LearningEndpoint:
         self._lock.release()
 
     def status(self) -> dict[str, Any]:
-        """What `GET /v1/learning` answers."""
+        """Response of `GET /v1/learning`."""
         return {
             "served": {
                 model: self.versions.served(model) for model in {self.name: 0} | dict.fromkeys(self.versions.models)
@@ -138,7 +138,7 @@ class LearningEndpoint:
             self.store.add(call.id, first + place, model, call.group.prompt, completion, refused)
 
     def _refusal(self, call: Call) -> str | None:
-        """Why answers of this call are not trained on."""
+        """Reason why answers of this call are not trained on."""
         params, model, known = call.params, self._learner(call), self.versions.models
         if self.settings.users and model == self.name:
             return "it was not asked by a user of their own model"
@@ -153,7 +153,7 @@ class LearningEndpoint:
         return None
 
     def _learner(self, call: Call) -> str:
-        """Model that learns of this call: the one that is served to all, or the user's own."""
+        """Model that learns from this call: the shared one, or the user's own."""
         if not self.settings.users or call.user is None:
             return self.name
         own = self._of_user(call.user)
@@ -216,7 +216,7 @@ class LearningEndpoint:
         self._thread.start()
 
     def _learn(self) -> None:
-        """Make candidates of scores as they come, until the endpoint closes or learning fails several times in a row."""
+        """Train candidates as scores arrive, until the endpoint closes or learning fails several times in a row."""
         failures = 0
         while not self._closing.is_set():
             model = self.store.due(self.settings.scores_per_candidate)
@@ -264,7 +264,7 @@ class LearningEndpoint:
         with self._serving:
             if (
                 self.versions.served(model) != served
-            ):  # rolled back meanwhile: nothing was compared with what is served now
+            ):  # rolled back meanwhile: the verdict compares with another version
                 self._write({**entry, "outcome": "overtaken"})
                 return
             if not all(verdict.passes for verdict in made.verdicts):
@@ -295,7 +295,7 @@ class LearningEndpoint:
         folder = self.versions.adapter(model, version)
         return self.base if folder is None else with_merged_adapter(self.base, folder)
 
-    # -- what is told -----------------------------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------------------------
 
     def _tell(self, entry: Mapping[str, Any], made: Made) -> None:
         self._write(entry)

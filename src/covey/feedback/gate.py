@@ -20,7 +20,7 @@ class Verdict:
     low: float
     high: float
     prompts: int
-    """Prompts that both answered and a reward scored."""
+    """Number of prompts that both answered and a reward scored."""
     served: float
     candidate: float
     """Mean rewards."""

@@ -1,4 +1,4 @@
-"""The endpoint's side of the process that trains: how it is started, asked and ended."""
+"""Client of the training process in the endpoint: start, requests, end."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Settings:
     """Settings of an endpoint that learns. Raises ConfigError for one that cannot work."""
 
     folder: Path
-    """Where scores and versions are kept."""
+    """Folder of scores and versions."""
     model: str
     """Folder or hub id of the model that is served."""
     fixed_rows: tuple[Mapping[str, Any], ...]

@@ -43,9 +43,9 @@ class Taken:
 
     model: str
     version: int
-    """Of the weights that wrote the answer."""
+    """Version of the weights that sampled the answer."""
     refused: str | None
-    """Why the answer is not trained on; None: it is."""
+    """Reason why the answer is not trained on; None: it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class Store:
         ]
 
     def used(self, conversations: Sequence[Conversation], candidate: int) -> None:
-        """Note that a candidate was trained on them: they are not taken again, and their tokens are forgotten."""
+        """Mark conversations as used by a candidate: they are not taken again, and their tokens are deleted."""
         keys = [(candidate, one.id, one.choice) for one in conversations]
         with self._lock:
             self._file.execute("BEGIN")
@@ -184,7 +184,7 @@ class Store:
             self._file.execute("COMMIT")
 
     def forget_old(self) -> int:
-        """Drop answers whose time for a score has long passed. Returns how many."""
+        """Delete answers whose time for a score has long passed. Returns their number."""
         with self._lock:
             before = time.time() - 2 * self.max_age_seconds
             return self._file.execute("DELETE FROM answers WHERE score IS NULL AND created < ?", (before,)).rowcount
@@ -196,7 +196,7 @@ class Store:
             )
 
     def counts(self) -> dict[str, int]:
-        """Scores by what became of them: `taken`, `not_trained`, `unknown`, `second`, `late`."""
+        """Counts of scores by outcome: `taken`, `not_trained`, `unknown`, `second`, `late`."""
         with self._lock:
             return dict(self._file.execute("SELECT name, count FROM counts ORDER BY name"))
 

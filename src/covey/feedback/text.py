@@ -1,4 +1,4 @@
-"""Texts that clients send, cleaned; and prompts that are measured on, told by hash."""
+"""Cleaning of texts that clients send; and hashes that recognize prompts of the fixed set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cleaned(text: str) -> str:
 
 
 def marks(prompt: Prompt) -> set[str]:
-    """Hashes that tell a prompt: of its token ids, and of its text or last user message without spaces at the ends, in any case."""
+    """Hashes that identify a prompt: of its token ids, and of its text or last user message without spaces at the ends, in any case."""
     found = {_hash(list(prompt.token_ids))}
     said = [str(one.get("content", "")) for one in prompt.messages or () if one.get("role") == "user"]
     text = said[-1] if said else prompt.text

@@ -1,4 +1,4 @@
-"""Versions of what was learnt, on the disk: adapters by number, and one small file that says which is served."""
+"""Adapter versions on disk, by number, with one small file that names the served one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Versions:
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        """Raises RunFolderError for a folder that was learnt in with another base."""
+        """Raises RunFolderError for a folder made with another base model."""
         self.folder = folder
         self._lock = threading.Lock()
         self._path = folder / "state.json"
@@ -46,7 +46,7 @@ class Versions:
 
     @property
     def models(self) -> list[str]:
-        """Models that have learnt something."""
+        """Models that have an adapter."""
         return list(self._state["models"])
 
     def served(self, model: str) -> int:
@@ -83,9 +83,9 @@ class Versions:
         return version
 
     def roll_back(self, model: str) -> int:
-        """Serve what was served before the present version, which is withdrawn. Returns its number.
+        """Roll back to the version served before the present one, which is withdrawn. Returns its number.
 
-        Raises LookupError where nothing was learnt, or the former version was pruned.
+        Raises LookupError where there is no earlier version, or it was pruned.
         """
         with self._lock:
             state = self._of(model)

@@ -141,7 +141,7 @@ def work(connection: Connection) -> None:
             connection.send(("made", bench.make(order)))
         except BrokenPipeError:
             return
-        except Exception as error:  # noqa: BLE001 - told to the endpoint
+        except Exception as error:  # noqa: BLE001 - sent to the endpoint
             connection.send(_failure(error))
 
 
@@ -174,7 +174,7 @@ def main() -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     try:
         work(connection)
-    except Exception as error:  # noqa: BLE001 - told to the endpoint
+    except Exception as error:  # noqa: BLE001 - sent to the endpoint
         with contextlib.suppress(OSError):
             connection.send(_failure(error))
 

@@ -1,4 +1,4 @@
-"""Figures together: what `run.plot()` returns, a notebook shows, and `covey plot` writes."""
+"""Picture of several figures: returned by `run.plot()`, shown in a notebook, written by `covey plot`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Picture:
     """Figures of runs. A notebook shows it; `save` writes it."""
 
     titles: Sequence[str]
-    """Of the sides: runs that differ in the seed alone are one."""
+    """Names of the sides: runs that differ in the seed alone are one."""
     figures: Sequence[Figure]
 
     def save(self, path: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""A run as one page to send to somebody: what ran, how it learned, what it scores, what went wrong, what the model writes."""
+"""Report of a run on one page to share: configuration, learning curves, scores, alerts, and sample completions."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def _cut(value: Any) -> str:
 
 
 def _card(run: Run, scores: Sequence[Mapping[str, Any]]) -> str:
-    """The model card that the run wrote, else one made of what is known."""
+    """The model card that the run wrote, else one made from its manifest."""
     for path in (run.path / "model" / "README.md", run.path / "README.md"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_CARD:
             return f"<h2>Model card</h2><pre>{text(path.read_text(encoding='utf-8', errors='replace'))}</pre>"

@@ -86,7 +86,7 @@ class Run:
         return Picture(*figures_of([self._read()], names))
 
     def report(self, path: str | Path) -> Path:
-        """Write the run as one page to send to somebody; as `covey report`."""
+        """Write the run as one page to share; as `covey report`."""
         from covey.figures.report import write_report
 
         return write_report(self.path, Path(path))

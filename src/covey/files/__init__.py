@@ -1,1 +1,1 @@
-"""Files and names that a user gives: read within bounds, and told from names on the hub."""
+"""Files and names that a user gives: read within bounds, and distinguished from names on the hub."""

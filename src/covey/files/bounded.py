@@ -1,4 +1,4 @@
-"""Text, YAML and JSON that somebody else wrote, read within bounds: of bytes, of nesting, of aliases, and of time."""
+"""Untrusted text, YAML and JSON, read within bounds: of bytes, of nesting, of aliases, and of time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from covey.errors import ConfigError, CoveyError
 
 MOST_BYTES = 4 << 20
-"""Of a file of options or a configuration."""
+"""Most bytes of an options or configuration file."""
 LONGEST_LINE = 64 << 20
 """Bytes of one line of JSON lines."""
 MOST_DEPTH = 60
@@ -31,7 +31,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError]
     try:
         descriptor = os.open(
             Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK
-        )  # a pipe that nobody writes to ends at once
+        )  # a pipe without a writer ends at once
     except (OSError, ValueError, RuntimeError) as why:
         raise error(f"{path} cannot be read: {getattr(why, 'strerror', None) or why}.") from why
     parts, size = [], 0
@@ -69,7 +69,7 @@ def _parts(descriptor: int) -> Iterator[bytes]:
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES, error: type[CoveyError] = ConfigError) -> str:
-    """As `read_bytes`, in UTF-8."""
+    """Text of a file in UTF-8; otherwise as `read_bytes`."""
     try:
         return read_bytes(path, most, error).decode("utf-8-sig")
     except UnicodeDecodeError as why:

@@ -15,9 +15,9 @@ _PATIENCE_SECONDS = 4.0
 
 @contextmanager
 def bounded_hub(name: str | Path) -> Iterator[bool]:
-    """Within it, libraries of the hub are offline when it cannot be reached. Gives False then.
+    """Context manager that puts hub libraries into offline mode while the hub cannot be reached. Yields False then.
 
-    What is local, and what a user has set offline, is left as it is."""
+    Local names, and libraries that the user has set offline, are left alone."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or Path(name).expanduser().exists():
@@ -41,7 +41,7 @@ def bounded_hub(name: str | Path) -> Iterator[bool]:
 
 @functools.cache
 def _is_reachable(endpoint: str) -> bool:
-    """Whether anything answers there in some seconds, by the session that the libraries use, proxies included."""
+    """True if the endpoint answers within seconds, asked through the libraries' own HTTP session (with its proxies)."""
     answers: list[object] = []
 
     def ask() -> None:

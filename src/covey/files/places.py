@@ -13,7 +13,7 @@ _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name is written like a path: by its first character, its suffix, its depth, or because its folder exists.
+    """True if a name is written like a path: by its first character, its suffix, its depth, or because its folder exists.
 
     Such a name is never looked for on the hub.
     """

@@ -1,8 +1,8 @@
 """A prompt with images as the language model inside a vision-language model reads it: embeddings and positions.
 
 Most of these models compute images to vectors, put them among the embeddings of the text, and leave the rest to a language
-model that knows nothing of images. What they hand to it is caught here, once a prompt, so that its completions can share it
-and the language model runs as that of any text.
+model that knows nothing of images. Its input embeddings are captured here, once a prompt, so that all completions share them
+and the language model runs as for plain text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Placed:
 
     prompt: Prompt
     starts: tuple[int, ...]
-    """Where each copy of the prompt begins."""
+    """Start of each copy of the prompt."""
     follows: tuple[tuple[int, int], ...]
     """(begin, count) of tokens that follow a copy."""
 
@@ -76,7 +76,7 @@ def _caught(model: Any, prompt: Prompt) -> dict[str, Any]:
 
 @contextmanager
 def watched_positions(model: Any) -> Iterator[list[Tensor]]:
-    """Within it, the position ids [axes, B, S] that the vision-language model gives to its language model are noted."""
+    """Context manager that records the position ids [axes, B, S] which the vision-language model passes to its language model."""
     seen: list[Tensor] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def embed(model: Any, prompt: Prompt) -> Embedded:
 def reason_against(model: Any, prompt: Prompt) -> str | None:
     """Reason why embeddings and positions are not all that the language model needs of this prompt; None if they are.
 
-    Told by its arguments, and by its hidden states compared with those of the whole model.
+    Found by its arguments, and by comparing its hidden states with the whole model's.
     """
     assert prompt.images is not None
     with evaluating(model):

@@ -57,7 +57,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model has the average's weights; afterwards its own again, to the bit."""
+        """Context manager that swaps in the averaged weights; the model's own are restored afterwards, bit for bit."""
         own = {name: weight.detach().clone() for name, weight in self._trained()}
         self.put()
         try:
@@ -68,7 +68,7 @@ class WeightAverage:
                     weight.copy_(own[name])
 
     def restart(self) -> None:
-        """Begin again with the model's weights of now."""
+        """Restart the average from the model's current weights."""
         self.count = 0
         self.average = {name: w.detach().float().clone() for name, w in self._trained()}
 

@@ -62,7 +62,7 @@ class Recipe:
         return Recipe(**{**vars(self), "weights": weights})
 
     def __call__(self, tensors: Sequence[Tensor], base: Tensor | None, name: str = "") -> Tensor:
-        """The merged tensor. `name` seeds what DARE drops, so that a tensor's result does not depend on the others."""
+        """The merged tensor. `name` seeds DARE's dropout, so that a tensor's result does not depend on the others."""
         work = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in tensors]
         held = None if base is None else base.to(work[0].dtype)
         return METHODS[self.method].call(self, work, held, name)
@@ -70,7 +70,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Method:
-    """A merging method and what it needs."""
+    """A merging method and its requirements."""
 
     call: Callable[[Recipe, Sequence[Tensor], Tensor | None, str], Tensor]
     needs_base: bool

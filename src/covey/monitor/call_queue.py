@@ -14,39 +14,39 @@ logger = logging.getLogger(__name__)
 
 
 def nothing() -> None:
-    """What a thread does first where nothing needs to be done."""
+    """No-op `prepare` for threads that need no set-up."""
 
 
 @dataclass(eq=False)
 class CallQueue:
-    """The calls of one tracker, one at a time and in order. What they raise is told and never raised.
+    """Queue of calls to one tracker, run one at a time and in order on a thread. Exceptions are logged, never raised.
 
-    The thread starts with the first call and ends with `close`; it sees the context variables of whoever started it.
+    The thread starts with the first call and ends with `close`; it inherits the context variables of the thread that starts it.
     """
 
     name: str
     prepare: Callable[[], Callable[[], object]] = lambda: nothing
-    """Called where the thread is started; what it returns is done on the thread before its first call, until it succeeds."""
+    """Called where the thread is started; its result is called on the thread before the first call, until it succeeds."""
     most: int = 10_000
-    """Calls that may wait; more are left out."""
+    """Capacity of the queue, in calls; more are dropped."""
     patience_seconds: float = 60.0
-    """How long a call may take before it is told, and before nobody waits for it at the end."""
+    """Seconds after which a running call is reported as slow, and after which `flush` no longer waits for it."""
     _waiting: deque[tuple[str, Callable[[], object]]] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _running: tuple[str, float] | None = None
-    """What is going on, and since when."""
+    """The running call's description and its start time."""
     _is_closing: bool = False
     _is_told: bool = False
-    """Whether somebody was told that the call that goes on takes long."""
+    """True if the running call was already reported as slow."""
     _is_given_up: bool = False
-    """Whether the call that goes on was counted as one that was not taken."""
+    """True if the running call was already counted as dropped."""
     _lost: int = 0
     _failed: int = 0
     """Calls in a row that raised."""
 
     def put(self, what: str, call: Callable[[], object]) -> None:
-        """Do this after what was put before. Returns at once."""
+        """Append a call to the queue. Returns at once."""
         with self._changed:
             if len(self._waiting) >= self.most:
                 self._lose()
@@ -59,7 +59,7 @@ class CallQueue:
         self._tell_if_stuck()
 
     def wait(self, each_seconds: float, longest_seconds: float) -> bool:
-        """Until nothing waits or goes on. False when one call takes longer than `each_seconds`, or all of it too long."""
+        """Wait until the queue is empty and idle. False when one call takes longer than `each_seconds`, or all of them too long."""
         end = time.monotonic() + longest_seconds
         with self._changed:
             while self._waiting or self._running:
@@ -72,7 +72,7 @@ class CallQueue:
         return True
 
     def flush(self, longest_seconds: float = 600.0) -> bool:
-        """Wait while calls are taken, and leave out what was not by then. Whether the tracker took all that waited."""
+        """Drain the queue until the deadline and drop the rest. True if every call was delivered."""
         is_whole = self.wait(self.patience_seconds, longest_seconds)
         with self._changed:
             is_stuck = self._running is not None
@@ -103,10 +103,10 @@ class CallQueue:
         return not self._waiting and self._running is None
 
     def call(self, what: str, call: Callable[[], object]) -> None:
-        """Here and now. What it raises is told once for several in a row."""
+        """Call on this thread. Exceptions are logged, once for several in a row."""
         try:
             call()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is somebody else's code and server
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker is third-party code with a server
             self._failed += 1
             if self._failed == 1:
                 logger.warning(

@@ -18,7 +18,7 @@ from covey.types import Group
 
 
 def completions_shower(args: Any, reward_names: Sequence[str], is_main: bool) -> Callable[[int, Sequence[Group]], None]:
-    """What to call with each logged step and its groups: `show_completions` as TRL's options say, or nothing."""
+    """Callback for each logged step and its groups: `show_completions` as TRL's options say, or a no-op."""
     if not (args.log_completions and is_main):
         return lambda step, groups: None
     limit, unique = args.num_completions_to_print, args.log_unique_prompts

@@ -1,4 +1,4 @@
-"""What detectors look at: the first and the latest values of each metric, and a few statistics of them."""
+"""Input of detectors: the first and the latest values of each metric, with a few statistics."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class History:
     series: dict[str, Series] = field(default_factory=dict)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Remember what is finite, as of this step."""
+        """Append the finite values of this step."""
         self.step = step
         for name, value in values.items():
             if math.isfinite(value):
@@ -67,7 +67,7 @@ class History:
         try_this: Iterable[str],
         **evidence: Any,
     ) -> Alert:
-        """An alert of now; numbers of the evidence are rounded to four digits that count."""
+        """An alert at the current step; numbers of the evidence are rounded to four digits that count."""
         shown = {name: _rounded(value) for name, value in evidence.items()}
         return Alert(rule=rule, severity=severity, said=said, step=self.step, evidence=shown, try_this=tuple(try_this))
 
@@ -87,7 +87,7 @@ class History:
 
 @dataclass(frozen=True)
 class Shift:
-    """From one part of a series to another."""
+    """Change from one part of a series to another."""
 
     before: float
     after: float
@@ -100,7 +100,7 @@ class Shift:
 
 
 def shift(before: Sequence[float], after: Sequence[float]) -> Shift:
-    """How the mean of `after` differs from that of `before`; neither may be empty."""
+    """Difference of the means of `after` and `before`; neither may be empty."""
     low, high = fmean(before), fmean(after)
     error = noise(before, after) * math.sqrt(1 / len(before) + 1 / len(after))
     change = high - low
@@ -116,7 +116,7 @@ def noise(*parts: Sequence[float]) -> float:
 
 
 def rise(values: Sequence[float]) -> tuple[float, float]:
-    """How far the line of least squares rises over the values (three or more), and the standard error of that."""
+    """Rise of the least-squares line over the values (three or more), and its standard error."""
     n, middle = len(values), (len(values) - 1) / 2
     squares = sum((i - middle) ** 2 for i in range(n))
     slope = sum((i - middle) * value for i, value in enumerate(values)) / squares
@@ -124,12 +124,12 @@ def rise(values: Sequence[float]) -> tuple[float, float]:
 
 
 def since_start(series: Series, n: int = 10) -> Shift | None:
-    """From the first `n` values to the latest `n`; None before there are twice as many."""
+    """Change from the first `n` values to the latest `n`; None before there are twice as many."""
     return shift(series.start(n), series.last(n)) if series.count >= 2 * n else None
 
 
 def has_risen(history: History, name: str = "reward", n: int = 10, z: float = 2.5) -> bool:
-    """Whether a metric is above its start, or in the second half of what is remembered above the first, beyond noise."""
+    """True if a metric is above its start, or in the second half of its stored values above the first half, beyond noise."""
     series = history[name]
     begun = since_start(series, n)
     if begun is None:

@@ -1,4 +1,4 @@
-"""Language consistency: answers in the language of their prompt, told from the text, and counted by language."""
+"""Language consistency: answers in the language of their prompt, identified from the text, and counted by language."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = {
 
 
 def code_of(value: Any) -> str | None:
-    """The ISO 639-1 code of a language that can be told from text, None for another or none.
+    """The ISO 639-1 code of a language that can be identified from text, None for another or none.
 
     >>> code_of("German"), code_of("zh-CN"), code_of("Klingon")
     ('de', 'zh', None)
@@ -31,13 +31,13 @@ def code_of(value: Any) -> str | None:
 
 
 def is_same(text: str, wanted: str) -> bool | None:
-    """True if a text is in the language of this code; None where the text does not tell (too short, numbers only)."""
+    """True if a text is in the language of this code; None where that is unclear (too short, numbers only)."""
     found = language(text)
     return None if found is None else found == wanted
 
 
 def language_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """`languages/<code>/same`, the share of answers in the prompt's language, and `/count`, how many could be told.
+    """`languages/<code>/same`, the share of answers in the prompt's language, and `/count`, the answers whose language was identified.
 
     Of prompts whose column `language` is known; nothing without it.
     """

@@ -1,4 +1,4 @@
-"""What the completions of a step say beside their rewards: diversity, repetition, form, length by right and wrong."""
+"""Metrics of a step's completions beside their rewards: diversity, repetition, format, length by right and wrong."""
 
 from __future__ import annotations
 

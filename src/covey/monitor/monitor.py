@@ -1,4 +1,4 @@
-"""One object that a run tells what happens, and that says what is wrong with it: metrics of texts and updates, alerts, actions."""
+"""Monitor of a run: metrics of texts and updates, alerts, and actions after alerts."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Monitor:
     anchor: Anchor = field(default_factory=Anchor)
     meter: UpdateMeter | None = None
     actions: Mapping[str, Action] = field(default_factory=dict)
-    """What follows an alert, by rule; "log" where there is none."""
+    """Action after an alert, by rule; "log" where there is none."""
     outlets: Sequence[Callable[[Alert], object]] = ()
-    """Whom an alert is told to: the run folder, the screen, a webhook."""
+    """Receivers of each alert: the run folder, the screen, a webhook."""
 
     closing: Sequence[Callable[[], object]] = ()
-    """What to do at the end of a run."""
+    """Callbacks at the end of a run."""
 
     def close(self) -> None:
         """After the last alert: give the outlets a moment to finish."""
@@ -48,7 +48,7 @@ class Monitor:
             close()
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """Keep what later steps are compared with; a forward pass in the first rollout, nothing afterwards."""
+        """Store the baseline for policy drift: one forward pass in the first rollout, a no-op afterwards."""
         self.anchor.begin(groups)
 
     def measure(
@@ -68,24 +68,24 @@ class Monitor:
         }
 
     def with_update(self, report: StepReport) -> StepReport:
-        """The report with what the step did to the weights and to the policy, and the memory it left in use."""
+        """The report with metrics of the step's update of weights and policy, and the memory in use after it."""
         if self.meter is None:
             return report
         return report.merged({**self.meter.take(), **self.anchor(report.step), **memory_metrics("learn")})
 
     def look(self, report: StepReport) -> list[Alert]:
-        """What is new and wrong after a step. It has been told to every outlet."""
+        """New alerts after a step, already sent to every outlet."""
         return [alert for alert in self.watch(report) if self.tell(alert)]
 
     def tell(self, alert: Alert) -> bool:
-        """Tell every outlet, unless it was asked that such an alert be off; whether it was told."""
+        """Send an alert to every outlet, unless its action is "off". True if it was sent."""
         is_wanted = self.action_for(alert) != "off"
         for tell in self.outlets if is_wanted else ():
             tell(alert)
         return is_wanted
 
     def action_for(self, alert: Alert) -> Action:
-        """What was asked for: by the rule's name, by its severity, or for all."""
+        """Configured action: by the rule's name, by its severity, or for all."""
         for name in (alert.rule, alert.severity, "all"):
             if name in self.actions:
                 return self.actions[name]
@@ -93,11 +93,11 @@ class Monitor:
 
     @property
     def lowers_learning_rate(self) -> bool:
-        """Whether any alert may do so: processes have to agree on it at every step then."""
+        """True if any alert may lower the learning rate: ranks must then agree on it at every step."""
         return "lower_learning_rate" in self.actions.values()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Remember what an evaluation found."""
+        """Pass on the metrics of an evaluation to the detectors."""
         self.watch.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:

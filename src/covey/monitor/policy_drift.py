@@ -1,4 +1,4 @@
-"""How far the policy has gone from where training began, on a few completions of its first rollout: no second model is kept."""
+"""KL of the policy from its start, on a few completions of the first rollout: no second model is kept."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Anchor:
     """`kl_start`: mean of `r - 1 - log r` with `r = p_now / p_start`, over the tokens of completions that the start policy wrote.
 
     In nats a token; an estimate of KL(start || now) that is never negative (k3, Schulman 2020). The completions are the first
-    rollout's, so the first step trains on them: what it does to them is counted, and weighs little once a run has gone on. `annotate`
-    is `Learner.annotate`; every process must call, for it shares the work. What is kept is part of a checkpoint.
+    rollout's, on which the first step trains: its effect on them is counted, and weighs little later in a run. `annotate`
+    is `Learner.annotate`, a collective: every rank must call. The completions are part of a checkpoint.
     """
 
     def __init__(self, annotate: Annotate | None = None) -> None:
@@ -30,7 +30,7 @@ class Anchor:
         self.groups: list[Group] = []
         """With `old_logp` [T] as the start policy gives it."""
         self.is_missed = False
-        """A run that goes on from a checkpoint without it: the start is over."""
+        """True after a resume from a checkpoint without this state: the start policy is gone."""
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Keep some of the first rollout, before any update; later calls change nothing."""
@@ -62,7 +62,7 @@ class Anchor:
         self.is_missed = state.get("is_missed", not self.groups)
 
     def _measured(self, groups: Sequence[Group]) -> list[Group]:
-        """With the log-probabilities of the policy as it is."""
+        """The groups with log-probabilities of the current policy."""
         assert self.annotate is not None
         needs = SimpleNamespace(old_logp=True, ref_logp=False, values=False)
         return self.annotate(groups, SimpleNamespace(needs=needs)) if groups else []

@@ -125,7 +125,7 @@ class Pace:
         self.phases = dict.fromkeys(_PHASES, 0.0)
 
     def add(self, seconds: Mapping[str, float], wall: float, tokens: float) -> None:
-        """`seconds` by phase, as in `StepReport`; what `step` holds beyond rollout and reward is learning."""
+        """`seconds` by phase, as in `StepReport`; `step` less rollout and reward counts as learning."""
         step = seconds.get("step", 0.0)
         rollout, reward = seconds.get("rollout", 0.0), seconds.get("reward", 0.0)
         new = {"rollout": rollout, "reward": reward, "learn": max(0.0, step - rollout - reward)}
@@ -150,7 +150,7 @@ class Pace:
 
 
 def line_of(report: StepReport, total_steps: int, pace: Pace, events: int = 0) -> list[Part]:
-    """What the line says of a step, in order."""
+    """Parts of the progress line of a step, in order."""
     parts: list[Part] = [("step", f"{report.step}/{total_steps}" if total_steps else str(report.step), 0)]
     first = ("reward", "reward", 1) if "reward" in report.metrics else ("loss", "loss", 1)
     for label, name, rank in (first, ("KL", "kl", 4), ("entropy", "entropy", 6)):
@@ -185,7 +185,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def fitted(parts: Sequence[Part], width: int) -> Text:
-    """The parts on one line of at most `width` characters; what matters least is left out first."""
+    """The parts on one line of at most `width` characters; the least important are dropped first."""
     kept = list(parts)
     while len(kept) > 1 and _joined(kept).cell_len > width:
         kept.remove(max(kept, key=lambda part: part[2]))
@@ -212,7 +212,7 @@ def duration(seconds: float) -> str:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a line can be redrawn there."""
+    """True if a line can be redrawn there."""
     return not stream.closed and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 

@@ -1,4 +1,4 @@
-"""Whether the prompts of now are like those of the start: the tokens they are made of, counted."""
+"""Drift of the prompts since the start of the run, measured on counts of their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from covey.types import Group, Mean, Metric
 
 _BUCKETS = 256
 _BASELINE = 10
-"""Steps whose prompts are what later ones are compared with."""
+"""First steps, whose prompts are the baseline."""
 
 
 class PromptDrift:

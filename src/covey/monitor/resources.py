@@ -1,4 +1,4 @@
-"""What a step uses: tokens by kind, and memory."""
+"""Resource use of a step: tokens by kind, and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.types import Group, Max, Metric, Sum
 
 
 def token_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """`tokens/prompts`, each group's prompt once, as the sampler reads it, and `tokens/completions`, what it wrote."""
+    """`tokens/prompts`, each group's prompt once, as prefill does, and `tokens/completions`, the generated tokens."""
     return {
         "tokens/prompts": Sum(float(sum(len(group.prompt.token_ids) for group in groups))),
         "tokens/completions": Sum(float(sum(c.num_tokens for group in groups for c in group.completions))),

@@ -28,7 +28,7 @@ def build_monitor(
     outlets: Sequence[Callable[[Alert], object]],
     meter: UpdateMeter | None,
 ) -> Monitor:
-    """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: whom the main process tells, beside the
+    """Everything watched of a `Learner`, whose updates `meter` measures. `outlets`: further receivers of alerts in the main process, beside the
     options' webhook; none on others."""
     audits, own = audit_metrics(args, reward_names), own_detectors(args.alert_detectors or ())
     hooks = (
@@ -71,7 +71,7 @@ def paid_weights(args: Any, reward_names: Sequence[str]) -> dict[str, float]:
 
 
 def alert_shower(display: Progress, is_shown: bool) -> Callable[[Alert], None]:
-    """What tells a person of an alert: lines above the live one, or the log where there is no live line."""
+    """Outlet that shows alerts: as lines above the live progress line, or in the log where there is none."""
 
     def tell(alert: Alert) -> None:
         for line in lines_of(alert):

@@ -1,4 +1,4 @@
-"""A run by the values of a data set's columns: which language, task or level is learnt, and which is not, each with its interval."""
+"""Metrics sliced by the values of a data set's columns (language, task, level), each with its interval."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OTHER = "other"
 _SHARES = ("truncated", "accuracy", "same_language")
 
 Sums = dict[str, list[tuple[float, float]]]
-"""By metric: of each group, the sum and the count of what was measured of its completions."""
+"""By metric: sum and count of the measured values of each group's completions."""
 
 
 def refuse_unknown_columns(args: Any, known: Collection[str] | None) -> None:
-    """Raise ConfigError for a column of `metrics_by` or `advantage_slices` that the data set lacks. `known` None: not told."""
+    """Raise ConfigError for a column of `metrics_by` or `advantage_slices` that the data set lacks. `known` None: unknown."""
     sliced = [args.advantage_slices] if args.advantage_slices else []
     made = {LANGUAGE} if args.group_languages else set()
     for option, columns in (("metrics_by", args.metrics_by or ()), ("advantage_slices", sliced)):

@@ -1,4 +1,4 @@
-"""What transformers' tracker callbacks leave to be done: one tracker run over all resumes, alerts in it, and no step that waits for it."""
+"""Additions to transformers' tracker callbacks: one tracker run over all resumes, alerts in it, and calls off the training thread."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ class Trackers(TrainerCallback):
     W&B and Trackio get a name or an id that is the same after a resume; MLflow's run is found by its tag and opened again.
     As an outlet of alerts: `wandb.alert` and `trackio.alert`, a tag of the MLflow run, a text in TensorBoard.
 
-    While training goes on, each tracker is called on a thread of its own (`CallQueue`), so none holds up a step. What a tracker
-    raises is a warning, and training goes on. Before and after, a tracker is called as ever.
+    While training goes on, each tracker is called on a thread of its own (`CallQueue`), so none holds up a step. A tracker's
+    exception is a warning, and training goes on. Before and after training, trackers are called synchronously.
     """
 
     def __init__(self, names: str | Sequence[str] | None, callbacks: Callable[[], Sequence[Any]] = tuple) -> None:
-        """`callbacks` returns the run's callbacks; one that writes for TensorBoard is told of alerts."""
+        """`callbacks` returns the run's callbacks; the TensorBoard callback's writer also receives alerts."""
         self.names = (names,) if isinstance(names, str) else tuple(names or ())
         self.callbacks = callbacks
         self.run_id = ""
         """The id of `run.json`; empty: nothing is written down, and no tracker's run is chosen."""
         self.patience_seconds = 60.0
-        """How long one call of a tracker may take before it is told, and before the end of a run waits no longer."""
+        """Seconds after which a tracker's call is reported as slow, and after which the end of a run no longer waits for it."""
         self.is_hurried: Callable[[], bool] = lambda: False
-        """Whether a signal asked the run to end: trackers get no more than `patience_seconds` in all then."""
+        """True if a signal asked the run to end: trackers then get at most `patience_seconds` in all."""
         self.lanes: dict[str, CallQueue] = {}
-        """By the name of the tracker's callback class."""
+        """Queues by the name of the tracker's callback class."""
         self.is_training = False
         self._name_made: str | None = None
         self._mlflow_run: str | None = None
 
     def theirs(self) -> list[Any]:
-        """The classes of transformers' callbacks for these names; once training goes, what they raise is a warning."""
+        """The classes of transformers' callbacks for these names; during training their exceptions become warnings."""
         from transformers.integrations import get_reporting_integration_callbacks  # brings every model's code along
 
         refuse_absent_trackers(self.names)
         return [_guarded(kind, self) for kind in get_reporting_integration_callbacks(list(self.names))]
 
     def follow(self, run_id: str, is_hurried: Callable[[], bool]) -> None:
-        """Write the next training down as the run of this id; `is_hurried` returns whether a signal asked it to end."""
+        """Attach the next training to the tracker run of this id; `is_hurried` returns whether a signal asked it to end."""
         self.run_id, self.is_hurried = run_id, is_hurried
 
     def lane(self, tracker: str) -> CallQueue:
@@ -73,15 +73,15 @@ class Trackers(TrainerCallback):
         return self.lanes[tracker]
 
     def hand_over(self, tracker: str, what: str, call: Callable[[], object]) -> None:
-        """Do this for a tracker: in its line while training goes on, else here and now. Never raises."""
+        """Make a call to a tracker: through its queue during training, else on this thread. Never raises."""
         lane = self.lane(tracker)
         if self.is_training:
             lane.put(what, call)
-        elif lane.is_idle:  # otherwise it is still stuck in a call of the training that ended, which was told
+        elif lane.is_idle:  # otherwise it is still stuck in a call of the earlier training, already reported
             lane.call(what, call)
 
     def close(self) -> None:
-        """Training is over, whatever ended it: wait for what the trackers have still to take, while they go on taking it."""
+        """End of training, successful or not: drain the trackers' queues while they make progress."""
         self.is_training = False
         for lane in self.lanes.values():
             lane.close(self._longest())
@@ -116,14 +116,14 @@ class Trackers(TrainerCallback):
             sys.modules["mlflow"].end_run()
 
     def __call__(self, alert: Alert) -> None:
-        """Tell every tracker that is in use. Never raises."""
+        """Send an alert to every tracker in use. Never raises."""
         text = "\n".join(lines_of(alert))
         for tracker, tell in self._in_use():
             self.hand_over(tracker, f"an alert at step {alert.step}", partial(_told, tell, alert, text))
 
     @contextmanager
     def told_when_slow(self, tracker: str) -> Iterator[None]:
-        """Training waits until a tracker is set up, since one that cannot be is told before work is spent; say for whom."""
+        """Context manager for a tracker's set-up, which training waits for so that a failure comes early; logs its name when slow."""
         said = f"{tracker} has been starting for {self.patience_seconds:.0f} seconds; training begins when it is done."
         timer = threading.Timer(self.patience_seconds, logger.warning, [said])
         timer.daemon = True
@@ -134,7 +134,7 @@ class Trackers(TrainerCallback):
             timer.cancel()
 
     def _longest(self) -> float:
-        """Seconds that the end of a run waits for a tracker that is slow and goes on."""
+        """Seconds that the end of a run waits for a slow tracker that still makes progress."""
         return self.patience_seconds if self.is_hurried() else 10 * self.patience_seconds
 
     def _in_use(self) -> Iterator[tuple[str, Callable[[Alert, str], None]]]:
@@ -197,31 +197,31 @@ class Trackers(TrainerCallback):
 def _told(tell: Callable[[Alert, str], None], alert: Alert, text: str) -> None:
     try:
         tell(alert, text)
-    except Exception as error:  # noqa: BLE001 - a tracker is somebody else's code and server
+    except Exception as error:  # noqa: BLE001 - a tracker is third-party code with a server
         name = getattr(tell, "__name__", "").removeprefix("_tell_")
         logger.warning("%s did not take an alert (%s: %s); it is in alerts.jsonl.", name, type(error).__name__, error)
 
 
 _GUARDED = ("on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
-"""Not `on_train_begin`: a tracker that cannot be set up is told before work is spent."""
+"""Not `on_train_begin`, which runs synchronously so that a failed set-up is reported before work is spent."""
 _OF_TRAINING = frozenset({"optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"})
-"""What no tracker reads and training changes meanwhile."""
+"""Keyword arguments that training mutates and no tracker reads; they are not passed on."""
 _OF_A_THREAD = frozenset({"MLflowCallback", "DagsHubCallback"})
-"""Their run is that of the thread which began it."""
+"""Callbacks whose tracker run is bound to the thread that began it."""
 _ENDS_WHERE_IT_BEGAN = _OF_A_THREAD | {"TrackioCallback"}
 _UPLOADS: dict[str, Callable[[Any], bool]] = {
     "WandbCallback": lambda callback: bool(callback._log_model.is_enabled),
     "MLflowCallback": lambda callback: bool(getattr(callback, "_log_artifacts", True)),
     "TrackioCallback": lambda callback: False,
 }
-"""Trackers that listen to every save but read the folder only where they were told to upload it."""
+"""Trackers that listen to every save but read the folder only where uploads are switched on."""
 
 _UPLOAD_SECONDS = 1800.0
-"""How long a step waits for the upload of a checkpoint."""
+"""Seconds that a step waits for the upload of a checkpoint."""
 
 
 def reads_checkpoints(callback: Any) -> bool:
-    """Whether a callback expects the checkpoint to be on the disk when it is told of the save."""
+    """True if a callback expects the checkpoint to be on disk when its `on_save` is called."""
     if type(callback).on_save is TrainerCallback.on_save:
         return False
     uploads = _UPLOADS.get(type(callback).__name__)
@@ -236,7 +236,7 @@ def _guarded(kind: type, trackers: Trackers) -> type:
         def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             given = {key: dict(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
             given = {key: value for key, value in given.items() if key not in _OF_TRAINING}
-            now = copy.copy(state), copy.copy(control)  # training goes on with its own
+            now = copy.copy(state), copy.copy(control)  # training continues with its own
             call = partial(getattr(kind, event), self, args, *now, **given)
             what = f"{event} at step {state.global_step}"
             lane = trackers.lane(name)
@@ -260,7 +260,7 @@ def _guarded(kind: type, trackers: Trackers) -> type:
 
 
 def _same_mlflow_run() -> Callable[[], object]:
-    """What another thread does so that it logs to the run of this one."""
+    """Set-up for another thread, so that it logs to this thread's MLflow run."""
     mlflow = sys.modules.get("mlflow")
     run = None if mlflow is None else mlflow.active_run()
     return nothing if mlflow is None or run is None else partial(mlflow.start_run, run_id=run.info.run_id)

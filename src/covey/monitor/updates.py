@@ -1,4 +1,4 @@
-"""How much an optimizer step moves the weights, as a share of their size, by depth."""
+"""Relative update of the weights by an optimizer step, by depth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.process.sharding import local, whole
 from covey.types import Max, Metric
 
 _SAMPLE = 16_384
-"""Weights of one matrix that are looked at; so many tell the norm of all to a few percent, and take no time."""
+"""Sampled weights of one matrix: enough to estimate the norm within a few percent, in negligible time."""
 _BLOCKS = 4
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 
@@ -75,18 +75,18 @@ class UpdateMeter:
         self._found["update/changed"] = Max(changed / max(total, 1))
 
     def take(self) -> dict[str, Metric]:
-        """What the last measured step did; nothing when it was not measured."""
+        """Update metrics of the last measured step, once; empty when it was not measured."""
         found, self._found = self._found, {}
         return found
 
     def _trained(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        """What is trained by itself, and the factors of adapters."""
+        """Named parameters that are trained directly, and those that are LoRA factors."""
         factors = {id(p) for _, module in self._adapted() for p in _factors(module)}
         found = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return [(n, p) for n, p in found if id(p) not in factors], [(n, p) for n, p in found if id(p) in factors]
 
     def _adapted(self) -> list[tuple[str, Any]]:
-        """Layers with an adapter. Looked for once: a run does not change what it trains."""
+        """Layers with an adapter, cached: a run does not change its trainable parameters."""
         if self._modules is None:
             self._modules = [(f"{name}.weight", m) for name, m in self.model.named_modules() if _is_lora(m)]
         return self._modules
@@ -162,7 +162,7 @@ def _samples(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _sampled_of(parameter: Tensor) -> int:
-    """How many weights `_sample` takes."""
+    """Number of weights that `_sample` takes."""
     count = local(parameter).numel()
     return -(-count // _stride(count)) if count else 0
 

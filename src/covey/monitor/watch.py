@@ -1,4 +1,4 @@
-"""The detectors at work in a run: what they are shown, when they speak, and when they keep quiet."""
+"""Running of detectors during training: their input, and when their alerts are raised or suppressed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from covey.monitor.history import History
 from covey.types import Alert, StepReport
 
 _CLEAR = 20
-"""Steps for which a fault must be gone before it is told again."""
+"""Steps for which a fault must be gone before it raises a new alert."""
 _SEVERITIES = ("info", "warning", "error")
 
 
 @dataclass(eq=False)
 class Watch:
-    """Shows each step to the detectors and returns what is new. A fault that lasts is told once, and again if it grows
+    """Runs the detectors on each step and returns new alerts. A lasting fault alerts once, and again if it grows
     more severe, or if it comes back after twenty steps without it."""
 
     detectors: Sequence[Detector] = ()
@@ -28,11 +28,11 @@ class Watch:
     """Remember every metric: a detector of the user's own may look at any."""
     history: History = field(default_factory=History)
     told: dict[str, list[int]] = field(default_factory=dict)
-    """By rule: the last step that it was seen in, and how severe it was then."""
+    """Last alert by rule: its step and its severity."""
     speed: Speed = field(default_factory=lambda: Speed())
 
     def __call__(self, report: StepReport) -> list[Alert]:
-        """Alerts of this step that have not been told yet."""
+        """Alerts of this step that have not been sent yet."""
         values = {name: metric.value for name, metric in report.metrics.items() if self._is_read(name)}
         values |= {f"seconds/{phase}": seconds for phase, seconds in report.seconds.items()}
         values |= self.speed(report)
@@ -42,7 +42,7 @@ class Watch:
         return [alert for alert in found if alert is not None and self._is_new(alert)]
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Remember what an evaluation found; the next step's detectors see it."""
+        """Store the metrics of an evaluation for the next step's detectors."""
         read = {name: value for name, value in metrics.items() if self._is_read(name)}
         self.history.add(self.history.step, read)
 
@@ -96,7 +96,7 @@ class Speed:
 
 
 def lines_of(alert: Alert) -> Iterator[str]:
-    """What a person reads: what is wrong, then each thing to try."""
+    """Lines that show an alert: the problem, then each fix to try."""
     yield f"{alert.severity} at step {alert.step}, {alert.rule}: {alert.said}"
     for advice in alert.try_this:
         yield f"  try: {advice}"

@@ -1,4 +1,4 @@
-"""Alerts posted to an address as JSON. Whatever that address does, the run goes on."""
+"""Alerts posted to a URL as JSON. The run goes on if that URL fails or hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Webhook:
     run: str
     deadline: float = 10.0
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     threads: list[threading.Thread] = field(default_factory=list)
 
     def __call__(self, alert: Alert) -> None:
@@ -48,7 +48,7 @@ class Webhook:
         thread.start()
 
     def close(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for pending requests."""
         end = time.monotonic() + self.deadline
         for thread in self.threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -69,7 +69,7 @@ class Webhook:
 
 
 def body_of(alert: Alert, run: str) -> dict[str, Any]:
-    """What is posted, as a JSON object; numbers that are not finite become text."""
+    """Body of the POST request as a JSON object; numbers that are not finite become text."""
     return {
         "run": run,
         "step": alert.step,

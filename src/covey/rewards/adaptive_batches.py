@@ -1,4 +1,4 @@
-"""How many texts a reward's model reads at a time: texts of like length together, half as many once memory runs out."""
+"""Batch sizes of a reward's model: texts of similar length together, the batch size halved when memory runs out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdaptiveBatches:
     """
 
     name: str
-    """Of the model."""
+    """Name of the model."""
     batch_size: int
     max_tokens: int | None = None
     events: list[Event] = field(default_factory=list)
@@ -73,7 +73,7 @@ class AdaptiveBatches:
         self.events.append(Event(kind="out_of_memory", said=told, details={"model": self.name, "error": said}))
 
     def take_events(self) -> tuple[Event, ...]:
-        """What happened since the last call."""
+        """Events since the last call."""
         taken, self.events = tuple(self.events), []
         return taken
 
@@ -84,6 +84,6 @@ class AdaptiveBatches:
 
 
 def portions_of(reward: Any) -> AdaptiveBatches | None:
-    """Those of a reward that asks a model in this process; None: it asks none."""
+    """Batches of a reward that runs a model in this process; None: it runs none."""
     found = getattr(reward, "portions", None) or getattr(getattr(reward, "frozen", None), "portions", None)
     return found if isinstance(found, AdaptiveBatches) else None

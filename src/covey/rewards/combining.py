@@ -1,4 +1,4 @@
-"""From several rewards to one: what each weighs at a step, on what scale it counts, how far it may go, what share it has."""
+"""Combination of several rewards into one: weights by step, normalization, clipping, and each reward's share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Normalization = Literal["none", "group", "batch", "running"]
 
 _EPSILON = 1e-4
 LARGEST = 1e18
-"""Of a weight and of a weighted sum: the square of a larger one, which a deviation takes, is no finite float32."""
+"""Largest weight and weighted sum: the square of a larger one, used by a standard deviation, overflows float32."""
 _SHAPES = ("linear", "cosine", "step")
 _EVENTS_IN_FULL = 5
 
@@ -149,11 +149,11 @@ class Running:
 
 
 class Combiner:
-    """Puts the rewards of a rollout on a common scale, each by itself, before weights and advantages see them.
+    """Normalizes the rewards of a rollout, each separately, before weights and advantages see them.
 
     `normalization`: `(r - mean) / (deviation + 1e-4)` over the group, over the rollout's batch, or over all rollouts so far
     (`running`, which a checkpoint keeps); a reward that is the same everywhere becomes 0. `clip`: the bounds of each reward
-    after that. What a function did not score stays NaN. The rewards that are logged and stored stay as the functions gave them.
+    after that. NaN (not scored) stays NaN. The rewards that are logged and stored stay as the functions gave them.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Combiner:
 
     @property
     def changes(self) -> bool:
-        """Whether rewards leave other than they came."""
+        """True if any reward is normalized or clipped."""
         return self.normalization != "none" or self.clip is not None
 
     def __call__(self, groups: Sequence[Group], *, learn: bool = True) -> list[Group]:
@@ -211,7 +211,7 @@ class Combiner:
 
 
 def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] means and standard deviations (Bessel) of scores [N, R] over what is not NaN; a tied reward has deviation 0."""
+    """[R] means and standard deviations (Bessel) of scores [N, R], NaN left out; a tied reward has deviation 0."""
     count = (~scores.isnan()).sum(0)
     mean = scores.nanmean(0)
     spread = ((scores - mean).square().nansum(0) / (count - 1).clamp(min=1)).sqrt()
@@ -226,7 +226,7 @@ def _divided(apart: Tensor, deviation: Tensor) -> Tensor:
 
 
 def advantage_shares(groups: Sequence[Group], names: Sequence[str], weights: Tensor) -> dict[str, Metric]:
-    """`rewards/<name>/advantage_share`: how much of what sets completions of a group apart is this reward's; they add to 1.
+    """`rewards/<name>/advantage_share`: this reward's share of the spread of scores within groups; shares add to 1.
 
     The covariance of `w_r r` with the weighted sum over the variance of that sum, within groups (an unscored reward counting 0,
     as in the sum). Below 0: it pulls against the others. Takes the rewards as advantages see them; NaN where all groups tie.

@@ -1,4 +1,4 @@
-"""What a reward function receives and may return: TRL's keywords in, one number or `None` a completion out.
+"""Contract of a reward function: TRL's keywords in, one number or `None` a completion out.
 
 TRL 1.16 (`GRPOTrainer._calculate_rewards`) passes everything to every function, so each must take `**kwargs`; here a
 function receives only what its signature names, and one that takes `**kwargs` receives everything.
@@ -36,7 +36,7 @@ NOT_PASSED = frozenset({"prompt", "completion", "completion_ids"})
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """One reward: the name its metrics carry, what to call, and what its score weighs.
+    """One reward: the name of its metrics, its callable, and its weight.
 
     Example: `RewardSpec(name="math", call=math_reward, weight=2.0)`.
     """
@@ -47,7 +47,7 @@ class RewardSpec:
     timeout_seconds: float | None = None
     """Its own limit for one call; `None`: the scorer's; `math.inf`: none."""
     call_options: CallOptions | None = None
-    """How to call it; `None`: as its decorator says."""
+    """Call options; `None`: those of its decorator."""
     scale: tuple[float, float] | None = None
     """The score of a wrong and that of a right completion; `None`: as its decorator says, or not known."""
 
@@ -122,7 +122,7 @@ class Batch:
     def of_rows(
         rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[Any]
     ) -> Batch:
-        """From each completion's row, as TRL's `_calculate_rewards` gets them."""
+        """A batch from the row of each completion, as TRL's `_calculate_rewards` gets them."""
         names = dict.fromkeys(name for row in rows for name in row if name not in NOT_PASSED)
         columns = {name: [row.get(name) for row in rows] for name in names}
         return Batch(list(prompts), list(completions), [list(one) for one in ids], columns)
@@ -152,7 +152,7 @@ class Batch:
 
 @dataclass
 class Logged:
-    """What one call said beside its scores, through `log_extra` and `log_metric`."""
+    """Extras of one call beside its scores, given through `log_extra` and `log_metric`."""
 
     size: int
     """N of the call; `log_extra` wants as many values."""
@@ -254,7 +254,7 @@ def check_signature(spec: RewardSpec, columns: Iterable[str] | None) -> None:
 
 
 def to_scores(returned: Any, size: int, name: str) -> list[Any]:
-    """What a function returned as a list of `size` raw values. Raises RewardError that names what came and was wanted."""
+    """A function's return value as a list of `size` raw values. Raises RewardError that names the value and the expected form."""
     want = f"return a list with one number (or None) for each of the {size} completions"
     if isinstance(returned, Tensor) or hasattr(returned, "__array__"):
         array = returned.detach().cpu() if isinstance(returned, Tensor) else np.asarray(returned)

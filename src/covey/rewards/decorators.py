@@ -1,4 +1,4 @@
-"""How a reward wants to be called: `@reward(streams=True, pure=True, isolated=True)` and `@per_completion`."""
+"""Options of reward functions: `@reward(streams=True, pure=True, isolated=True)` and `@per_completion`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MARK = "__covey_reward__"
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """How one reward is called. The default is TRL's contract: one call with the whole batch, in this process."""
+    """Call options of one reward. The default is TRL's contract: one call with the whole batch, in this process."""
 
     unit: Literal["batch", "group", "completion"] = "batch"
-    """What one call gets: all completions of the batch, those of one prompt, or a single one."""
+    """Unit of one call: all completions of the batch, the group of one prompt, or a single completion."""
     is_singular: bool = False
     """It takes `completion`, `prompt` and a column's value instead of lists, and returns one number."""
     pure: bool = False
@@ -96,7 +96,7 @@ def per_completion(function: T | None = None, *, pure: bool = True, **options: A
 
 
 def call_options_of(target: Any) -> CallOptions:
-    """How a reward wants to be called, through `functools.partial`."""
+    """Call options of a reward, also through `functools.partial`."""
     while isinstance(target, functools.partial):
         target = target.func
     return getattr(target, _MARK, None) or CallOptions()

@@ -1,4 +1,4 @@
-"""Copies of what a reward receives, so that one that changes its inputs changes them for nobody else."""
+"""Copies of a reward's inputs, so that in-place changes do not reach other rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARED = frozenset({"log_extra", "log_metric", "environments"})
 def own_inputs(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords with lists and dicts of their own, to any depth.
 
-    Text and numbers are shared, since nobody can change them; so a column of long texts costs one list. Lists and dicts are
+    Text and numbers are shared, since they are immutable; so a column of long texts costs one list. Lists and dicts are
     copied for each completion, as a data set gives them; an array, a tensor or another object once for each row.
     """
     memo: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Leftovers of rewards at the end of a batch: changed settings of the process, tasks that nobody awaits, threads."""
+"""Leftovers of rewards at the end of a batch: changed process-wide settings, un-awaited tasks, threads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MANY_THREADS = 64
 
 
 class Leftovers:
-    """Tells of each kind of thing once for each reward, as an event and as a warning."""
+    """Reports each kind of leftover once for each reward, as an event and as a warning."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
         self._threads = threading.active_count()
 
     def events(self, changed: Iterable[tuple[str, str]], tasks: Mapping[str, int]) -> list[Event]:
-        """Of what was put back (name of the reward or "", what it changed), of tasks that were cancelled, and of threads."""
+        """Events for restored state (name of the reward or "", the name of the setting), cancelled tasks, and threads."""
         found = [(name, "reward_side_effect", what, f"changed {what}, which was put back") for name, what in changed]
         found += [
             (

@@ -1,4 +1,4 @@
-"""What a batch of scored groups says, under TRL's names."""
+"""Metrics of a batch of scored groups, under TRL's names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reward_metrics(
 
 
 def has_signal(group: Group, weights: Tensor | Sequence[float]) -> bool:
-    """Whether any two completions of a scored group have different weighted sums; a tied group has no gradient."""
+    """True if any two completions of a scored group have different weighted sums; a tied group has no gradient."""
     if group.rewards is None:
         raise ValueError("has_signal needs a scored group; pass it through the scorer first.")
     known = _known(group.rewards, torch.as_tensor(weights, dtype=torch.float32))
@@ -86,7 +86,7 @@ def _verdict_metrics(rewards: Sequence[Tensor], weights: Tensor, scales: Sequenc
         found = verdicts(own, weights, scales)
         if found is None:
             return {}
-        right, wrong = (verdict[~own.isnan().all(-1)] for verdict in found)  # [<= G], of what was scored at all
+        right, wrong = (verdict[~own.isnan().all(-1)] for verdict in found)  # [<= G], scored completions only
         passed += bool(right.numel() and right.all())
         failed += bool(wrong.numel() and wrong.all())
     return {"groups/all_pass": Mean(passed, len(rewards)), "groups/all_fail": Mean(failed, len(rewards))}

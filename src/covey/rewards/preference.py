@@ -31,7 +31,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
-    """How a reward model is trained. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
+    """Training options of a reward model. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
 
     epochs: float = 1.0
     batch_size: int = 16
@@ -144,7 +144,7 @@ def train(
 ) -> None:
     """Minimize `-log sigmoid(r_chosen - r_rejected)` over the pairs. Bradley and Terry 1952; Ouyang et al. 2022, eq. 1.
 
-    Changes `reward.model`. `told` gets each update's number, their count, and its loss. Raises DataError for a pair that the model
+    Changes `reward.model`. `told` is called with each update's number, their count, and its loss. Raises DataError for a pair that the model
     cannot read whole.
     """
     encoded = _encoded(reward, pairs)

@@ -1,4 +1,4 @@
-"""The exception of a reward: told in one line whatever the exception does, with its place, and apart from a real Ctrl-C."""
+"""A reward's exception in one line with its place, robust against a broken `__str__`, and distinct from a real Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """Name of its class; in the run that of the exception that a worker process told of."""
+    """Name of its class; in the run the class name reported by a worker process."""
     kind = vars(error).get("kind") if type(error).__module__.startswith("covey.") else None
     return str(kind or type(error).__name__)
 

@@ -20,14 +20,14 @@ Calculate = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]
 
 @dataclass(eq=False)
 class Replaced:
-    """Scores a batch by `calculate`. Raises RewardError for what is not [N, R] and for whatever it raises."""
+    """Scores a batch by `calculate`. Raises RewardError for a result that is not [N, R] and for any exception."""
 
     calculate: Calculate
     names: Sequence[str]
     _asked: list[Outcome] = field(default_factory=list)
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
-        """The rewards were asked: their failures, seconds and logged values count, whatever becomes of their scores."""
+        """The rewards were called: their failures, seconds and logged values count, even if their scores are replaced."""
         self._asked = list(outcomes)
 
     def __call__(self, batch: Batch) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""`Scorer`: groups in, scored groups out, whatever the user's functions do."""
+"""`Scorer`: groups in, scored groups out, robust against errors and time-outs of reward functions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scorer:
     A completion has one of three outcomes for each reward: a score, an abstention (`None`, NaN) or an error. An exception, a
     time-out or a value that is not a finite number is an error: NaN in `Group.rewards`, an `Event` in `Group.events` with
     the traceback and the completion, and a count in `rewards/<name>/errors`. After `error_limit` calls in a row of which
-    nothing came, RewardError. What no retry can mend (a wrong number of values, no numbers at all) raises RewardError
+    nothing came, RewardError. An error that no retry can mend (a wrong number of values, no numbers at all) raises RewardError
     on the first call already. `on_error="raise"` raises RewardError at the first error of any kind.
 
     Plain functions run one after the other on the caller's thread, where they can be interrupted; beside them, at the same
@@ -127,7 +127,7 @@ class Scorer:
         return self._scales.known
 
     def observe(self, groups: Sequence[Group]) -> list[Scale | None]:
-        """The scales, once the scored groups of all processes were looked at: only 0 and 1 so far is a scale of 0 to 1."""
+        """Scales of the rewards, from the scored groups of all ranks: only values 0 and 1 so far mean a scale of 0 to 1."""
         self._scales.see(groups)
         return self.scales
 
@@ -150,7 +150,7 @@ class Scorer:
         return scoring.finish(added)
 
     def calculated(self, inputs: Sequence[Mapping[str, Any]], *lists: Sequence[Any]) -> Tensor:
-        """[N, R], what the rewards make of N completions: `lists` are prompts, completions and their ids, `inputs` the rows."""
+        """[N, R] scores of N completions: `lists` are prompts, completions and their ids, `inputs` the rows."""
         batch = Batch.of_rows(inputs, *lists)
         outcomes = self.begin().outcomes(batch)
         if self.replaced is not None:
@@ -164,7 +164,7 @@ class Scorer:
         return batch
 
     def settle(self, groups: Sequence[Group], outcomes: Sequence[Outcome], batch: Batch) -> list[Group]:
-        """Count what happened, raise where the run must stop, and give each group its scores."""
+        """Update error counts, raise where the run must stop, and give each group its scores."""
         try:
             for outcome in outcomes:
                 self._account(outcome, batch)
@@ -179,7 +179,7 @@ class Scorer:
         return _attach(groups, scores, [*events, *more], extras)
 
     def tidy(self, before: Surroundings) -> list[Event]:
-        """Put back what calls beside the caller's thread changed, cancel their tasks; what is to be told of it."""
+        """Restore state that calls on other threads changed and cancel their tasks. Returns the events to report."""
         changed = [(caller.spec.name, what) for caller in self._callers for what in caller.changed]
         changed += [("", what) for what in before.put_back()]
         return self._leftovers.events(changed, self._loop.cancel_left())
@@ -246,7 +246,7 @@ class Scorer:
         return self.timeout_seconds if own is None else own
 
     def _account(self, outcome: Outcome, batch: Batch) -> None:
-        """Count what happened; raise where the run must stop."""
+        """Update error counts; raise where the run must stop."""
         name, failures = outcome.name, outcome.failures
         broken = [failure.error for failure in failures if isinstance(failure.error, RewardError)]
         if broken and name not in self._proven:
@@ -281,8 +281,8 @@ class Scorer:
 class Scoring:
     """One batch being scored: `add` groups as they finish, then `finish` with all of them in their order.
 
-    Rewards that stream are called by `add`, beside whatever the caller does meanwhile; the others once, by `finish`. What
-    comes out does not depend on the order in which groups were added.
+    Rewards that stream are called by `add`, concurrently with the caller; the others once, by `finish`. The
+    result does not depend on the order in which groups were added.
     """
 
     def __init__(self, scorer: Scorer, callers: Sequence[Caller], trainer_state: Any) -> None:
@@ -326,14 +326,14 @@ class Scoring:
         return whole
 
     def _joined(self, caller: Caller, pieces: Sequence[tuple[Sequence[int], Future[Outcome]]], batch: Batch) -> Outcome:
-        """What came of a reward that ran beside this thread, once all of it has come."""
+        """Outcome of a reward that ran on another thread, once all of it has arrived."""
         parts = [(places, future.result()) for places, future in pieces]
         return Outcome.joined(caller.spec.name, parts, len(batch))
 
     def _pieces(
         self, index: int, groups: Sequence[Group] | None, batch: Batch
     ) -> list[tuple[Sequence[int], Future[Outcome]]] | None:
-        """What runs beside this thread: places in the batch and the outcome to come; None: it runs on this thread."""
+        """Pending work on other threads: places in the batch and the future outcome; None: the reward runs on this thread."""
         caller = self._callers[index]
         if not caller.is_beside:
             return None

@@ -1,4 +1,4 @@
-"""From what a user gives to reward specs: names that differ, weights, worker processes where they are possible."""
+"""Reward specs from a user's rewards: unique names, weights, worker processes where they are possible."""
 
 from __future__ import annotations
 

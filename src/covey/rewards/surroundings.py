@@ -65,7 +65,7 @@ class Surroundings:
         return Surroundings({name: read() for name, (read, _) in _PARTS.items()}, handlers, os.getpid())
 
     def put_back(self) -> list[str]:
-        """Names of what had been changed and is again as it was. A child that a reward forked ends here."""
+        """Restore changed process-wide state. Returns the names of what was changed. A child that a reward forked ends here."""
         if os.getpid() != self.process:
             os._exit(1)  # `os.fork()` in a reward: two processes must not train on
         changed = []

@@ -1,4 +1,4 @@
-"""One training run on disk: checkpoints, metrics, rollouts, what ran, and signals that ask it to stop."""
+"""One training run on disk: checkpoints, metrics, rollouts, its manifest, and signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WHERE = {"RunFolder": "covey.runs.folder", "StopRequest": "covey.runs.signals"}
 
 
 def __getattr__(name: str) -> Any:
-    """Public names on first use: whoever only reads metrics should not wait for torch."""
+    """Lazy import of public names, so that a reader of metrics does not wait for torch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'covey.runs' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

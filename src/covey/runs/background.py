@@ -1,4 +1,4 @@
-"""Work that goes on beside training, one piece at a time, whose failure is told at the next look."""
+"""Background work on a thread beside training, one task at a time; its exception is raised by `finish`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Background(Generic[T]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the work is still going on."""
+        """True while the work is running."""
         return self._pending is not None and not self._pending.done()
 
     def start(self, work: Callable[[], T], name: str) -> None:
-        """Begin; what the work before returned or raised must have been taken with `finish`."""
+        """Begin. The result of earlier work must have been taken with `finish`."""
         assert self._pending is None, "the work before was not taken"
         threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._pending = threads.submit(work)
         threads.shutdown(wait=False)  # no second piece comes: the thread ends with this one
 
     def finish(self) -> T | None:
-        """Wait for the work and return what it returned, once; None when there is none. Raises what it raised, once."""
+        """Wait for the work and return its result, or re-raise its exception, once. None when there is no work."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent, verified, and never lost by saving the next one.
 
 A save writes to a staging folder, flushes it, seals it with a manifest of checksums, renames it to `checkpoint-N`,
-reads it back, and only then deletes old ones. Whatever moment a process is killed at, the newest `checkpoint-N`
-that verifies is complete. Only the main process saves and chooses; the others are told the path.
+reads it back, and only then deletes old ones. A process may be killed at any moment: the newest `checkpoint-N`
+that verifies is complete. Only the main process saves and chooses; the other ranks receive the path.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def save(
 ) -> Path:
     """Save `checkpoint-<step>` and return its path; it has been read back and every byte found right.
 
-    `write(folder)` puts in the model, the tokenizer and whatever else other tools expect; `state` (a tree as in `serial`) goes
+    `write(folder)` puts in the model, the tokenizer and other files that tools expect; `state` (a tree as in `serial`) goes
     beside them. `keep` is `save_total_limit`: older checkpoints beyond that number are deleted, never `best` (a name or
     path) and never before the new one is verified. Raises StorageError when the disk refuses: nothing is left behind then,
     and the earlier checkpoints are as they were.
@@ -65,7 +65,7 @@ def save(
 
 
 def stage(run_dir: Path, step: int) -> Path:
-    """A new empty folder to write `checkpoint-<step>` in; what killed saves left behind is cleared away first."""
+    """A new empty staging folder for `checkpoint-<step>`; leftovers of killed saves are removed first."""
     run_dir.mkdir(parents=True, exist_ok=True)
     clear_leftovers(run_dir)
     staging = run_dir / f"checkpoint-{step}{_suffix('tmp')}"
@@ -173,7 +173,7 @@ def excess(run_dir: Path, keep: int | None, *, best: str | None = None, verified
     """The oldest checkpoints beyond `keep` (None or 0: keep all).
 
     Never among them: `best`, the newest one that verifies (`verified`, when the caller has just checked it), anything newer, and
-    whatever Covey did not write. With none that verifies there is none.
+    checkpoints that Covey did not write. With none that verifies there is none.
     """
     ours = [path for path in checkpoints(run_dir) if is_ours(path) and not path.is_symlink()]
     if not keep or keep < 0 or len(ours) <= keep:
@@ -188,7 +188,7 @@ def excess(run_dir: Path, keep: int | None, *, best: str | None = None, verified
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what killed processes left, by our own temporary names only; a checkpoint caught in mid-swap comes back."""
+    """Remove leftovers of killed processes, by our own temporary names only; a checkpoint caught in mid-swap is restored."""
     for path in _folders(run_dir):
         match = _LEFTOVER.fullmatch(path.name)
         if match is None or _is_other_living_process(int(match[3])):

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what every file in it must be, so that a torn or flipped one is found and named."""
+"""The manifest of a checkpoint: size and checksum of every file, so that a torn or corrupted one is found and named."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def seal(folder: Path, step: int) -> None:
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one sentence fragment a file; empty when every byte is as it was written.
+    """Problems of a checkpoint, one sentence fragment a file; empty when every byte is as it was written.
 
-    Files that the manifest does not name are not looked at: callbacks may add some after the save.
+    Files that the manifest does not name are ignored: callbacks may add some after the save.
     """
     try:
         manifest = read(folder)
@@ -97,13 +97,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether Covey wrote this checkpoint, damaged or not."""
+    """True if Covey wrote this checkpoint, damaged or not."""
     return any((folder / name).exists() for name in (NAME, "covey_state.json", "covey_state.safetensors"))
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of what writes and reads checkpoints."""
+    """Versions of the packages that write and read checkpoints."""
     names = ("covey", "torch", "transformers", "safetensors")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 

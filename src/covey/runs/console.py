@@ -13,7 +13,7 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ESHUTDOWN, errno.ECONNRESET)
 
 
 class Lasting:
-    """A text stream that loses what its own stream does not take. One whose reader is gone leads nowhere from then on."""
+    """A text stream that drops output its own stream refuses. After its reader is gone, it writes to the null device."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -44,7 +44,7 @@ class Lasting:
 
 
 def to_nowhere(stream: Any) -> None:
-    """Lead the stream's descriptor to the null device, where there is one: whatever waits for it, here or in a library, is let go."""
+    """Redirect the stream's file descriptor to the null device, where there is one: buffered output, ours or a library's, is dropped."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

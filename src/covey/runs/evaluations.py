@@ -1,4 +1,4 @@
-"""What every evaluation found, question by question: two runs can then be compared on the same questions.
+"""Evaluation results, question by question, so that two runs can be compared on the same questions.
 
 `evaluations.jsonl` holds the metrics, one line an evaluation; `evaluations/<set>/step-000010.parquet` one row an answer:
 `question` (a digest of the prompt as written, the same in every run), `uid`, `completion_index`, `reward` (weighted total, null:
@@ -20,7 +20,7 @@ from covey.errors import RunFolderError
 from covey.runs.manifest import to_json
 from covey.runs.storage import refuse_link, write_atomically
 
-if TYPE_CHECKING:  # whoever only reads should not wait for torch
+if TYPE_CHECKING:  # readers should not wait for torch
     from covey.types import Group
 
 FOLDER = "evaluations"

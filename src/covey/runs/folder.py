@@ -30,13 +30,13 @@ _RECORDS = (
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 _HARMLESS = re.compile(r"\..*|previous-\d+|.*\.(log|out|err)")
-"""What may lie in a folder beside a run: hidden files, earlier runs, what a scheduler writes."""
+"""Files that may lie beside a run: hidden files, earlier runs, logs of a scheduler."""
 
 
 class RunFolder:
-    """Where one run is written down: `run.json`, `metrics.jsonl`, `events.jsonl`, `alerts.jsonl`, `rollouts/`, `checkpoint-N/`.
+    """Folder of one run: `run.json`, `metrics.jsonl`, `events.jsonl`, `alerts.jsonl`, `rollouts/`, `checkpoint-N/`.
 
-    Made by `RunFolder.create`. A disk that refuses a record is a warning; training goes on.
+    Made by `RunFolder.create`. A record that cannot be written is a warning; training continues.
     """
 
     def __init__(self, path: Path, lock: FolderLock, resumed_from: Path | None = None) -> None:
@@ -123,13 +123,13 @@ class RunFolder:
         self._step = max(self._step, step)
 
     def append_events(self, step: int, events: Sequence[Event]) -> None:
-        """What went wrong or was dropped in this step, one line each."""
+        """Events of this step (errors, dropped completions), one line each."""
         for event in events:
             details = manifest.to_json(event.details)
             self.events.append({"step": step, "kind": event.kind, "said": event.said, "details": details})
 
     def append_alert(self, alert: Alert) -> None:
-        """What a monitor saw."""
+        """Append one alert of the monitor to `alerts.jsonl`."""
         line = {"step": alert.step, "rule": alert.rule, "severity": alert.severity, "said": alert.said}
         evidence = manifest.to_json(alert.evidence)
         self.alerts.append({**line, "evidence": evidence, "try_this": list(alert.try_this)})
@@ -184,7 +184,7 @@ class RunFolder:
         return {"run": str(self.resumed_from.parent), "id": theirs.get("id"), "checkpoint": self.resumed_from.name}
 
     def write_bad_step(self, step: int, tree: Mapping[str, Any]) -> None:
-        """`bad_steps/step-N/batch.*`: what a step was made of whose update was left out; the first 20 of a run."""
+        """`bad_steps/step-N/batch.*`: the batch of a step whose update was skipped; the first 20 of a run."""
         parent = self.path / BAD_STEPS
         folder = parent / f"step-{step:06d}"
         if not folder.exists() and parent.is_dir() and len(list(parent.iterdir())) >= _MOST_BAD_STEPS:
@@ -192,7 +192,7 @@ class RunFolder:
         self._try("bad_steps", lambda: _write_tree(folder, tree))
 
     def rewind(self, step: int, *, keep_events: bool = False) -> None:
-        """Back to the step of a checkpoint: what came after it is moved away or will be made again."""
+        """Rewind to the step of a checkpoint: later checkpoints are moved away, later records are dropped and made again."""
         self._step = step
         later = [path for path in checkpoint.checkpoints(self.path) if checkpoint.step_of(path) > step]
         if later:
@@ -213,7 +213,7 @@ class RunFolder:
         evaluations.truncate_to(self.path / evaluations.FOLDER, step)
 
     def _try(self, what: str, write: Any) -> None:
-        """Write a record; a disk that refuses is told once, until it works again."""
+        """Write a record; a disk that refuses is logged once, until it works again."""
         try:
             write()
         except (OSError, SafetensorError) as error:
@@ -253,7 +253,7 @@ def _make(folder: Path) -> None:
 
 
 def _holds_run(folder: Path) -> bool:
-    """Whether a run got somewhere here: it has metrics, rollouts or a checkpoint. One that failed at the door has none."""
+    """True if the folder holds metrics, rollouts or a checkpoint. A run that failed at start-up has none."""
     if not os.path.isdir(folder):  # False, not an error, for a name that is too long
         return False
     has_metrics = (folder / "metrics.jsonl").is_file() and bool(read(folder / "metrics.jsonl"))

@@ -28,7 +28,7 @@ def kept(run_dir: Path) -> str:
 
 
 def tell_stopped(name: str, step: int, run_dir: Path, *, saves: bool, tells: bool) -> None:
-    """Say what was saved after the stop signal `name`. Raises StorageError where the disk did not take the checkpoint of `step`."""
+    """Log the checkpoint saved after the stop signal `name`. Raises StorageError where the disk did not take the checkpoint of `step`."""
     if saves and not (run_dir / f"checkpoint-{step}").is_dir():
         raise StorageError(f"Stopped by {name}, but step {step} could not be saved to {run_dir}. {kept(run_dir)}")
     if tells:
@@ -38,9 +38,9 @@ def tell_stopped(name: str, step: int, run_dir: Path, *, saves: bool, tells: boo
 
 @contextmanager
 def told_of_the_disk(what: str, path: Path, run_dir: Path, numbers: Collection[int] = DISK) -> Iterator[None]:
-    """Turn whatever a full, read-only or failing disk raises inside into a StorageError that says what was kept.
+    """Turn errors of a full, read-only or failing disk into a StorageError that names the checkpoints kept.
 
-    `numbers`: the errors of the system that are meant; by default those that no permission mends.
+    `numbers`: `errno` values to convert; by default those that no change of permissions fixes.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def told_of_the_disk(what: str, path: Path, run_dir: Path, numbers: Collection[i
 def write_whole(folder: Path, write: Callable[[Path], object]) -> list[str]:
     """Let `write(folder)` write its files aside, and move them into `folder` once all are on the disk; their names there.
 
-    Files of these names are replaced, others stay. What fails on the way leaves the folder as it was.
+    Files of these names are replaced, others stay. A failure on the way leaves the folder as it was.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

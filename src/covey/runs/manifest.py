@@ -1,4 +1,4 @@
-"""`run.json`: what ran, so that a result can be explained, compared and repeated."""
+"""`run.json`: configuration, versions and sources of a run, so that its result can be explained, compared and repeated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe(
     folder: Path,
     model: Any = None,
 ) -> dict[str, Any]:
-    """Everything that decides a run, as JSON, secrets masked: resolved config, algorithm and rewards with the source text
+    """Manifest of a run as JSON, secrets masked: resolved config, algorithm and rewards with the source text
     and sha256 of every part of the user's own, versions, git, hardware, seeds, data set."""
     parts = [algorithm, list(rewards)]
     found: dict[str, Any] = mask(
@@ -61,7 +61,7 @@ def describe(
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What differs between two manifests in what decides the numbers: `{"config.learning_rate": [1e-6, 1e-5]}`."""
+    """Differences between two manifests in fields that affect the numbers: `{"config.learning_rate": [1e-6, 1e-5]}`."""
     before = _flat({name: old.get(name) for name in _COMPARED})
     after = _flat({name: new.get(name) for name in _COMPARED})
     names = sorted(set(before) | set(after))
@@ -102,7 +102,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def to_json(value: Any) -> Any:
-    """A value as JSON can hold it: NaN and infinities as text, what JSON does not know as its `repr`."""
+    """A value as JSON can hold it: NaN and infinities as text, other types as their `repr`."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):

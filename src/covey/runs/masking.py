@@ -1,4 +1,4 @@
-"""Secrets leave no trace in what a run writes down: the value is replaced, the name stays."""
+"""Masking of secrets in the records of a run: the value is replaced, the name stays."""
 
 from __future__ import annotations
 

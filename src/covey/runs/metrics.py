@@ -18,7 +18,7 @@ NON_FINITE = "non_finite"
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_WAITING = 10_000
 _LONGEST_LINE = 8 << 20
-"""Bytes; what is longer is no row."""
+"""Bytes; a longer line is no row."""
 
 
 class JsonLines:

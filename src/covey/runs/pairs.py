@@ -14,7 +14,7 @@ from covey.runs import rollouts
 
 @dataclass(frozen=True, kw_only=True)
 class PairOptions:
-    """Which groups give a pair."""
+    """Selection of the groups that give a pair."""
 
     min_margin: float = 0.0
     """The best must lead by more than 0, and by at least this."""
@@ -23,7 +23,7 @@ class PairOptions:
     first_step: int = 0
     last_step: int | None = None
     max_per_prompt: int | None = None
-    """Most pairs of one prompt, those of the widest margin."""
+    """Most pairs of one prompt, widest margins first."""
     finished_only: bool = False
     """Leave out completions that were cut at the length limit."""
 

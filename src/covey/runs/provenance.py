@@ -1,4 +1,4 @@
-"""Where a run came from: source text of its parts, versions, git, hardware. Only reads; never fails a run."""
+"""Provenance of a run: source text of its parts, versions, git, hardware. Only reads; never fails a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_TEXT = 200_000
 
 
 def component(value: Any) -> Any:
-    """What a part of an algorithm is, as JSON: its import path, its parameters, and for one's own code source and sha256.
+    """Description of a part of an algorithm, as JSON: import path, parameters, and for the user's own code source and sha256.
 
     Dataclasses are walked field by field, partials and closures into what they hold. Anything else is its `repr`.
     """
@@ -47,7 +47,7 @@ def file_digest(file: Path) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of what decides the numbers; packages that are not installed are left out."""
+    """Versions of Python and of packages that affect the numbers; packages that are not installed are left out."""
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
         try:
@@ -93,7 +93,7 @@ def hardware() -> dict[str, Any]:
 
 
 def dataset_facts(dataset: Any) -> dict[str, Any] | None:
-    """Fingerprint, rows and columns of a `datasets` data set; what it does not know (a stream has no length) is None."""
+    """Fingerprint, rows and columns of a `datasets` data set; unknown ones are None (a stream has no length)."""
     if dataset is None:
         return None
     return {
@@ -125,7 +125,7 @@ def adapter_facts(model: Any) -> dict[str, Any] | None:
 
 
 def model_facts(model: Any) -> dict[str, Any] | None:
-    """Where a model was loaded from, its class, type of numbers, and how many parameters it has and trains."""
+    """Path of a model, its class, its dtype, and the number of its parameters, in all and trained."""
     if model is None:
         return None
     weights = list(model.parameters())

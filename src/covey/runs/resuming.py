@@ -1,4 +1,4 @@
-"""Before a run is gone on with: what its options were, and whether it can be gone on with under those of now."""
+"""Checks before a run is resumed: its options then and now, and whether the difference allows it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def expect_resumable(
     rewards: Sequence[Any] | None = None,
     tells: bool = True,
 ) -> None:
-    """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be gone on with under these options.
+    """Raise ConfigError (exit code 2) when the run of the checkpoint `start` cannot be resumed with these options.
 
-    `args` is the GRPOConfig of now; `model` may not be loaded yet. Without a checkpoint or a `run.json` nothing is compared.
-    With `tells`, what differs and does no harm is logged, as `learning_rate 1e-06 -> 1e-05`.
+    `args` is the current GRPOConfig; `model` may not be loaded yet. Without a checkpoint or a `run.json` nothing is compared.
+    With `tells`, harmless differences are logged, as `learning_rate 1e-06 -> 1e-05`.
     """
     if start is None:
         return
@@ -70,7 +70,7 @@ def differences(
     rewards: Any = None,
     dataset: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """What differs from the run in `run_dir` and does no harm. Raises ConfigError for the first difference that does."""
+    """Harmless differences from the run in `run_dir`. Raises ConfigError for the first harmful one."""
     before = manifest.read(run_dir / manifest.NAME)
     if before is None or not isinstance(before.get("config"), Mapping):
         return []

@@ -12,7 +12,7 @@ import torch
 
 
 def snapshot() -> dict[str, Any]:
-    """Where Python's, NumPy's, torch's and every CUDA device's generator of this process stand."""
+    """States of the random generators of Python, NumPy, torch and every CUDA device in this process."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),

@@ -1,4 +1,4 @@
-"""`rollouts/step-000010.parquet`: what the policy wrote at a step, one row a completion, for pandas, DuckDB and the dashboard.
+"""`rollouts/step-000010.parquet`: completions of a step, one a row, for pandas, DuckDB and the dashboard.
 
 Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `messages` (JSON, of chats), `completion`, `finish`, `version`, `source`,
 `num_tokens`, `reward` (the weighted sum that advantages were made of, after normalization and clipping; with
@@ -104,7 +104,7 @@ def table_of(
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether the rollouts of a step are written: of the first, and of every `every`-th; 0 writes none."""
+    """True if the rollouts of a step are written: the first, and every `every`-th; 0 writes none."""
     return every > 0 and (step == 1 or step % every == 0)
 
 

@@ -1,7 +1,7 @@
 """A state tree on disk, exactly: JSON for the shape and the small values, safetensors for the tensors. Never pickle.
 
 A tree is made of dicts, lists, tuples, tensors, NumPy arrays, numbers, text, bytes, None, dates, decimals and the frozen
-dataclasses of `covey.types`. What comes back equals what went in bit for bit, NaN, -0.0 and the order of keys included;
+dataclasses of `covey.types`. A loaded tree equals the saved one bit for bit, NaN, -0.0 and the order of keys included;
 a tensor or dataclass that occurs twice comes back as one object, any mapping as a dict, a parameter as a plain tensor.
 Anything else is refused by name: a checkpoint that drops what it does not understand is worse than none. Only what a
 scored group merely carries along (columns of its prompt, extras, details of events: images, say) is kept as its `repr`,
@@ -199,7 +199,7 @@ class _Encoder:
         return {"$tensor": self._store(value.detach(), where)}
 
     def _store(self, value: Tensor, where: str) -> str:
-        """Keep a tensor under its place in the tree, for whoever reads the file with other tools; the name used."""
+        """Keep a tensor under its place in the tree, for other tools that read the file. Returns the name used."""
         name = place = where.encode("ascii", "backslashreplace").decode()
         while name in self.tensors:
             name = f"{place}#{len(self.tensors)}"

@@ -52,7 +52,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal asked to stop."""
+        """True if a signal asked to stop."""
         if self.signal is None and self._heard_by is not None:
             self.signal = self._heard_by.signal
         return self.signal is not None

@@ -1,4 +1,4 @@
-"""Copies of tensors in the host's memory: what they hold at this moment, whatever training does to the originals next."""
+"""Snapshots of tensors in host memory, unaffected by later in-place updates of the originals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def host_copy(value: Tensor) -> Tensor:
 
 
 def bytes_to_copy(model: torch.nn.Module, tree: Any) -> int:
-    """What a snapshot of the trained weights and of the tensors in `tree` would take; those inside of objects aside."""
+    """Bytes of a snapshot of the trained weights and of the tensors in `tree`; tensors inside other objects do not count."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return weights + _bytes_in(tree)
 

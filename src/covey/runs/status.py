@@ -1,4 +1,4 @@
-"""Whether a run that says "running" still does: a process that was killed could not write that it ended."""
+"""Liveness of a run whose `run.json` says "running": a killed process could not write that it ended."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 SILENT_SECONDS = 6 * 3600.0
-"""A run on another machine that has written nothing for so long is called silent: nobody here can ask its process."""
+"""Seconds without a new record after which a run on another machine is called silent: its process cannot be checked from here."""
 _RECORDS = ("run.json", "metrics.jsonl", "events.jsonl")
 
 
 def state_of(manifest: Mapping[str, Any], folder: Path) -> str:
-    """What `run.json` says (`finished`, `stopped`, `failed`), or for one that says `running`: that, `died` or `silent`.
+    """State in `run.json` (`finished`, `stopped`, `failed`), or for one that says `running`: that, `died` or `silent`.
 
     `died`: the process that wrote it ran on this machine and is gone, or another has its number now. `silent`: it ran on
     another machine, and no record has grown for six hours. `unknown` where nothing is said.
@@ -32,7 +32,7 @@ def state_of(manifest: Mapping[str, Any], folder: Path) -> str:
 
 
 def is_alive(process: int, mark: str | None = None) -> bool:
-    """Whether the process of this number lives and, where `mark` says which one was meant, is still that one."""
+    """True if the process with this PID is alive and, where `mark` is given, has not been replaced by another with its PID."""
     if not 0 < process < 2**31:
         return False
     try:
@@ -45,7 +45,7 @@ def is_alive(process: int, mark: str | None = None) -> bool:
 
 
 def mark_of(process: int) -> str | None:
-    """What tells a process from a later one with its number: the boot and the clock tick that it started at (Linux)."""
+    """Mark that tells a process from a later one with its PID: boot id and start time in clock ticks (Linux)."""
     words = _words(process)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -55,7 +55,7 @@ def mark_of(process: int) -> str | None:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether it only waits for its parent to take note."""
+    """True for a zombie or dead process."""
     return _words(process)[:1] in (["Z"], ["X"])
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: write aside, flush to the disk, rename. And what a disk that refuses says."""
+"""Atomic files: write to a temporary name, flush to disk, rename. And sentences for a disk that refuses."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def refusal(error: BaseException, what: str, path: Path) -> StorageError | None:
         said = strange and f"{what} was not written to {strange.filename}: {strange.strerror}."
         return StorageError(said) if said else None
     return StorageError(
-        f"{what} could not be written to {path}: {reason} ({_free(path)} free). Whatever was saved before is intact; "
+        f"{what} could not be written to {path}: {reason} ({_free(path)} free). Earlier saves are intact; "
         "free some space, lower save_total_limit, or choose another output_dir."
     )
 
 
 def why_refused(error: BaseException, numbers: Collection[int] = tuple(REFUSALS)) -> str | None:
-    """The reason in words, where the error or one of its causes is of the disk and of these numbers."""
+    """The reason in words, where the error or one of its causes is an OSError with one of these `errno` values."""
     known = {REFUSALS[number] for number in numbers} | {_TORN}
     return next((reason for link in _chain(error) if (reason := _reason(link)) in known), None)
 

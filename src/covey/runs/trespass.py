@@ -1,4 +1,4 @@
-"""Names in a run's folder through which a write would leave it: links, and what is no file. Refused before a run begins."""
+"""Check for links and special files in a run's folder, through which a write would leave it. Refused before a run begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.errors import RunFolderError
 from covey.runs.storage import kind_of
 
 _FOLDERS = frozenset({"rollouts", "evaluations", "bad_steps", "model"})
-"""Written into; what lies in them counts too."""
+"""Folders that a run writes to; their contents count too."""
 _FILES = re.compile(r"\.lock|.*\.(json|jsonl|yaml|safetensors|bin|jinja|model|txt)")
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 
@@ -21,7 +21,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 def refuse(folder: Path) -> None:
     """Raise RunFolderError, naming the first, where the folder holds a link or no file in place of what a run writes.
 
-    The folder may itself be reached through a link, and foreign names (`latest -> checkpoint-10`) are not looked at.
+    The folder may itself be reached through a link, and foreign names (`latest -> checkpoint-10`) are ignored.
     """
     for path, found, wanted in _found(folder):
         if found != wanted:
@@ -32,7 +32,7 @@ def refuse(folder: Path) -> None:
 
 
 def _found(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Path, what is there, and what belongs there, of everything that a run may write to."""
+    """(path, kind found, kind expected) of every path that a run may write to."""
     for path, found in _entries(folder):
         if path.name in _FOLDERS or path.name == "runs" or _CHECKPOINT.fullmatch(path.name):
             yield path, found, "a folder"
@@ -50,7 +50,7 @@ def _links_below(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _entries(folder: Path) -> list[tuple[Path, str]]:
-    """What lies in a folder, and what kind each is; nothing for no folder."""
+    """Entries of a folder with the kind of each; empty if there is no folder."""
     if not os.path.isdir(folder):
         return []
     found = []

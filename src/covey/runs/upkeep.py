@@ -1,4 +1,4 @@
-"""Upkeep of a run's checkpoints when nothing trains in it: what is there, what is damaged, and mending it."""
+"""Maintenance of a run's checkpoints while no process trains in it: list, verify, repair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CORRUPT = re.compile(r"(checkpoint-\d+)\.corrupt(-\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A checkpoint as it lies there, unverified."""
+    """A checkpoint on disk, unverified."""
 
     path: Path
     step: int
@@ -97,7 +97,7 @@ def prune(run_dir: Path, keep: int, *, is_dry: bool = False) -> list[Path]:
 
 
 def repair(run_dir: Path) -> Mended:
-    """Clear what killed saves left, mend damaged files from copies of them, set aside what cannot be mended.
+    """Remove leftovers of killed saves, repair damaged files from copies, set aside checkpoints that cannot be repaired.
 
     A file is taken from another checkpoint (or a `.corrupt` one) of the run only where its size and xxh3-128 are those that the
     damaged checkpoint's manifest names, so a mended checkpoint is what it was, byte by byte. A checkpoint that was set aside and
@@ -158,7 +158,7 @@ def _mend(path: Path, others: list[Path]) -> list[str]:
     try:
         entries = checksums.read(path)["files"]
     except CheckpointError:
-        return []  # nothing says what its files were
+        return []  # no manifest lists its files
     said = []
     for name, entry in entries.items():
         if checksums.is_as_written(path, name, entry):

@@ -1,4 +1,4 @@
-"""Where the weights are that a user names: a model, an adapter, a checkpoint, or the newest checkpoint of a run."""
+"""Path of the weights that a user names: a model, an adapter, a checkpoint, or the newest checkpoint of a run."""
 
 from __future__ import annotations
 

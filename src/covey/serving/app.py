@@ -306,7 +306,7 @@ class _Call:
 
 
 class _Streamed(StreamingResponse):
-    """A streamed answer. A client that stops reading cancels what is not written yet."""
+    """A streamed answer. A client that disconnects cancels its request."""
 
     def __init__(self, call: _Call) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}

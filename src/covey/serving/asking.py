@@ -1,4 +1,4 @@
-"""From a request's JSON body to what the engine is asked: prompts in token ids, sampling parameters, and the form of the answer."""
+"""Parsing of a request's JSON body: prompts as token ids, sampling parameters, and the form of the answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _tokenizing = threading.Lock()  # fast tokenizers may not be used by two threads
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wanted:
-    """A request as a whole: its prompts, and how it wants to be answered."""
+    """A parsed request: its prompts, and the form of the answer."""
 
     model: str
     asked: tuple[Asked, ...]
@@ -57,7 +57,7 @@ class Reader:
         self.samplers, self.limits = samplers, limits
 
     def chat(self, body: Any) -> Wanted:
-        """Of /v1/chat/completions. Raises APIError."""
+        """Request to /v1/chat/completions. Raises APIError."""
         fields = Fields(body)
         name, sampler = self._model(fields)
         messages, tools = _messages(fields), _tools(fields)
@@ -77,7 +77,7 @@ class Reader:
         return self._wanted(fields, name, sampler, [prompt], most, num_top, n, template=template, is_chat=True)
 
     def completion(self, body: Any) -> Wanted:
-        """Of /v1/completions. Raises APIError."""
+        """Request to /v1/completions. Raises APIError."""
         fields = Fields(body)
         name, sampler = self._model(fields)
         given, echoes = fields.take("prompt"), fields.flag("echo")
@@ -90,7 +90,7 @@ class Reader:
         return self._wanted(fields, name, sampler, prompts, most, num_top, n, echoes=echoes)
 
     def tokenize(self, body: Any) -> dict[str, Any]:
-        """Of /tokenize: `{"prompt": text, "add_special_tokens": true}`."""
+        """Request to /tokenize: `{"prompt": text, "add_special_tokens": true}`."""
         fields = Fields(body)
         name, sampler = self._model(fields)
         text, special = fields.text("prompt"), fields.flag("add_special_tokens", True)
@@ -107,7 +107,7 @@ class Reader:
         }
 
     def detokenize(self, body: Any) -> dict[str, Any]:
-        """Of /detokenize: `{"tokens": [...]}`."""
+        """Request to /detokenize: `{"tokens": [...]}`."""
         fields = Fields(body)
         _, sampler = self._model(fields)
         ids = fields.take("tokens")

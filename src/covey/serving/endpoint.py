@@ -42,9 +42,9 @@ class Endpoint:
         routes: Routes | None = None,
         model_for: Callable[[Wanted], str] | None = None,
     ) -> None:
-        """`logprobs_mode`: what clients get; a `Call` always has the log-probabilities as drawn.
+        """`logprobs_mode`: log-probabilities that clients receive; a `Call` always has those of the sampling distribution.
 
-        `routes`: pages of one's own. `model_for`: the model that answers a request, where it is not the one that it names.
+        `routes`: the user's own pages. `model_for`: picks the model of a request, where it is not the requested one.
         """
         self.samplers = dict(samplers) if isinstance(samplers, Mapping) else {name: samplers}
         if not self.samplers:

@@ -93,7 +93,7 @@ class Ticket:
         self.is_touched = True
 
     def request(self, mode: LogprobsMode) -> LiveRequest:
-        """As `NativeSampler.sample` would make it of the same prompt, number of completions and seed."""
+        """Request with the random keys that `NativeSampler.sample` uses for the same prompt, number of completions and seed."""
         asked = self.asked
         return LiveRequest(
             asked.prompt,
@@ -109,13 +109,13 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """An answered prompt, exact to the token: what a recorder needs to make training data of it.
+    """An answered prompt, exact to the token, for a recorder that makes training data of it.
 
     Each completion of `group` has its `token_ids`, `logprobs` as drawn, `finish` and the `version` of the weights.
     """
 
     id: str
-    """Of the HTTP answer: `chatcmpl-...`."""
+    """Id of the HTTP response: `chatcmpl-...`."""
     model: str
     group: Group
     params: SamplingParams
@@ -182,7 +182,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. What is running is answered with an error."""
+        """End the thread. Running requests are answered with an error."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -297,7 +297,7 @@ class Engine:
                 lane.begin(ticket, self.mode)
             else:
                 self._answer(ticket, group=Group(prompt=asked.prompt, completions=()))
-        except Exception as error:  # noqa: BLE001 - told to the one who asked
+        except Exception as error:  # noqa: BLE001 - returned to the request
             lane.forget(ticket)
             self._answer(ticket, error=error)
 
@@ -313,7 +313,7 @@ class Engine:
         try:
             with lane.sampler.forward.evaluating():
                 finished = scheduler.step()
-        except Exception as error:  # noqa: BLE001 - told to everybody whose rows are lost
+        except Exception as error:  # noqa: BLE001 - returned to every request that lost its rows
             self._broke(lane, scheduler, error)
             return
         for request, group in finished:
@@ -327,7 +327,7 @@ class Engine:
         self._rest(lane)
 
     def _rest(self, lane: _Lane) -> None:
-        """Free the cache of a model that nobody asks for; the next batch begins with the weights of then."""
+        """Free the KV cache of an idle model; the next batch starts with its weights at that time."""
         if lane.scheduler is not None and not lane.scheduler.is_busy:
             lane.scheduler = None
 
@@ -357,7 +357,7 @@ class Engine:
         ticket.wake()
 
     def _record(self, ticket: Ticket, group: Group, seconds: float) -> Exception | None:
-        """Error of the recorder, which the client is told: a call that is not recorded must not look like one that is."""
+        """Error of the recorder, returned to the client: a call that is not recorded must not look like one that is."""
         if self.on_call is None or not group.completions:
             return None
         call = Call(

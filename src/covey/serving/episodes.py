@@ -1,6 +1,6 @@
 """Episodes out of an agent's calls: exact to the token, since nothing is rendered again.
 
-A call goes on from an earlier one where its prompt begins with all tokens that the earlier one read and wrote. So calls form a
+A call continues an earlier one where its prompt begins with all tokens that the earlier one read and wrote. So calls form a
 tree: retries and several answers are branches, and a prompt that goes on from nothing (another conversation, a shortened
 history, a text that was tokenized otherwise) is a root. Each path from a root to a leaf is an episode.
 """

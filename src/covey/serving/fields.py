@@ -1,4 +1,4 @@
-"""Fields of a request's JSON body: each read once with its type and bounds, and no name left over that nobody reads."""
+"""Fields of a request's JSON body: each read once with its type and bounds; unknown names are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of an endpoint: what one request, and all of them together, may ask of it."""
+"""Limits of an endpoint: sizes of one request, and the number of requests at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Limits:
     max_body_bytes: int = 8 * 2**20
     """Largest body of a request; a larger one is answered 413."""
     max_output_tokens: int | None = None
-    """Most tokens of one answer, the default of chat requests. None: what the prompt leaves of the context."""
+    """Most tokens of one answer, the default of chat requests. None: the rest of the context after the prompt."""
     max_choices: int = 128
     """Most answers of one request: prompts times `n`."""
     max_waiting: int = 256
@@ -24,7 +24,7 @@ class Limits:
     body_seconds: float = 30.0
     """Time that a client has to send its body; a slower one is answered 408."""
     drain_seconds: float = 30.0
-    """Time that running requests have to end in once the server is told to stop."""
+    """Seconds that running requests have to finish after the server gets a stop signal."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "max_waiting", "max_connections", "body_seconds"):

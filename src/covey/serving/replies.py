@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shape, whole or in pieces, from what the engine wrote."""
+"""Responses in OpenAI's format, whole or streamed, from the engine's completions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Choice:
         return self._choice({"delta": message}, tokens)
 
     def _end(self, stopped: bool) -> str:
-        """Note why it ended. Returns what is left of the text."""
+        """Record the finish reason. Returns the rest of the text."""
         rest, self.stop_reason = self.stream.end()
         self.finish = "stop" if stopped else "length"
         return rest
@@ -127,7 +127,7 @@ class Choice:
         return content, [self._typed(call) for call in calls]
 
     def _typed(self, call: WrittenCall) -> WrittenCall:
-        """With arguments that a template writes as text turned into what the tool's schema says."""
+        """With arguments that a template writes as text converted to the types of the tool's schema."""
         tools = self.asked.prompt.columns.get("tools", ())
         schema: Mapping[str, Any] = next((one["function"] for one in tools if one["function"]["name"] == call.name), {})
         known = (schema.get("parameters") or {}).get("properties", {})

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, by the model's own forward pass: what `echo` with `logprobs` returns."""
+"""Log-probabilities of a prompt's own tokens by one forward pass, returned by `echo` with `logprobs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of token ids while they arrive, without what a stop string may still take away."""
+"""Incremental detokenization that holds back text which may be part of a stop string."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptImages:
-    """Model inputs for the n images of one prompt, held once a prompt whatever the number of its completions.
+    """Model inputs for the n images of one prompt, stored once a prompt for any number of completions.
 
     Example: `PromptImages(tensors={"pixel_values": zeros(88, 96), "image_grid_thw": tensor([[1, 6, 8], [1, 4, 10]])}, count=2)`.
     """
@@ -24,7 +24,7 @@ class PromptImages:
     count: int = 1
     """n"""
     previews: tuple[bytes, ...] = ()
-    """Each image as a small PNG or JPEG file, for people."""
+    """Thumbnails: each image as a small PNG or JPEG file, for people."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:

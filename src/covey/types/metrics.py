@@ -93,7 +93,7 @@ class Spread:
 
     @property
     def value(self) -> float:
-        """With Bessel's correction; NaN for fewer than two values."""
+        """Sample deviation (Bessel's correction); NaN for fewer than two values."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else math.nan
 
     @staticmethod
@@ -123,7 +123,7 @@ class EffectiveSize:
 
     @staticmethod
     def of(weights: Tensor) -> EffectiveSize:
-        """Of weights in any shape."""
+        """Effective sample size of weights in any shape."""
         w = precise(weights.detach())
         return EffectiveSize(float(w.sum()), float(w.square().sum()), float(w.numel()))
 

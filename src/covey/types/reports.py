@@ -12,7 +12,7 @@ from torch import Tensor
 from covey.types.metrics import Metric, merge_metrics
 
 TokenNumbers = Mapping[str, Sequence[Sequence[Tensor | None]]]
-"""By name: for each group, for each of its completions, one number a token [T]; None where it was not measured."""
+"""Per-token values by name, group and completion: one number a token [T]; None where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """Finding of a monitor, with the evidence and what to try."""
+    """Finding of a monitor, with its evidence and fixes to try."""
 
     rule: str
     severity: Literal["info", "warning", "error"]

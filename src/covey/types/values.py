@@ -26,7 +26,7 @@ Finish = Literal["stop", "length", "error", "turns", "seconds"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompt:
-    """What a group of completions answers.
+    """Prompt of one group of completions.
 
     Example: `Prompt(uid="0:17", text="2 + 2 =", token_ids=(17, 5, 17, 9), columns={"answer": "4"})`.
     """
@@ -34,7 +34,7 @@ class Prompt:
     uid: str
     """Identity of this draw from the data: `epoch:row`. Two rows with the same text are two prompts."""
     token_ids: tuple[int, ...]
-    """[L], what the model reads; the text is never encoded a second time."""
+    """[L], the model's input; the text is never encoded a second time."""
     text: str | None = None
     """The prompt as written, for a plain prompt."""
     messages: tuple[Message, ...] | None = None
@@ -56,7 +56,7 @@ class ToolCall:
 
     name: str
     arguments: Any
-    """As the model wrote them: a mapping, or text that is no JSON."""
+    """Arguments as the model wrote them: a mapping, or text that is no JSON."""
     result: str
     """Text that the model read."""
     status: Literal["ok", "error", "timeout"] = "ok"
@@ -65,7 +65,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One answer, in token ids, with what was known when it was drawn. All tensors are on the CPU.
+    """One completion, in token ids, with the data recorded when it was sampled. All tensors are on the CPU.
 
     Example: `Completion(token_ids=tensor([20, 2]), text="4", finish="stop", logprobs=tensor([-0.2, -0.01]))`.
     """
@@ -74,7 +74,7 @@ class Completion:
     """[T_i] int64, the end-of-sequence token included when one was drawn."""
     text: str
     finish: Finish
-    """`stop`: it ended by itself. `length`: it was cut at the limit of tokens. `turns`, `seconds`: its episode was over after
+    """`stop`: it ended with an end-of-text token. `length`: it was cut at the limit of tokens. `turns`, `seconds`: its episode was over after
     so many tool calls, or so much time. `error`: the sampler failed."""
     logprobs: Tensor | None = None
     """[T_i] float32, as drawn: after temperature, penalties and truncation of the distribution (`sampler_logp`)."""
@@ -89,10 +89,10 @@ class Completion:
     version: int = 0
     """The optimizer step whose weights wrote it; those that began it, where the weights changed on the way."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Spans: `(t, step)` for each place where other weights took over, so that token `t` and those behind it are of `step`.
+    """Spans: `(t, step)` for each change of weights during sampling: token `t` and later ones were sampled with the weights of `step`.
     Empty: `version` wrote all of it."""
     source: str = "policy"
-    """Which model wrote it: the policy, or a member of an ensemble by its name."""
+    """Name of the model that generated it: the policy, or a member of an ensemble."""
     weight: Tensor | None = None
     """[T_i] float32, factor on its objective, where another model wrote it (`MemberWeight`). None: 1."""
     messages: tuple[Message, ...] | None = None
@@ -167,7 +167,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What an advantage estimator sees: the rewards of P groups of G completions.
+    """Input of an advantage estimator: the rewards of P groups of G completions.
 
     Groups of unequal size are padded with NaN rewards and empty masks.
     """
@@ -185,7 +185,7 @@ class Scores:
     greedy: Tensor | None = None
     """[P], weighted reward of each prompt's greedy answer."""
     per_token: Tensor | None = None
-    """[P, G, T], rewards given at single tokens, besides those of the functions. None: there are none."""
+    """[P, G, T], per-token rewards, besides the functions' rewards. None: there are none."""
     slices: tuple[str, ...] | None = None
     """[P], which slice each prompt is in, such as its language. None: nothing asked for slices."""
 
@@ -257,7 +257,7 @@ def stack_tokens(groups: Sequence[Group], pick: Callable[[Completion], Tensor | 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBatch:
-    """What objectives, KL terms and regularizers see: N completions padded to T tokens. They never meet packing.
+    """Input of objectives, KL terms and regularizers: N completions padded to T tokens, whether or not the learner packed them.
 
     Only `logp`, `entropy`, `full_kl`, `teacher_distance` and `values` carry gradient. Where `mask` is False every entry is finite and means nothing.
     """
@@ -291,7 +291,7 @@ class TokenBatch:
     weight: Tensor | None = None
     """[N, T], factor on the objective of completions that another model wrote, 1 for the policy's own. None: 1 everywhere."""
     row: Tensor | None = None
-    """[N] int64, which completion of the optimizer step it is, whatever micro-batch it is in: what a random draw hangs on."""
+    """[N] int64, index of the completion within the optimizer step, in any micro-batch; seeds per-row randomness."""
 
     @cached_property
     def log_ratio(self) -> Tensor:

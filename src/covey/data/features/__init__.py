@@ -1,4 +1,4 @@
-"""Columns that say what a row is like: for filters, curricula, rewards and metrics by slice."""
+"""Feature columns of prompts: for filters, curricula, rewards and metrics by slice."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KNOWN: Mapping[str, str] = {
     "pass_rate": "share of drawn answers of a model that are right",
     "difficulty": "1 - pass_rate",
 }
-"""Features by name, and what they hold."""
+"""Features by name, with a description of each."""
 
 PassRates = Callable[[datasets.Dataset], Sequence[float]]
 

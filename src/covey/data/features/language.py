@@ -1,4 +1,4 @@
-"""Which language a text seems to be in: by its script, and for the Latin one by its small words. Cheap, and unsure of short texts."""
+"""Language identification: by script, and for Latin script by stop words. Cheap, and unsure of short texts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LANGUAGES = frozenset(_SCRIPTS) | frozenset(_SMALL_WORDS)
 """Codes that `language` can return."""
 _FEWEST_SMALL_WORDS = 3
 _ENOUGH = 1000
-"""Characters that are looked at."""
+"""Characters that are read."""
 
 
 def language(text: str) -> str | None:

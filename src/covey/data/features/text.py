@@ -1,4 +1,4 @@
-"""What can be read off a text alone: how long it is, and how hard to read."""
+"""Features of a text alone: its length and its readability."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SILENT = re.compile(r"(?<=[^aeiouyl])e(?:s|d)?$")
 
 
 def prompt_text(prompt: Any) -> str:
-    """The words of a prompt: text as it is, of messages what they say, one after the other."""
+    """The text of a prompt; for a conversation the contents of its messages, joined."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content") or "") for message in messages_of(prompt))

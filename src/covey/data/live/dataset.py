@@ -36,11 +36,11 @@ class LiveDataset:
         self.buffer, self.memory, self.replay_rows = buffer, memory, replay_rows
         self.changes: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], ...] = ()
         self.poll_seconds = 0.2
-        # What the run adds:
+        # Set by the run:
         self.timeout_seconds: float | None = None
         self.check_stop: Callable[[], None] = lambda: None
         self.share: Callable[[Any], Any] = lambda item: item
-        """Gives every process what the main one has."""
+        """Broadcasts an object from the main process to every rank."""
         self.is_main = True
         self.held_out: frozenset[str] = frozenset()
         """Digests of prompts that are measured on and never trained on."""
@@ -68,7 +68,7 @@ class LiveDataset:
         return other
 
     def rename_columns(self, renames: Mapping[str, str]) -> LiveDataset:
-        """With columns under new names, old name to new."""
+        """The data set with renamed columns, old name to new."""
         return self.map(lambda row: {renames.get(name, name): value for name, value in row.items()})
 
     def select_columns(self, columns: Iterable[str]) -> LiveDataset:

@@ -66,7 +66,7 @@ class LiveOrder:
                 return f"0:{self._drawn - 1}", usable
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """Tell the source that a checkpoint with this state is on the disk. A source that is away is told at the next one."""
+        """Notify the source that a checkpoint with this state is on disk. An unreachable source is notified at the next one."""
         if state["position"] is None or not self.dataset.is_main:
             return
         try:
@@ -156,7 +156,7 @@ class LiveOrder:
             pause = min(2 * pause, _LONGEST_PAUSE) if kind == "away" else _FIRST_PAUSE
 
     def _poll(self) -> tuple[str, Any]:
-        """One look at the source: rows, `away` and why, or `error` and what to say."""
+        """Result of one poll of the source: rows, `away` and the reason, or `error` and its sentence."""
         try:
             return "rows", list(self.dataset.source.poll(self._read, self.dataset.buffer))
         except EOFError as error:

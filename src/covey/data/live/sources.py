@@ -1,4 +1,4 @@
-"""Where live rows come from: the protocol of a source, and four of them."""
+"""Sources of live rows: the protocol, and four implementations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
     def commit(self, position: Position) -> None:
-        """All rows up to here are in a checkpoint that is on the disk: they will not be asked for again."""
+        """Acknowledge all rows up to here: a checkpoint on disk holds them, and they will not be requested again."""
         ...
 
 

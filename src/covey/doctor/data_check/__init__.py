@@ -1,4 +1,4 @@
-"""What is wrong with a data set of prompts, row by row; and a copy of it without that."""
+"""Faults of a data set of prompts, row by row, and a cleaned copy of it."""
 
 from __future__ import annotations
 

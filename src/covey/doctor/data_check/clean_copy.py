@@ -1,4 +1,4 @@
-"""A copy of a data set without what is wrong with it, and a line for every row that is not as it was."""
+"""A cleaned copy of a data set, with a report line for every changed row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AROUND = 30
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was written."""
+    """Result of a cleaning: the files written and the number of rows."""
 
     output: Path
     report: Path
@@ -32,11 +32,11 @@ class Cleaned:
     kept: int
     changed: int
     dropped: Mapping[str, int]
-    """How many rows each kind of fault cost, by the first that a row has."""
+    """Rows dropped by each kind of fault, counted by a row's first fault."""
 
 
 def report_of(output: Path) -> Path:
-    """Where the report of a cleaned file lies: `clean.report.jsonl` beside `clean.jsonl`."""
+    """Path of the report of a cleaned file: `clean.report.jsonl` beside `clean.jsonl`."""
     return output.with_name(output.name.removesuffix(".jsonl") + ".report.jsonl")
 
 
@@ -52,7 +52,7 @@ def check_output(output: Path) -> None:
 
 
 def clean(inspection: Inspection, output: Path) -> Cleaned:
-    """Read the rows a second time and write those that may stay, mended where they can be, in their order.
+    """Read the rows a second time and write the good ones, repaired where possible, in their order.
 
     A row that is neither dropped nor changed keeps its bytes. Both files appear when they are complete, or not at all. Raises
     ConfigError when a file is there already, DataError when the source has changed since it was inspected.
@@ -119,7 +119,7 @@ def begins(record: Record, inspection: Inspection) -> str:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, str]]:
-    """For each column that changed, what stands around the first change, before and after."""
+    """Text around the first change of each changed column, before and after."""
     found = []
     for name, old in before.items():
         first, second = (

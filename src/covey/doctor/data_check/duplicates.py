@@ -1,4 +1,4 @@
-"""Rows that say the same: to the letter, or nearly. What must be remembered of them lies on disk, but for two bytes a row."""
+"""Duplicate rows, exact or near. The index lies on disk, but for two bytes a row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCKS = 4096
 
 
 class Twin(NamedTuple):
-    """A row that says what an earlier one says."""
+    """A row that duplicates an earlier one."""
 
     row: int
     earlier: int

@@ -1,4 +1,4 @@
-"""Text that was garbled on its way: what can be mended, mended; what is lost, said."""
+"""Garbled text (wrong encodings, control characters): repaired where possible, reported where characters are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Colours and titles of a terminal."""
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u200b\u2060\u202d\u202e\ufeff\ufff9-\ufffb]")
-"""Signs that nobody sees: controls but tab and line ends, spaces of no width, marks that turn the direction of reading."""
+"""Invisible characters: control characters but tab and line ends, zero-width spaces, bidirectional marks."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ASCII_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
@@ -25,7 +25,7 @@ FAULTS: Mapping[str, str] = {
 
 
 def repaired(text: str, mend: Collection[str] = FAULTS.keys()) -> tuple[str, tuple[str, ...]]:
-    """The text without the faults that are to be mended, and those that it had; mending it again changes nothing.
+    """(the text with the wanted faults repaired, the faults that it had). Idempotent.
 
     >>> repaired("caf\\u00c3\\u00a9 \\u200bnoir")
     ('café noir', ('mojibake', 'controls'))
@@ -34,7 +34,7 @@ def repaired(text: str, mend: Collection[str] = FAULTS.keys()) -> tuple[str, tup
         return text, ()
     faults: dict[str, None] = {}
     before = None
-    while before != text:  # what one step lays bare, such as an accent behind a control character, the next round mends
+    while before != text:  # one repair may expose another fault, such as an accent behind a control character
         before = text
         for fault, mender in _MENDERS.items():
             mended = mender(text) if fault in mend else text
@@ -45,12 +45,12 @@ def repaired(text: str, mend: Collection[str] = FAULTS.keys()) -> tuple[str, tup
 
 
 def is_lossy(text: str) -> bool:
-    """True where characters were replaced by U+FFFD: nobody knows any more which they were."""
+    """True where characters were replaced by U+FFFD, so that the originals are lost."""
     return "\ufffd" in text
 
 
 def repaired_row(value: Any, mend: Collection[str] = FAULTS.keys()) -> tuple[Any, dict[str, None]]:
-    """The value with every text in it mended, through lists and objects; and the faults they had."""
+    """(the value with every text in it repaired, through lists and objects, the faults they had)."""
     if isinstance(value, str):
         text, faults = repaired(value, mend)
         return text, dict.fromkeys(faults)
@@ -80,7 +80,7 @@ def _without_surrogates(text: str) -> str:
 
 @lru_cache
 def knows_mojibake() -> bool:
-    """Whether text in the wrong encoding can be told from other text on this machine, which needs ftfy."""
+    """True if this machine can detect mojibake, which needs ftfy."""
     return importlib.util.find_spec("ftfy") is not None
 
 

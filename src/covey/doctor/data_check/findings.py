@@ -1,4 +1,4 @@
-"""What can be wrong with a row, what to do about it, and where it was found."""
+"""Kinds of faults of a row, their fixes, and the rows they were found in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.doctor.data_check.spill import Spill
 _AS_OBJECTS = 10_000
 
 Action = Literal["drop", "change", "look"]
-"""What `covey data clean` does: leave the row out, mend its text, or nothing, because only a person can judge."""
+"""Action of `covey data clean`: leave the row out, repair its text, or nothing, because only a person can judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Kind:
 
     name: str
     title: str
-    """In the table."""
+    """Name in the table."""
     action: Action
     why: str
     """The end of "row 7 ..."; `{other}` names another row, `{amount}` is a figure."""
@@ -96,14 +96,14 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
 
 class Findings:
-    """What was found, kind by kind, each with its rows' numbers; all but the last few lie on disk."""
+    """Findings by kind, each with its row numbers; all but the last few lie on disk."""
 
     def __init__(self) -> None:
         self._found: dict[str, Spill] = {}
         self._most = -1
 
     def add(self, kind: str, row: int, other: int = -1, amount: float = math.nan) -> None:
-        """Row `row` has this fault; `other` and `amount` are what the kind's sentence needs."""
+        """Add a finding for row `row`; `other` and `amount` fill in the kind's sentence."""
         if kind not in self._found:
             self._found[KINDS[kind].name] = Spill([("row", "<i8"), ("other", "<i8"), ("amount", "<f8")])
         self._found[kind].add((row, other, amount))
@@ -122,7 +122,7 @@ class Findings:
         return [row for row, _, _ in self.of(kind)]
 
     def count(self, kind: str) -> int:
-        """How many rows have this fault."""
+        """Number of rows with this fault."""
         return len(self._found[kind]) if kind in self._found else 0
 
     def of(self, kind: str) -> Iterator[tuple[int, int, float]]:
@@ -144,5 +144,5 @@ class Findings:
 
     @property
     def must_be_mended(self) -> bool:
-        """Whether anything was found that training should not meet."""
+        """True if any finding should be fixed before training."""
         return any(kind.must_be_mended for kind in self.kinds())

@@ -38,7 +38,7 @@ def as_html(found: Summary) -> str:
 {_lengths(found)}
 <h2>Languages</h2>
 {_languages(found)}"""
-    return page_of(f"{found.source}: what is wrong with it", _STYLE, body)
+    return page_of(f"{found.source}: its faults", _STYLE, body)
 
 
 def _overview(found: Summary) -> str:

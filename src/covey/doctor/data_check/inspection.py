@@ -27,14 +27,14 @@ _MOSTLY = 0.9
 """The share of rows from which the others are the odd ones."""
 _NEAR, _NEAR_WITH_ANSWER = 0.8, 0.6
 _TELLING = 0.1
-"""Distinct answers a row from which an answer tells questions apart."""
+"""Distinct answers per row from which answers count as evidence that two questions differ."""
 _FEWEST = 20
-"""Rows below which nothing is said about what is usual."""
+"""Fewest rows for statements about outliers."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was looked at and what was found."""
+    """Result of an inspection: the rows, the settings and the findings."""
 
     rows: Rows
     settings: Settings
@@ -43,12 +43,12 @@ class Inspection:
     findings: Findings
     traits: Traits
     notes: Sequence[str]
-    """What was not looked at, and why."""
+    """Checks that were skipped, and why."""
     evaluation: Sequence[tuple[str, int]]
     """Each evaluation set, with the number that its row 0 has in the findings."""
 
     def reason(self, kind: Kind, other: int, amount: float) -> str:
-        """Why a row was found, as the end of "row 7 ..."."""
+        """Reason for a finding, as the end of "row 7 ..."."""
         name = f"row {other}"
         if kind.name in ("contaminated", "akin"):
             source, start = max((one for one in self.evaluation if one[1] <= other), key=lambda one: one[1])
@@ -57,9 +57,9 @@ class Inspection:
 
 
 def inspect(rows: Rows, settings: Settings) -> Inspection:
-    """Read all rows and find what is wrong with them.
+    """Read all rows and find their faults.
 
-    What must be remembered of a row lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
+    The index of rows lies on disk; memory holds two bytes a row and grows no further. Raises DataError when there are no rows, or no row has the
     prompt's column, or none the answer's column that `settings` names.
     """
     settings.check_against(rows.source)
@@ -208,7 +208,7 @@ def _odd_ones(traits: Traits, settings: Settings, findings: Findings) -> None:
 
 
 def _are_numbers(traits: Traits) -> bool:
-    """Whether nearly all answers are numbers."""
+    """True if nearly all answers are numbers."""
     count = Counter[int]()
     for _, part in traits.rows.chunks():
         count.update(Counter(part["answer"].tolist()))

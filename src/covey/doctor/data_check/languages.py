@@ -1,4 +1,4 @@
-"""The language of a prompt: by script and small words, and where these do not tell, by py3langid's statistics of letters."""
+"""Language identification of prompts: by script and stop words, else by py3langid's character statistics."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from covey.data.features.language import language
 
 _SHARED = frozenset(("ru", "ar", "hi"))
-"""Codes that only say of which script a text is, which other languages are written in too."""
+"""Codes that name only the script of a text, shared with other languages."""
 _NOT_PROSE = re.compile(r"```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\w+|https?://\S+|<[/\w]+>", re.DOTALL)
 _ENOUGH_LETTERS = 20
 _MOST = 1000
-"""Characters that are looked at."""
+"""Characters that are read."""
 _SURE = 0.8
 """Probability from which a code is believed. Texts of formulas stay below 0.3."""
 
 
 def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of the language; None where it cannot be told. Without py3langid, sixteen languages are known.
+    """The ISO 639-1 code of the language; None where it is unclear. Without py3langid, sixteen languages are known.
 
     >>> language_of("How many apples does she have if each of the boys takes two?"), language_of("x = 3")
     ('en', None)
@@ -37,7 +37,7 @@ def language_of(text: str) -> str | None:
 
 @lru_cache
 def knows_many() -> bool:
-    """Whether py3langid is installed, which knows 97 languages."""
+    """True if py3langid is installed, which knows 97 languages."""
     return importlib.util.find_spec("py3langid") is not None
 
 

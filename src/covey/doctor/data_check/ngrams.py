@@ -1,4 +1,4 @@
-"""Texts as words, words as numbers, and runs of words as numbers: what duplicates and overlap are found with."""
+"""Hashed words and word n-grams of texts, for the search for duplicates and overlap."""
 
 from __future__ import annotations
 

@@ -11,20 +11,20 @@ import numpy
 from covey.doctor.data_check.ngrams import Hashes, Words, common_runs, grams, number_list, same_text
 
 _BEST = 5
-"""Of the questions that a row shares runs with, so many are looked at closely."""
+"""Most questions compared closely with a row, among those that share n-grams with it."""
 
 
 class Seen(NamedTuple):
     """A row that holds much of an evaluation question, or is much of one."""
 
     place: int
-    """In the sequence of rows that was asked about."""
+    """Index in the given sequence of rows."""
     question: int
     """The evaluation question that it shares most with."""
     share: float
-    """Of the row's words, or of the question's if that is more, those in runs that the other has too."""
+    """Share of the row's words, or of the question's if that is more, in n-grams that the other has too."""
     has_numbers: bool
-    """Whether the numbers of one are all among those of the other; else it is the question with other numbers."""
+    """True if all numbers of one text are in the other; else it is the same question with other numbers."""
 
 
 class Overlap:
@@ -109,7 +109,7 @@ class Overlap:
 
 
 def _mask(starts: numpy.ndarray, size: int, length: int) -> numpy.ndarray:
-    """[length] whether a word lies in one of the runs that start there."""
+    """[length] bool, True for words inside one of the n-grams that start at these places."""
     edges = numpy.zeros(length + size + 1, dtype=numpy.int64)
     numpy.add.at(edges, starts, 1)
     numpy.add.at(edges, starts + size, -1)

@@ -1,4 +1,4 @@
-"""What looks like a person's address or somebody's key. Patterns only: they point, a person judges."""
+"""Personal data and secrets (addresses, card numbers, keys), found by patterns; a person judges the matches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _has_iban(text: str) -> bool:
 
 
 def _luhn(digits: str) -> bool:
-    """Whether the check digit of a card number is right; fifteen zeros would be, and are none."""
+    """True if the Luhn check digit of a card number is right; a number of equal digits, such as zeros, is refused."""
     doubled = [int(digit) * (1 + place % 2) for place, digit in enumerate(reversed(digits))]
     return len(set(digits)) > 1 and sum(value - 9 * (value > 9) for value in doubled) % 10 == 0
 

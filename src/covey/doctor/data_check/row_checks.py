@@ -1,4 +1,4 @@
-"""One row looked at: what is wrong with it alone, and what is needed to hold it against others."""
+"""Checks of one row: its own faults, and the features for comparison with other rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LEAKED = 24
 
 
 class Traits:
-    """Of every row that has a prompt, what the others are compared by: on disk, and counted."""
+    """Features of every row that has a prompt, for comparison with others: on disk, with counts."""
 
     def __init__(self) -> None:
         self.rows = Spill([("row", "<i8"), ("characters", "<i8"), ("answer", "<i1"), ("language", "<i2")])
@@ -55,7 +55,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Looked:
-    """What the comparison with other rows needs."""
+    """Features of a row for comparison with other rows."""
 
     row: int
     text: str
@@ -64,7 +64,7 @@ class Looked:
 
 
 class Looker:
-    """Looks at rows one by one and writes down what it finds."""
+    """Checks rows one by one and records the findings."""
 
     def __init__(self, settings: Settings, answer_column: str | None, findings: Findings, traits: Traits) -> None:
         self._settings, self._answer_column = settings, answer_column
@@ -135,7 +135,7 @@ def answer_of(row: Mapping[str, Any], column: str | None) -> str:
 
 
 def _parses(gold: str) -> bool:
-    """Whether the verifier sees a value in an answer: what it cannot parse equals only its own letters, a value also itself in
+    """True if the verifier parses a value in an answer. An unparsed text equals only itself, a value also itself in
     brackets or times one."""
     if is_plain(gold):
         return True

@@ -48,7 +48,7 @@ class Rows:
 
     @property
     def expected(self) -> int | None:
-        """About how many rows there are: the lines of plain files; None where only reading would tell."""
+        """Estimated number of rows: the lines of plain files; None where it would need a full read."""
         if not self.files or any(file.suffix.lower() == ".gz" for file in self.files):
             return self.limit
         count, is_open = 0, False

@@ -1,4 +1,4 @@
-"""What is looked for, and how strictly."""
+"""Settings of an inspection: the checks and their thresholds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Answers = Literal["auto", "number", "math", "text"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a data set is checked."""
+    """Settings of the check of a data set."""
 
     prompt_column: str = "prompt"
     answer_column: str | None = None
     """None: `answer`, or else `solution`, where the rows have it."""
     answers: Answers = "auto"
-    """What a gold answer must be: a number, what math-verify parses, or any text, of which two may be right.
+    """Form of a gold answer: a number, an expression that math-verify parses, or any text, of which two may be right.
     `auto`: a number where nine in ten are; short texts that differ contradict each other."""
     near: float | None = None
     """Share of runs of three words from which two prompts are the same; 0 looks for exact duplicates alone. None: 0.6 where
@@ -39,7 +39,7 @@ class Settings:
     max_prompt_length: int | None = None
     """Most tokens of a prompt; needs the tokenizer."""
     ignore: Sequence[str] = ()
-    """Kinds of fault that are not looked at."""
+    """Kinds of fault to skip."""
 
     def __post_init__(self) -> None:
         for name in self.ignore:
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def mended(self) -> list[str]:
-        """The faults of text that are mended."""
+        """The faults of text that are repaired."""
         return [fault for fault in FAULTS if fault not in self.ignore]
 
     def check_against(self, source: str) -> None:

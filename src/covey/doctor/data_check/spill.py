@@ -1,4 +1,4 @@
-"""Records of numbers that lie in a file without a name, and are taken back a part at a time: what keeps memory flat."""
+"""Records of numbers in an anonymous temporary file, read back a part at a time, so that memory stays flat."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Spill:
 
 
 def _close(file: IO[bytes]) -> None:
-    with contextlib.suppress(OSError):  # what could not be written is not wanted any more
+    with contextlib.suppress(OSError):  # unwritten records are no longer needed
         file.close()
 
 

@@ -1,4 +1,4 @@
-"""What an inspection found, in figures and with examples, for a terminal, a page or a program."""
+"""Summary of an inspection, in figures and with examples, for a terminal, a page or a program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Summary:
-    """All that an inspection has to say."""
+    """Summary of all findings of an inspection."""
 
     source: str
     num_rows: int
@@ -51,13 +51,13 @@ class Summary:
     lengths: Mapping[str, Mapping[str, float]]
     """Quantiles of characters, and of tokens where they were counted."""
     languages: Mapping[str, int]
-    """Rows by language; `?` where it cannot be told."""
+    """Rows by language; `?` where it is not identified."""
     notes: Sequence[str]
     findings: Findings
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing was found that must be mended."""
+        """True if no finding must be fixed before training."""
         return not any(entry.kind.must_be_mended for entry in self.entries)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Faults on purpose: kills, signals, full disks, failing rewards and bad numbers against a tiny real run, and what it lost."""
+"""Fault injection: kills, signals, full disks, failing rewards and bad numbers in a tiny real run, and the steps lost."""
 
 from covey.doctor.faults.bench import Bench
 from covey.doctor.faults.kinds import FAULTS, Outcome

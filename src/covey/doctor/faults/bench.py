@@ -1,4 +1,4 @@
-"""Where victims are started, watched and looked at afterwards."""
+"""Test bench that starts victim runs, watches them and inspects their folders afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bench:
         return self.folder / f"run-{self._runs:04d}"
 
     def clear_last(self, *, keep: bool) -> None:
-        """Remove the newest run, unless someone will want to look at it."""
+        """Remove the newest run, unless it is worth a look."""
         if not keep:
             clear(self.folder / f"run-{self._runs:04d}")
 
@@ -132,7 +132,7 @@ def clear(folder: Path) -> None:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
-    """Whether it came true in time."""
+    """Wait until the condition holds. False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

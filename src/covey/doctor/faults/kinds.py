@@ -17,13 +17,13 @@ from covey.runs import checkpoint
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one fault did."""
+    """Effect of one fault on a run."""
 
     survived: bool
     lost: int = 0
     """Steps that had to be made again, or whose update was left out."""
     said: str = ""
-    """What was wrong, for one that was not survived."""
+    """Description of the failure, if the fault was not survived."""
     came_late: bool = False
     """The run had ended before the fault: it says nothing."""
 

@@ -1,4 +1,4 @@
-"""Every fault for an equal share of the time, and a table of what became of the runs."""
+"""Soak test: every fault for an equal share of the time, and a table of the outcomes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def soak(
 ) -> list[Tally]:
     """Inject faults, that which has had the least time first, each at most `count` times, starting none after `minutes`.
 
-    `tell` hears of each one.
+    `tell` is called with each one.
     """
     tallies = [Tally(fault) for fault in faults]
     deadline = time.monotonic() + 60 * minutes

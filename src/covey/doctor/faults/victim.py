@@ -24,20 +24,20 @@ from covey.errors import CoveyError
 from covey.training.trainer import GRPOTrainer
 
 END = "weights.sha256"
-"""What a run that reached its last step leaves: the hash of its weights, and whether all are finite."""
+"""File of a run that reached its last step: the hash of its weights, and whether all are finite."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process does."""
+    """Settings of one process."""
 
     folder: str
     steps: int = 12
     save_steps: int = 2
     trouble: str = ""
-    """What goes wrong inside the process: a name of TROUBLES, or nothing."""
+    """Fault inside the process: a name of TROUBLES, or empty."""
     at: int = 0
-    """Before which step, counted from 0."""
+    """Step before which the fault occurs, counted from 0."""
     rank: int = 0
     size: int = 1
     port: int = 0
@@ -49,7 +49,9 @@ def warm_up() -> None:
 
 def work(plan: Plan) -> None:
     """Train, leave the hash of the weights, and exit as `covey train` would."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this in the background ignores it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell that starts a background job sets SIGINT to ignored
     sys.exit(run(plan))
 
 
@@ -186,7 +188,7 @@ def bad_gradient(one: GRPOTrainer) -> Callable[[], None]:
 
 
 def small_files(one: GRPOTrainer) -> Callable[[], None]:
-    """From now on no file may grow beyond 20 kB, until three more steps are done."""
+    """Limit files to 20 kB, until three more steps are done."""
 
     def limit() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -198,7 +200,7 @@ def small_files(one: GRPOTrainer) -> Callable[[], None]:
 
 
 def no_memory(one: GRPOTrainer) -> Callable[[], None]:
-    """From now on the process may take 16 MiB more than it has."""
+    """Limit the process to 16 MiB more memory than it has."""
 
     def limit() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

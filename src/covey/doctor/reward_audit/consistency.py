@@ -60,9 +60,9 @@ class Against:
     differ: Estimate
     """Share of completions with another verdict, a verdict being a score above the middle of the scores that occur."""
     paid_wrong: Estimate
-    """Of those that `other` rejects, the share that the reward pays."""
+    """False positive rate: share of completions rejected by `other` that the reward pays."""
     missed: Estimate
-    """Of those that `other` pays, the share that the reward rejects."""
+    """False negative rate: share of completions paid by `other` that the reward rejects."""
     agreement: float
     """Cosine of the two centred scores within groups: how much of the advantages point the same way."""
     examples: tuple[tuple[str, str, tuple[float, ...]], ...]
@@ -112,7 +112,7 @@ def scored_again(groups: Sequence[Group], rewards: Sequence[Any], times: int, se
 
 
 def repeats_of(name: str, groups: Sequence[Group], scores: Sequence[np.ndarray]) -> Repeats:
-    """What repeats of one reward say. `scores`: for each group [times, G], the recorded ones first where they are known."""
+    """Consistency of one reward over repeated calls. `scores`: for each group [times, G], recorded scores first where known."""
     clean = [one[:, ~np.isnan(one).any(0)] for one in scores]
     used = [one for one in clean if one.shape[1] > 0]
     differ = [float((np.ptp(one, axis=0) > _SAME).mean()) for one in used]

@@ -26,13 +26,13 @@ _PIECE = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Tried:
-    """What a reward made of one probe: a score a row, NaN where it abstained, failed or there was nothing to score."""
+    """Scores of a reward for one probe, one a row, NaN where it abstained, failed or there was nothing to score."""
 
     probe: Probe
     scores: list[float]
     seconds: float
     errors: list[str] = field(default_factory=list)
-    """What went wrong, in a sentence each."""
+    """Errors, one sentence each."""
     lost: int = 0
     """Completions that got no score for it."""
 
@@ -59,15 +59,15 @@ class Examination:
     wording: str | None = None
     """The wording of the gold answer that pays most beside a wrong one; `None` without gold answers."""
     reads_gold: bool = False
-    """Whether a right answer ever scored otherwise beside another row's prompt and columns."""
+    """True if a right answer ever got another score beside another row's prompt and columns."""
     moved: list[str] = field(default_factory=list)
     """Probes whose scores were others the second time."""
     reordered: list[str] = field(default_factory=list)
     """Probes whose scores were others when the rows came in another order, and in that order alone."""
     ran_here: bool = False
-    """Whether a program in a completion ran in this very process."""
+    """True if a program in a completion ran in this process."""
     wrote_here: bool = False
-    """Whether a program in a completion could write to this machine's folder for temporary files."""
+    """True if a program in a completion could write to this machine's temporary folder."""
 
     def of(self, kind: str, name: str | None = None) -> list[Tried]:
         return [t for t in self.tried if t.probe.kind == kind and name in (None, t.probe.name)]
@@ -84,7 +84,7 @@ def examine(
     """Try a reward. A probe is one call with one completion of every row, so that what fails or is slow has a name.
     `without` names garbage to leave out.
 
-    Raises RewardError for what no call can mend: a wrong number of values, values that are no numbers.
+    Raises RewardError for errors that no retry can fix: a wrong number of values, values that are no numbers.
     """
     session = _Session(replace(spec, weight=1.0), list(rows), timeout_seconds)
     try:
@@ -107,7 +107,7 @@ def examine(
 
 
 def _take_marks() -> tuple[bool, bool]:
-    """What programs among the probes have left in this process and on this machine; both are cleaned away."""
+    """(ran_here, wrote_here): marks that probe programs left in this process and on this machine; both are removed."""
     ran_here, wrote_here = hasattr(builtins, MARK), mark_file().exists()
     if ran_here:
         delattr(builtins, MARK)
@@ -128,9 +128,9 @@ def _best_wording(found: Sequence[Tried]) -> str | None:
 
 
 def _reads_gold(session: _Session, found: Sequence[Tried], wording: str) -> bool:
-    """Whether the same right answers score otherwise beside the prompts and columns of rows with other answers.
+    """True if the same right answers get other scores beside the prompts and columns of rows with other answers.
 
-    Where every row has the same answer: whether they score other than wrong ones in the same words.
+    Where every row has the same answer: True if they score other than wrong ones in the same words.
     """
     gold = next(t for t in found if t.probe.kind == "gold" and t.probe.name == wording)
     others = [_partner(session.rows, i) for i in range(len(session.rows))]
@@ -177,7 +177,7 @@ def _equal(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 class _Session:
-    """One reward and its rows. Scores are not remembered, also those of a reward that says it is pure."""
+    """One reward and its rows. Scores are not cached, not even of a reward declared pure."""
 
     def __init__(self, spec: RewardSpec, rows: list[Row], timeout_seconds: float | None) -> None:
         self.spec, self.rows, self.timeout_seconds = spec, rows, timeout_seconds

@@ -31,11 +31,11 @@ WORDINGS: dict[str, Wording] = {
 """Ways to say a short answer."""
 AS_WRITTEN = "as in the data"
 MARK = "covey_reward_test_ran"
-"""What a program among the probes sets in the interpreter that runs it."""
+"""Attribute that a probe program sets in the interpreter that runs it."""
 
 
 GOLD_COLUMNS = ("answer", "solution", "reference", "summary", "label", "target", "code", "canonical_solution")
-"""Where a right answer is looked for, in this order."""
+"""Columns searched for a right answer, in this order."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def programs(rows: Sequence[Row]) -> list[Probe]:
 
 
 def mark_file() -> Path:
-    """Where a program among the probes leaves a mark, if whatever runs it lets it write on this machine."""
+    """File that a probe program writes if its sandbox lets it write on this machine."""
     own = "".join("abcdefghij"[int(digit)] for digit in str(os.getpid()))  # a digit might be the right answer
     return Path(tempfile.gettempdir()) / f"covey-reward-test-{own}"
 
@@ -159,7 +159,7 @@ def marking_program() -> str:
 
 
 def garbage(rows: Sequence[Row]) -> list[Probe]:
-    """Texts that deserve nothing, whatever the answer is."""
+    """Texts that deserve no reward for any gold answer."""
     same = {
         "empty": "",
         "spaces": " \n\t ",
@@ -274,7 +274,7 @@ def _cut(row: Row) -> str | None:
 
 
 def _holds(text: str, row: Row) -> bool:
-    """Whether a text happens to name the right answer, and so is no garbage."""
+    """True if a text happens to name the right answer, and so is no garbage."""
     return bool(row.short) and re.search(rf"(?<!\w){re.escape(row.short)}(?!\w)", text, re.IGNORECASE) is not None
 
 

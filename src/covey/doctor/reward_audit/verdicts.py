@@ -1,4 +1,4 @@
-"""What an examination says about a reward: gold answers that do not score, garbage that does, constants, errors, time."""
+"""Verdicts on a reward: gold answers that do not score, garbage that does, constants, errors, time."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _time(found: Examination, limit: float) -> Iterator[Verdict]:
 
 
 def _form(found: Examination) -> Iterator[Verdict]:
-    """Rewards that do not tell right from wrong cannot be judged by it; what they pay without an answer is told."""
+    """Verdicts on a reward that ignores the gold answer: its scores for completions without an answer."""
     if found.reads_gold:
         return
     known = [score for tried in found.tried for score in tried.known]

@@ -1,1 +1,1 @@
-"""A plan before paying: memory, seconds of a step, and what would make it cheaper, on GPUs that are not here."""
+"""Roofline plan of a run: memory, seconds of a step, and cheaper set-ups, for GPUs that are not here."""

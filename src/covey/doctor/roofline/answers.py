@@ -12,12 +12,12 @@ from covey.errors import ConfigError
 from covey.learner.memory_estimate import in_gib
 
 PAYS = 1.1
-"""Times faster from which a change is said to pay."""
+"""Speed-up from which a change pays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One change, and what would come of it."""
+    """One change, with its predicted speed and memory."""
 
     change: str
     said: str
@@ -39,7 +39,7 @@ def rows_that_fit(plan: Estimate) -> int:
 
 
 def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
-    """Of LoRA (`lora` is PEFT's configuration, None: not installed, or in force), FSDP, twice the GPUs, and asynchrony."""
+    """Predictions for LoRA (`lora` is PEFT's configuration, None: not installed, or in use), FSDP, twice the GPUs, and asynchrony."""
     setup = plan.setup
     if lora is not None and setup.adapter is None:
         yield _compared(plan, estimate(replace(setup, adapter=lora)), "LoRA of rank 16 (--lora-r 16)")
@@ -80,7 +80,7 @@ def _on(setup: Setup, gpus: int) -> Setup | None:
 def asynchrony(plan: Estimate) -> Answer:
     """Some GPUs write completions without pause, the others learn, against all of them doing one after the other.
 
-    What is won is the end of each rollout, where few completions still run and their steps read all weights.
+    The gain is the end of each rollout, where few completions still run and their steps read all weights.
     """
     setup, change = plan.setup, "asynchronous rollouts on GPUs of their own (max_staleness 1)"
     count = setup.gpus

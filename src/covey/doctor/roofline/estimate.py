@@ -27,15 +27,15 @@ class Setup:
     gpu: Gpu
     gpus: int
     is_split: bool = False
-    """FSDP2: each device holds its part of what a learner keeps."""
+    """FSDP2: each device holds a shard of weights, gradients and optimizer state."""
     adapter: Any = None
     prompt_tokens: int = 512
     mean_tokens: float | None = None
-    """Of a completion; None: all are as long as allowed."""
+    """Mean tokens of a completion; None: all are as long as allowed."""
 
     @property
     def mean(self) -> float:
-        """Tokens of a completion in the mean."""
+        """Mean tokens of a completion."""
         return min(self.mean_tokens or self.args.max_completion_length, self.args.max_completion_length)
 
     @property
@@ -68,12 +68,12 @@ class Held:
     gradients: int
     optimizer: int
     gathered: int
-    """Layers that are whole for the moment, of a model that is split."""
+    """Gathered layers of a sharded model."""
     activations: int
     sampler: int
-    """The copy of the weights that is sampled from."""
+    """The sampler's copy of the weights."""
     cache: int
-    """Keys and values: of all completions, or as many as there is room for."""
+    """KV cache: of all completions, or of as many as fit."""
 
     @property
     def stays(self) -> int:
@@ -81,7 +81,7 @@ class Held:
 
     @property
     def learning(self) -> int:
-        """At the peak of an update."""
+        """Bytes at the peak of an update."""
         return self.stays + self.gradients + self.activations + self.gathered
 
     @property
@@ -91,7 +91,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one optimizer step, by part."""
+    """Seconds of one optimizer step, by part."""
 
     rollout: float
     scoring: float
@@ -107,7 +107,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run takes on its GPUs."""
+    """Memory and time of a run on its GPUs."""
 
     setup: Setup
     found: Measured
@@ -173,7 +173,7 @@ def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decodi
 
 
 def _gathered(setup: Setup, found: Measured) -> int:
-    """Bytes of what FSDP2 holds whole at a time: the embeddings and the head, this layer and the next, and their gradients."""
+    """Bytes that FSDP2 holds gathered at a time: the embeddings and the head, this layer and the next, and their gradients."""
     text = setup.model_config.get_text_config()
     tables = 1 if text.tie_word_embeddings else 2
     ends = min(found.weights, tables * text.vocab_size * text.hidden_size * found.dtype.itemsize)

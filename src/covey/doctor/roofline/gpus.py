@@ -1,4 +1,4 @@
-"""GPUs by name: what their data sheets say of memory, arithmetic and bandwidth, and how much of that runs get."""
+"""GPUs by name: memory, FLOPS and bandwidth by their data sheets, and the shares that runs reach."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class TimedBytes(FakeBytes):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Of attention's forward, query [.., S, D], key [.., T, D], value [.., T, E]: two products of all pairs."""
+    """FLOPs of attention's forward pass, query [.., S, D], key [.., T, D], value [.., T, E]: two products of all pairs."""
     pairs = query.shape[:-1].numel() * key.shape[-2]
     return 2 * pairs * (query.shape[-1] + value.shape[-1])
 

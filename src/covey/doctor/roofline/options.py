@@ -1,4 +1,4 @@
-"""The options of a run that is planned for GPUs which are not here: what they decide by the machine is decided for the GPU."""
+"""The options of a run planned for GPUs that are not here: machine-dependent defaults are resolved for the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO = ("", "false", "no", "off", "0", "none")
 def planned(wanted: Mapping[str, Any]) -> tuple[GRPOConfig, bool]:
     """The configuration on a GPU, in bfloat16 unless `bf16` says otherwise, and True where FSDP splits the model.
 
-    Raises ConfigError for what a plan cannot look at.
+    Raises ConfigError for options that a plan does not cover.
     """
     wanted = dict(wanted)
     for name, instead in _ELSEWHERE.items():

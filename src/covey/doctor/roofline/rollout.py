@@ -17,16 +17,16 @@ class Decoding:
 
     gpu: Gpu
     gpus: int
-    """That one engine is split over (tensor parallel)."""
+    """GPUs of one engine (tensor parallel)."""
     weights: int
     """Bytes that a token's step reads."""
     parameters: int
     key_bytes: int
-    """Keys and values of a token."""
+    """Bytes of keys and values of one token."""
     room: int
     """Bytes for keys and values on all GPUs of the engine."""
     item_bytes: int
-    """Of a number of the weights."""
+    """Bytes of one weight."""
 
     def seconds(self, completions: int, group: int, prompt: int, mean: float, longest: int) -> float:
         """Of `completions` in groups of `group` behind prompts of `prompt` tokens.

@@ -19,7 +19,7 @@ from covey.types import Group
 MOST_MOVED = 0.05
 """Nats a token that one update may move the policy; PPO's usual target over a whole rollout is 0.01 to 0.02."""
 MOST_STALE = 0.02
-"""Nats a token between what drew the completions and the policy that learns from them."""
+"""Largest KL between the sampling policy and the policy being trained, nats a token."""
 SPIKE = 5.0
 """Times the median gradient norm of the steps before."""
 _FEWEST_BEFORE = 3
@@ -30,7 +30,7 @@ _RESAMPLES = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """One thing that is wrong, in words, and how a replay is asked whether it still is."""
+    """One cause, in words, with the test that tells whether a replay still shows it."""
 
     said: str
     measure: Callable[[Effect], np.ndarray[Any, Any]]
@@ -65,7 +65,7 @@ class Diagnosis:
     """Troubles of a step, and the changes that were tried, best first."""
 
     troubles: tuple[tuple[str, float, float], ...]
-    """In words, value, limit."""
+    """(description, value, limit)."""
     remedies: tuple[Remedy, ...]
     replayed: tuple[float, float | None]
     """Gradient norm of the replay, and as the run recorded it."""
@@ -73,7 +73,7 @@ class Diagnosis:
 
 
 def diagnose(recorded: Recorded) -> Diagnosis:
-    """Make the step as it was, name what is wrong, then try each change."""
+    """Replay the step as it was, name the causes, then try each change."""
     replay = Replay(recorded)
     base = replay.effect(lambda groups, algorithm: (groups, algorithm, 1.0, None))
     troubles = list(_troubles(recorded, base))

@@ -32,7 +32,7 @@ _SAME = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """Everything that step `step` was made of."""
+    """Recorded inputs of step `step`."""
 
     step: int
     groups: tuple[Group, ...]

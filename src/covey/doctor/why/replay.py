@@ -1,4 +1,4 @@
-"""The update of a recorded step made again, as it was or with one thing changed, and what it did to the policy."""
+"""Replay of a recorded step's update, as it was or with one change, and its effect on the policy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Effect:
     """Effect of an update, measured on every completion of the step, by group [P]."""
 
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     moved: np.ndarray[Any, Any]
     """KL (k3, Schulman 2020) of the policy before the update from the one after, nats a token."""
     stale: np.ndarray[Any, Any]
-    """KL (k3) of what drew the completions that were learnt from, from the policy before the update, nats a token."""
+    """KL (k3) of the sampling policy of trained completions from the policy before the update, nats a token."""
     gains: Mapping[str, np.ndarray[Any, Any]]
     """For each reward, to first order, how much the update raises its mean: mean of (reward - group's mean) x change of log-probability."""
 
@@ -56,7 +56,7 @@ class Replay:
         return self._measured(groups, after, report.metrics["grad_norm"].value)
 
     def staleness(self) -> list[Tensor]:
-        """[G] for each group: k3 of what drew each completion, from the policy before the update, nats a token."""
+        """[G] for each group: k3 of each completion's sampling policy from the policy before the update, nats a token."""
         out = []
         for group, rows in zip(self.recorded.groups, self.before, strict=True):
             drawn = [done.logprobs for done in group.completions]

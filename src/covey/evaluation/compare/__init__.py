@@ -1,1 +1,1 @@
-"""Two ways to train, several seeds each: what differs, the learning curves, and which is better."""
+"""Comparison of two ways to train, several seeds each: their differences, learning curves, and which is better."""

@@ -22,7 +22,7 @@ TRAINING = {
     "grad_norm": "gradient norm",
     "frac_reward_zero_std": "groups without signal",
 }
-"""What is drawn of `metrics.jsonl`, where every side has it."""
+"""Metrics of `metrics.jsonl` that are drawn, where every side has them."""
 _MOST_POINTS = 60
 
 

@@ -1,4 +1,4 @@
-"""How much better B is than A, and how sure one may be: paired by question, and over seeds where there are several.
+"""Difference between B and A with its confidence interval: paired by question, and over seeds where there are several.
 
 A score varies with the seed of the run and with the questions that happen to be in the test set. With several seeds both count,
 so that the verdict holds for new seeds and new questions of the same kind. Each run gives one score a question; the variance of
@@ -24,7 +24,7 @@ Basis = Literal["seeds and questions", "questions", "seeds", "nothing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What the test sees of a run: its seed, its mean score, and the score of every question where that is known."""
+    """Input of the test from one run: its seed, its mean score, and the score of every question where that is known."""
 
     seed: int | None
     mean: float
@@ -39,21 +39,21 @@ class Effect:
     low: float
     high: float
     p_value: float
-    """Probability of a difference at least this large if both were equally good. 1 where nothing can be told."""
+    """Probability of a difference at least this large if both were equally good. 1 where no test is possible."""
     basis: Basis
-    """What was taken to vary."""
+    """Source of variation that the test takes into account."""
     seeds: tuple[int, int]
     """Runs of A and of B."""
     questions: int
     """Questions that every run answered; 0: scores of single questions are not known."""
     is_paired: bool
-    """Whether runs were paired by seed."""
+    """True if runs were paired by seed."""
     detectable: float
     """The difference that would be found 4 times in 5 with as many seeds and questions."""
 
     @property
     def is_real(self) -> bool:
-        """Whether the difference can be told from 0 at the 5% level, by the test and by the interval."""
+        """True if the difference is significant at the 5% level, by the test and by the interval."""
         return self.p_value < 0.05 and not self.low <= 0 <= self.high
 
 
@@ -82,7 +82,7 @@ def effect_of(a: Sequence[Scored], b: Sequence[Scored]) -> Effect:
 
 
 def adjusted(effects: Sequence[Effect]) -> list[Effect]:
-    """The same effects with Holm's p-values (1979), where several are told from the same A. Intervals stay as they are."""
+    """The same effects with Holm's p-values (1979), where several sides are compared with the same A. Intervals are unchanged."""
     order = sorted(range(len(effects)), key=lambda i: effects[i].p_value)
     worst, out = 0.0, list(effects)
     for rank, i in enumerate(order):
@@ -161,7 +161,7 @@ def _satterthwaite(parts: Sequence[tuple[float, float]], total: float | None = N
 
 
 def _over_seeds(a: Sequence[Scored], b: Sequence[Scored], is_paired: bool) -> Effect:
-    """Without scores of single questions only the seeds are seen; with one seed a side nothing can be told."""
+    """Test over seeds alone, without scores of single questions; with one seed a side no test is possible."""
     x, y = np.asarray([run.mean for run in a]), np.asarray([run.mean for run in b])
     x, y = (x, y) if is_paired else (x[~np.isnan(x)], y[~np.isnan(y)])
     value = float(y.mean() - x.mean()) if x.size and y.size else math.nan

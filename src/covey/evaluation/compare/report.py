@@ -1,4 +1,4 @@
-"""A whole comparison: sides, what differs, results, curves, the verdict."""
+"""A whole comparison: sides, their differences, results, curves, the verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.evaluation.compare.verdict import cautions, sentences
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What `compare` finds; the first result is of the main held-out set and makes the verdict."""
+    """Result of `compare`; its first entry in `results` is the main held-out set, which decides the verdict."""
 
     sides: Sequence[Side]
     differences: Sequence[Difference]

@@ -1,4 +1,4 @@
-"""How the sides score on held-out questions: which scores can be compared, and what they say."""
+"""Scores of the sides on held-out questions: the comparable ones, and their estimates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOTAL = "reward"
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What is measured of an answer."""
+    """Score of an answer: its reward, or 0 or 1 by a threshold."""
 
     column: str = TOTAL
     """`reward`, or `reward/<function>`."""
@@ -28,7 +28,7 @@ class Score:
     """An answer counts 1 from this reward on and 0 below; None: the reward itself."""
 
     def of(self, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], bool]:
-        """Mean score by question, and whether every answer scored 0 or 1."""
+        """(mean score by question, True if every answer scored 0 or 1)."""
         scored = [{**row, self.column: self._of(row.get(self.column))} for row in rows]
         values = {row[self.column] for row in scored} - {None}
         return by_question(scored, self.column), values <= {0.0, 1.0}
@@ -46,7 +46,7 @@ class Result:
     set_name: str
     score: Score
     is_share: bool
-    """Whether every answer scored 0 or 1, so that means are accuracies."""
+    """True if every answer scored 0 or 1, so that means are accuracies."""
     steps: Sequence[Sequence[int]]
     """The evaluation that counts, by side and run."""
     runs: Sequence[Sequence[Scored]]
@@ -57,17 +57,17 @@ class Result:
 
     @property
     def scale(self) -> float:
-        """What a value is multiplied by to be shown."""
+        """Factor from stored to displayed values."""
         return 100.0 if self.is_share else 1.0
 
     @property
     def unit(self) -> str:
-        """What differences are counted in."""
+        """Unit of differences."""
         return "points" if self.is_share else "reward"
 
     @property
     def title(self) -> str:
-        """What the means are: `accuracy on eval`."""
+        """Title of the means: `accuracy on eval`."""
         what = "accuracy" if self.is_share else "reward"
         what += f" by {self.score.column.partition('/')[2]}" if self.score.column != TOTAL else ""
         at = f" (reward of {self.score.threshold:g} or more)" if self.score.threshold is not None else ""
@@ -146,7 +146,7 @@ def choose_score(sides: Sequence[Side], set_name: str, column: str | None, thres
 
 
 def _totals_agree(runs: Sequence[Run], columns: Sequence[Sequence[str]]) -> bool:
-    """Whether the weighted total is made of the same functions with the same weights in all runs."""
+    """True if the weighted total uses the same reward functions and weights in all runs."""
     weights = {str(run.config.get("reward_weights")) for run in runs}
     return len(weights) == 1 and all(set(other) == set(columns[0]) for other in columns)
 
@@ -169,7 +169,7 @@ def _step(run: Run, set_name: str, wanted: int | None) -> int:
 
 
 def _scored(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, bool]:
-    """The run's scores, and whether they are shares; the logged mean where the answers were not kept."""
+    """(the run's scores, True if they are shares); the logged mean where the answers were not stored."""
     rows = run.answers(set_name, step)
     if not rows:
         return Scored(seed=run.seed, mean=logged_mean(run, set_name, step, score)), False
@@ -180,7 +180,7 @@ def _scored(run: Run, set_name: str, step: int, score: Score) -> tuple[Scored, b
 
 
 def logged_mean(run: Run, set_name: str, step: int, score: Score) -> float:
-    """The mean of the score as the run logged it; NaN where only single answers would tell."""
+    """The mean of the score as the run logged it; NaN where it would need single answers."""
     if score.threshold is not None:
         return math.nan
     if score.column == TOTAL:

@@ -1,4 +1,4 @@
-"""What a run folder says: what ran, how it learnt, and how it scored on held-out questions."""
+"""Data of a run folder: configuration, learning curves, and scores on held-out questions."""
 
 from __future__ import annotations
 

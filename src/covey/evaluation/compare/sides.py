@@ -1,4 +1,4 @@
-"""Which runs are seeds of the same way to train, and in what the ways differ."""
+"""Grouping of runs into sides (seeds of the same way to train), and the differences between sides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BOOKKEEPING = frozenset(
         *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
     }
 )
-"""Options that decide where a run is written and when it is looked at, not what it learns."""
+"""Options of output, logging and evaluation, which do not affect training."""
 _DECIDES = ("config", "model", "algorithm", "rewards", "sources", "dataset")
 _AROUND = ("versions", "hardware", "git")
 _PLACES = re.compile(r"\.(line|file)$|^hardware\.(host|memory_gb)$|^git\.(untracked|is_diff_cut|branch)|^git\.diff$")
@@ -41,7 +41,7 @@ class Side:
 
     letter: str
     name: str
-    """What the folders have in common; may be empty."""
+    """Common part of the folders' names; may be empty."""
     runs: Sequence[Run]
 
     @property
@@ -60,7 +60,7 @@ class Difference:
     values: Sequence[str]
     """One text a side; `a / b` where its runs differ among themselves."""
     diff: str = ""
-    """For source text: what changed from the first side to the second that has another one, as a unified diff."""
+    """For source text: unified diff from the first side to the second that differs."""
 
 
 def grouped(runs: Sequence[Run]) -> list[Side]:
@@ -91,7 +91,7 @@ def as_sides(groups: Sequence[Sequence[Run]]) -> list[Side]:
 
 
 def differences(sides: Sequence[Side]) -> list[Difference]:
-    """Everything recorded in which the sides differ, what decides first. Seeds and bookkeeping are left out."""
+    """All recorded differences between the sides, the most decisive first. Seeds and bookkeeping are left out."""
     found: list[Difference] = []
     for area in (*_DECIDES, *_AROUND):
         leaves = [[_leaves(run, area) for run in side.runs] for side in sides]
@@ -132,7 +132,7 @@ def key_of(run: Run, areas: Sequence[str] = (*_DECIDES, "versions")) -> str:
 
 
 def _leaves(run: Run, area: str) -> dict[str, Any]:
-    """What counts in one part of `run.json`, by dotted name."""
+    """Leaves of one part of `run.json` that affect training, by dotted name."""
     value = run.manifest.get(area)
     files = run.manifest.get("sources") or {}
     if area == "config":
@@ -174,7 +174,7 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """What the names have in common at the start, without a number or `seed` that ends it."""
+    """Common prefix of the names, without a trailing number or `seed`."""
     if len(names) == 1:
         return names[0]
     return _TRAILING.sub("", os.path.commonprefix(names)).strip("-_. ")  # noqa: RUF071 - names, not paths

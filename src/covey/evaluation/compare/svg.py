@@ -64,7 +64,7 @@ class Frame:
 
 
 def _spans(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
-    """What the axes cover: all that runs did, and of bands as much again; wide bands of few seeds are cut there."""
+    """Ranges of the axes: all values of the runs, and at most as much again for bands; wider bands of few seeds are cut."""
     steps = [step for line in curve.lines for step in line.steps] or [0.0]
     values = [curve.scale * value for line in curve.lines for run in line.runs for _, value in run] or [0.0]
     low, high = min(values), max(values)

@@ -21,7 +21,7 @@ class Table:
 
 
 def tables_of(found: Comparison) -> list[Table]:
-    """Sides, what differs (where anything does), and one table a held-out set."""
+    """Tables of sides, of differences (where there are any), and one a held-out set."""
     tables = [_sides(found)]
     if found.differences:
         tables.append(_differences(found))

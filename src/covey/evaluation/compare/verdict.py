@@ -1,4 +1,4 @@
-"""What a comparison comes to, in a sentence a side; and what one should know before believing it."""
+"""Verdict of a comparison, in a sentence a side, and its caveats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detectors: small pure objects that look at a `History` and say what is wrong, or None. A function will do as well."""
+"""Detectors: small pure objects that map a `History` to an alert, or None. A function will do as well."""
 
 from __future__ import annotations
 

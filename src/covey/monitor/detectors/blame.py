@@ -5,7 +5,7 @@ from __future__ import annotations
 from covey.monitor.history import History
 
 MOST = 0.05
-"""Share of the weights' size that a step may move them by. What trains well stays below 0.01."""
+"""Largest relative update of the weights in one step. Healthy runs stay below 0.01."""
 LOWER_RATE = (
     "lower learning_rate: training all weights wants about 1e-6 to 3e-6, LoRA 1e-5 to 2e-4, a model below 100 million weights "
     "1e-4 to 1e-3"

@@ -1,4 +1,4 @@
-"""Alerts on what members of an ensemble contribute: too much of what is learned, or nothing."""
+"""Alerts on the contribution of ensemble members: nearly all of the positive advantages, or none."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def own_detectors(given: Sequence[Any]) -> tuple[Callable[[History], Alert | Non
 
 
 class _Guarded:
-    """What it raises, or returns that is no alert, is an alert itself, `detector_failed`; the run goes on."""
+    """A user's detector whose exceptions, and results that are no alert, become the alert `detector_failed`; the run goes on."""
 
     def __init__(self, detector: Callable[[History], Any]) -> None:
         self.detector, self.name = detector, rule_of(detector)
@@ -25,7 +25,7 @@ class _Guarded:
     def __call__(self, seen: History) -> Alert | None:
         try:
             found = self.detector(seen)
-        except Exception as error:  # noqa: BLE001 - the user's code; it is told, with the place
+        except Exception as error:  # noqa: BLE001 - the user's code; reported with its place
             where = traceback.extract_tb(error.__traceback__)[-1]
             return self._failed(seen, f"raised {type(error).__name__}: {error}", f"{where.filename}:{where.lineno}")
         if found is None or isinstance(found, Alert):

@@ -1,4 +1,4 @@
-"""What happens around the policy: a machine that slows down, data that changes."""
+"""Detectors for the run's surroundings: a machine that slows down, data that drifts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.types import Alert
 
 @dataclass(frozen=True)
 class ThroughputDrop:
-    """`throughput_drop`: tokens a second are down to a fraction of what they were, for `window` steps."""
+    """`throughput_drop`: tokens a second have fallen to a fraction of the earlier rate, for `window` steps."""
 
     share: float = 0.5
     window: int = 10

@@ -1,4 +1,4 @@
-"""What becomes of the policy itself: entropy, diversity, distance to the start, groups without signal."""
+"""Detectors for the policy: entropy, diversity, KL from its start, groups without signal."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class KLRunaway:
 
 @dataclass(frozen=True)
 class DeadGroups:
-    """`dead_groups`: nearly all groups have tied rewards, so that nearly nothing is learnt from a step."""
+    """`dead_groups`: nearly all groups have tied rewards, so that a step has nearly no gradient."""
 
     share: float = 0.9
     window: int = 10

@@ -42,8 +42,8 @@ class Plateau:
 class SlowConvergence:
     """`slow_convergence`: after `window` steps the reward has not risen by an amount that matters, and noise does not hide that.
 
-    What matters is `matters` of the deviation between completions. While the steps are so noisy that the line through them may
-    well rise so far (two standard errors), nothing is said.
+    The amount is `matters` times the standard deviation between completions. No alert while steps are so noisy that the fitted
+    line may well rise so far (two standard errors).
     """
 
     window: int = 60
@@ -94,7 +94,7 @@ class RewardCollapse:
             f"the reward fell from {fmean(best):.3g} to {fmean(now):.3g}",
             (
                 "go back to an earlier checkpoint with a lower learning_rate: alert_actions={'reward_collapse': 'roll_back'} does both",
-                "read the latest completions: what they have in common is what went wrong",
+                "read the latest completions: their common pattern shows what went wrong",
                 "if the prompts have become harder on purpose, all is well",
             ),
         )
@@ -106,7 +106,7 @@ class RewardCollapse:
 
 @dataclass(frozen=True)
 class Hacking:
-    """`reward_hacking`: what is trained on rises, and an audit metric that is not trained on falls.
+    """`reward_hacking`: the training reward rises, and an audit metric that is not trained on falls.
 
     Both changes must be beyond noise, since the start or within the latest values. An evaluation gives fewer values, so the
     latest third is compared with the first third of six or more, and must have fallen further.
@@ -174,7 +174,7 @@ class RewardErrors:
 
 
 def _trained_beside(audit: str, seen: History) -> str:
-    """What the audit is compared with: the same evaluation's reward, where there is one, else that of training."""
+    """Name of the reward that the audit is compared with: the same evaluation's, where there is one, else the training reward."""
     is_evaluation = audit.startswith("eval_")
     return "eval_reward" if is_evaluation and audit != "eval_reward" and seen["eval_reward"].count else "reward"
 
@@ -199,7 +199,7 @@ def _doubt(series: Series) -> float:
 
 
 def _blocks(values: Sequence[float], size: int) -> list[Sequence[float]]:
-    """The values in blocks of `size`, the latest last and whole; what is left over at the beginning is left out."""
+    """The values in blocks of `size`, the latest last and whole; a remainder at the beginning is dropped."""
     return [values[i : i + size] for i in range(len(values) % size, len(values), size)]
 
 
@@ -209,13 +209,13 @@ def _is_solved(seen: History, share: float) -> bool:
 
 
 def _signal(seen: History) -> dict[str, float]:
-    """What tells why a reward stands still."""
+    """Metrics that explain why a reward stands still."""
     names = ("frac_reward_zero_std", "groups/all_pass", "groups/all_fail", "update/all", "grad_norm", "learning_rate")
     return {name: fmean(seen[name].last(10)) for name in names if seen[name].count}
 
 
 def _what_holds_it(seen: History) -> list[str]:
-    """Remedies by what the other metrics say, the likeliest first."""
+    """Remedies chosen by the other metrics, the likeliest first."""
     found = _signal(seen)
     advice = []
     if found.get("groups/all_fail", 0) > 0.5:

@@ -1,4 +1,4 @@
-"""What the completions look like: too long, too short, cut off, repeating, out of form."""
+"""Detectors for the completions' text: too long, too short, truncated, repetitive, badly formatted."""
 
 from __future__ import annotations
 

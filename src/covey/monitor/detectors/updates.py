@@ -1,4 +1,4 @@
-"""Whether steps are of a sensible size: spikes, tiny updates, and a sampler that is not the learner's twin."""
+"""Detectors for optimizer steps: spikes, tiny updates, and a mismatch between sampler and learner."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LargeUpdates:
         if size is None or size < self.most:
             return None
         said = (
-            f"the step moved the weights by {size:.0%} of their size{_at_rate(seen)}: what the model knew may be lost"
+            f"the step moved the weights by {size:.0%} of their size{_at_rate(seen)}: the model's knowledge may be lost"
         )
         return seen.alert(
             "large_updates", "error", said, (LOWER_RATE, "go back to a checkpoint from before it"),

@@ -1,4 +1,4 @@
-"""A local web page that shows runs while they train: curves, alerts, what the model wrote, and what differs between runs."""
+"""A local web page that shows runs while they train: curves, alerts, completions, and differences between runs."""
 
 from covey.monitor.view.app import make_app
 from covey.monitor.view.reading import Library

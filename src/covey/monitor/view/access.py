@@ -1,4 +1,4 @@
-"""Who may ask: the right host name always, the token where there is one; and what a browser may do with the answer."""
+"""Access control: the host name is always checked, the token where there is one; and security headers of responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address of this name."""
+    """True if an address of this name is a loopback address, reachable from this machine only."""
     return host in {"localhost", "::1"} or host.startswith("127.")
 
 

@@ -96,7 +96,7 @@ def values(library: Library, request: Request) -> Any:
 
 
 def alerts(library: Library, request: Request) -> Any:
-    """What the monitor saw in each `run`."""
+    """Alerts of each `run`."""
     return {"alerts": [{"run": name, **row} for name in request.query_params.getlist("run")
                        for row in library.get(name).alerts.rows()]}  # fmt: skip
 
@@ -123,7 +123,7 @@ def rollouts(library: Library, request: Request) -> Any:
 
 
 def rollout(library: Library, request: Request) -> Any:
-    """One group with all its completions and what is known of each token."""
+    """One group with all its completions and their per-token columns."""
     run = library.get(text(request, "run"))
     step = whole(request, "step", None, low=0, high=2**53)
     group = whole(request, "group", 0, low=0, high=2**31 - 1)
@@ -137,7 +137,7 @@ def image(library: Library, request: Request) -> Any:
 
 
 def spread(library: Library, request: Request) -> Any:
-    """How rewards lie over the steps."""
+    """Distribution of rewards over the steps."""
     return browsing.spread_of(library.get(text(request, "run")).groups, whole(request, "points", 200, low=2, high=2000))
 
 
@@ -156,13 +156,13 @@ def prompts(library: Library, request: Request) -> Any:
 
 
 def lengths(library: Library, request: Request) -> Any:
-    """How the lengths of completions are spread over the steps."""
+    """Distribution of completion lengths over the steps."""
     samples, about = _samples(library, request)
     return lengths_of(samples) | about
 
 
 def correlations(library: Library, request: Request) -> Any:
-    """How rewards go together, and how one of them (`score`) is spread over the steps."""
+    """Correlation of rewards, and the distribution of one of them (`score`) over the steps."""
     samples, about = _samples(library, request)
     return correlations_of(samples, text(request, "score", "") or None) | about
 
@@ -184,7 +184,7 @@ def _csv(content: str, name: str) -> Response:
 
 
 def phases(library: Library, request: Request) -> Any:
-    """Where the time and the memory of the steps between `from` and `to` went."""
+    """Time and memory by phase of the steps between `from` and `to`."""
     run = library.get(text(request, "run"))
     points = whole(request, "points", 200, low=2, high=2000)
     return phases_of(run.series, points, number(request, "from"), number(request, "to"))
@@ -197,7 +197,7 @@ def facts(library: Library, request: Request) -> Any:
 
 
 def diff(library: Library, request: Request) -> Any:
-    """What differs between the runs named."""
+    """Differences between the manifests of the named runs."""
     names = request.query_params.getlist("run")
     return {"runs": names, "rows": differences([library.get(name) for name in names])}
 
@@ -244,7 +244,7 @@ class _Page:
 
 
 class _Polite:
-    """Tells the library of every question, so that its indexing steps aside."""
+    """Notifies the library of every request, so that its indexing yields."""
 
     def __init__(self, app: ASGIApp, library: Library) -> None:
         self.app, self.library = app, library
@@ -281,7 +281,7 @@ def _json(call: Callable[[Library, Request], Any], library: Library) -> Callable
             return _Json({"error": str(error)}, 404)
         except HTTPException:
             raise
-        except Exception as error:  # noqa: BLE001 -- whatever a folder holds, the others are still shown
+        except Exception as error:  # noqa: BLE001 -- a damaged folder does not hide the others
             return _Json({"error": f"This cannot be shown: {type(error).__name__}: {str(error)[:300]}."}, 422)
 
     return endpoint

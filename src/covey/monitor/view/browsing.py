@@ -31,7 +31,7 @@ _PLAIN = (
     "change",
 )
 _SECONDS = (0.06, 0.25)
-"""How long a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
+"""Seconds that a request searches: briefly for a first answer, longer where the reader has one and waits for the rest."""
 _MOST_COMPLETIONS = 1024
 _MOST_IMAGES = 64
 _LONGEST_TEXT = 400_000
@@ -69,7 +69,7 @@ def _row(group: Any) -> dict[str, Any]:
 
 
 def group_of(run: Path, index: GroupIndex, step: int, group: int) -> dict[str, Any]:
-    """The prompt and every completion of a group, with what is known of each token. RunFolderError when it is not there."""
+    """The prompt and every completion of a group, with per-token columns. RunFolderError when it is not there."""
     path = index.path_of(step)
     try:
         table = read_columns(path)
@@ -131,7 +131,7 @@ def _pieces(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
 
 
 def _per_token(lists: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What the file holds of each token, and the differences that follow from it."""
+    """Per-token columns of the file, and differences derived from them."""
     found = {name.removeprefix("token/"): value for name, value in lists.items()}
     sampled, learned, reference = (found.get(name) for name in ("logprobs", "old_logp", "ref_logp"))
     if sampled and learned and len(sampled) == len(learned):

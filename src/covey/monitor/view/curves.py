@@ -79,7 +79,7 @@ def _plain(values: np.ndarray) -> list[float | None]:
 
 
 def _places(run: RunView, steps: Sequence[float], axis: str) -> Sequence[float]:
-    """Where steps [k] lie on the axis; between two steps that are known, in between."""
+    """Positions of steps [k] on the axis, interpolated between known steps."""
     if axis == "step" or not len(steps):
         return steps
     theirs, values = run.series.column("time" if axis == "time" else "num_tokens")

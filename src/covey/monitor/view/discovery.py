@@ -33,7 +33,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 
 def _named(paths: Sequence[Path]) -> dict[str, Path]:
-    """By as many last parts of the path as it takes to tell them apart."""
+    """Names of runs: the shortest suffixes of their paths that are unique."""
     named: dict[str, Path] = {}
     left, parts = list(paths), 1
     while left:

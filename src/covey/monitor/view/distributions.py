@@ -1,4 +1,4 @@
-"""How lengths, rewards and the policy's numbers are spread, from samples of a run: what heat maps and histograms show."""
+"""Distributions of lengths, rewards and per-token values over a run, from samples: data of heat maps and histograms."""
 
 from __future__ import annotations
 

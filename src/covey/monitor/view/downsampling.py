@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of a series."""
+    """Downsampled series."""
 
     steps: np.ndarray
     """[k]"""
@@ -20,7 +20,7 @@ class Curve:
     not_finite: int
     """Values of the range that were NaN or infinite."""
     places: np.ndarray
-    """[k], where they were among all."""
+    """[k], indices into the full series."""
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
@@ -37,7 +37,9 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int) -> Curve:
         width *= 2
     starts = np.flatnonzero(np.diff(steps // width, prepend=-1))
     chosen = [
-        _first_where(values == _each(np.minimum, values, starts), starts),  # `inf` stands for what is not finite
+        _first_where(
+            values == _each(np.minimum, values, starts), starts
+        ),  # `inf` stands for values that are not finite
         _first_where(values == _each(np.maximum, np.where(bad, -np.inf, values), starts), starts),
         _first_where(bad, starts),
     ]

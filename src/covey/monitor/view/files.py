@@ -1,4 +1,4 @@
-"""Which files of rollouts there are, without asking for each of ten thousand every second."""
+"""Listing of a run's rollout files, without a stat of each of ten thousand every second."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FilesOnDisk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.trouble: str | None = None
-        """Why the folder cannot be read; None when it can, or is not there."""
+        """Error of reading the folder; None without one, or without a folder."""
         self._marks: dict[int, Mark] = {}
         self._folder_time = -1
         self._looked = 0.0

@@ -1,4 +1,4 @@
-"""What is known of every group of completions of a run, in a few numbers each, so that a million of them filter at once."""
+"""Index of a run's groups of completions, a few numbers each, so that a million of them are filtered at once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GroupIndex:
         self.unreadable: dict[str, str] = {}
         """Files that could not be read, and why; they are tried again when they change."""
         self.trouble: str | None = None
-        """Why the folder cannot be read; None when it can, or is not there."""
+        """Error of reading the folder; None without one, or without a folder."""
         self.pending = 0
         """Files that are not indexed yet."""
         self._files = FilesOnDisk(folder)
@@ -67,7 +67,7 @@ class GroupIndex:
         self._matches: dict[str, dict[int, frozenset[int]]] = {}
 
     def refresh(self, most_files: int | None = None) -> bool:
-        """Read up to `most_files` files that are new or replaced (all by default). Whether all are indexed now."""
+        """Read up to `most_files` files that are new or replaced (all by default). True if all are indexed now."""
         with self._reading:
             found = self._files.marks()
             gone = self._seen.keys() - found.keys()
@@ -115,7 +115,7 @@ class GroupIndex:
     def _alone(self, step: int, table: pa.Table) -> np.ndarray:
         try:
             return summary_of({step: table})
-        except Exception as error:  # noqa: BLE001 -- whatever it holds, only this file is left out
+        except Exception as error:  # noqa: BLE001 -- a damaged file is skipped alone
             self.unreadable[self.path_of(step).name] = str(error)[:_LONGEST_REASON]
             return np.zeros(0, NUMBERS)
 
@@ -157,7 +157,7 @@ class GroupIndex:
             return known
 
     def mark_of(self, step: int) -> Mark | None:
-        """Which version of a step's file is indexed; None where it is not."""
+        """Indexed version of a step's file; None where it is not indexed."""
         return self._seen.get(step)
 
     def reward_columns(self, step: int) -> list[str]:
@@ -270,7 +270,7 @@ SORTS: Mapping[str, tuple[str, bool]] = {
     "longest": ("longest", True),
     "shortest": ("length", False),
 }
-"""What groups can be ordered by: the number, and whether the largest comes first."""
+"""Sort orders of groups: the column, and True if the largest comes first."""
 
 
 def select(table: np.ndarray, filters: Mapping[str, Any], sort: str) -> np.ndarray:

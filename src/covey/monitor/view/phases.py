@@ -1,4 +1,4 @@
-"""Where the time and the memory of a run's steps went."""
+"""Time and memory of a run's steps by phase."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _STEP = "seconds/step"
 
 
 def phases_of(series: SeriesIndex, points: int, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """By bucket of steps: mean seconds of each phase (`other`: what of a step no phase counts), tokens a second, and the
-    most of each memory. At most `points` buckets; lists [k] under `steps`, `seconds`, `memory`, `speed`."""
+    """By bucket of steps: mean seconds of each phase (`other`: the rest of the step), tokens a second, and the
+    peak of each memory. At most `points` buckets; lists [k] under `steps`, `seconds`, `memory`, `speed`."""
     names = [name for name in series.names() if name.startswith(_SECONDS) and name != _STEP]
     steps, whole = _between(*series.column(_STEP), low, high)
     empty: dict[str, Any] = {"steps": [], "seconds": {}, "memory": {}, "speed": []}

@@ -1,4 +1,4 @@
-"""The history of every prompt: how often it came up, how it went, and whether it is solved, unsolved or flaky."""
+"""The history of every prompt: how often it was drawn, its rewards, and its state (solved, unsolved or flaky)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks for, checked."""
+"""Query parameters of a request, validated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def whole(request: Request, name: str, default: Any, *, low: int, high: int) -> 
 
 
 def flag(request: Request, name: str) -> bool:
-    """Whether it was asked for."""
+    """True if the query parameter is set to 1, true, yes or on."""
     return request.query_params.get(name, "") in ("1", "true", "yes", "on")
 
 

@@ -1,4 +1,4 @@
-"""What the page asks for, read from run folders while they grow."""
+"""Data of the page, read from run folders while they grow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIRST_SHARE = 1 << 20
 """Little, so that there is soon something to show."""
 _FILES_AT_ONCE = 50
 _POLITE_SECONDS = 0.15
-"""So long after a question the indexing leaves the processor to the answers, half of the time."""
+"""Seconds after a request in which indexing yields half of the CPU time to requests."""
 _LONGEST_NAME = 200
 _SHOWN = (
     "reward",
@@ -44,7 +44,7 @@ _SHOWN = (
 
 
 class RunView:
-    """One run: its indexes and its small files. Nothing in its folder, whatever it is, makes a method raise or wait."""
+    """One run: its indexes and its small files. No content of its folder makes a method raise or block."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
@@ -64,7 +64,7 @@ class RunView:
         self._reading = threading.Lock()
 
     def refresh_some(self) -> bool:
-        """Index a share of what is new. Whether nothing is left."""
+        """Index a share of the new records. True if nothing is left."""
         try:
             done = self.series.refresh(_SHARE if self.series.done else _FIRST_SHARE)
             done = self.evaluated.refresh(_SHARE) and done
@@ -84,7 +84,7 @@ class RunView:
         }
 
     def _loaded(self) -> tuple[Any, dict[str, Any], str | None]:
-        """Which version of the file, its content, and why it cannot be read."""
+        """(version of the file, its content, the error of reading it)."""
         path = self.path / manifest.NAME
         with self._reading:
             try:
@@ -173,7 +173,7 @@ def _has_text(found: Mapping[str, Any], name: str) -> bool:
 
 
 class Library:
-    """All runs that are shown; a thread of its own indexes what is new, a share of each run at a time."""
+    """All runs that are shown; a background thread indexes new records, a share of each run at a time."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = list(folders)
@@ -236,7 +236,7 @@ class Library:
 
 
 def differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:
-    """What differs between the manifests of the runs: `[{"name": "config.beta", "values": [0, 0.1]}]`; a source is text."""
+    """Differences between the manifests of the runs: `[{"name": "config.beta", "values": [0, 0.1]}]`; a source is text."""
     found = [run.manifest() for run in runs]
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""The small files of a run: `alerts.jsonl` and `events.jsonl`, whatever stands in them."""
+"""The small files of a run, `alerts.jsonl` and `events.jsonl`, malformed lines included."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LONGEST = 4000
 class Records:
     """The rows of one log, read again when it has changed; of a long log the end.
 
-    `shape` makes a row of the known form out of what a line holds, or None of one that is not of it.
+    `shape` maps a parsed line to a row of the known form, or None where it does not fit.
     """
 
     def __init__(self, path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any] | None]) -> None:
         self.path = path
         self.trouble: str | None = None
-        """Why not all of it is here; None when it is."""
+        """Reason why records are missing; None when all are read."""
         self._shape = shape
         self._mark: tuple[int, ...] = ()
         self._rows: list[dict[str, Any]] = []
@@ -75,14 +75,14 @@ def alert_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def event_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Step, kind, said; None for what is no event."""
+    """Step, kind, said; None for a line that is no event."""
     if not is_step(row.get("step")):
         return None
     return {"step": row["step"], "kind": text_of(row.get("kind")), "said": text_of(row.get("said"))}
 
 
 def is_step(value: Any) -> bool:
-    """Whether it can be the number of a step."""
+    """True if the value can be the number of a step."""
     return type(value) is int and 0 <= value <= 2**53
 
 

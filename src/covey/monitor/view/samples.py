@@ -20,7 +20,7 @@ from covey.monitor.view.groups import GroupIndex, read_columns
 
 _KEPT = 256
 _SECONDS = 0.1
-"""How long one request reads; the page asks again for the rest."""
+"""Seconds that one request reads; the page asks again for the rest."""
 _SCALARS = ("num_tokens", "finish", "reward", "advantage")
 _TOKENS = ("logprobs", "old_logp", "token/entropy", "mask")
 _MOST_TOKENS = 200_000
@@ -29,9 +29,9 @@ MOST_REWARDS = 24
 
 POSITIONS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
                       3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 65536])  # fmt: skip
-"""Where bins of token positions begin, from 0; two a doubling."""
+"""Left edges of the bins of token positions, from 0; two bins per doubling."""
 RATIO_EDGES = np.concatenate([[-np.inf], np.linspace(-0.5, 0.5, 42), [np.inf]])
-"""Log-ratio of learner to sampler, nats; what is beyond falls into the outer bins."""
+"""Edges of the log-ratio of learner to sampler, in nats; the outer bins are open."""
 ENTROPY_EDGES = np.concatenate([[-np.inf], np.linspace(0.0, 4.0, 41), [np.inf]])
 """Nats."""
 
@@ -98,7 +98,7 @@ class Samples:
         mark = self._index.mark_of(step)
         try:
             sample = sample_of(self._index, step, has_tokens=has_tokens)
-        except Exception as error:  # noqa: BLE001 -- whatever a file holds, the others are still shown
+        except Exception as error:  # noqa: BLE001 -- a damaged file does not hide the others
             self._index.unreadable[self._index.path_of(step).name] = str(error)[:300]
             sample = None
         with self._lock:
@@ -169,7 +169,7 @@ def _tokens(table: pa.Table) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], 
     for name, (values, places, edges) in found.items():
         keep = np.isfinite(values)
         if mask and len(mask[0]) == len(values):
-            keep &= mask[0] > 0  # what a tool wrote is no choice of the policy
+            keep &= mask[0] > 0  # tokens of a tool's output were not sampled by the policy
         values, bins = values[keep], np.searchsorted(POSITIONS, places[keep], side="right") - 1
         sums = np.bincount(bins, np.abs(values), minlength=len(POSITIONS))
         by_position[name] = (sums, np.bincount(bins, minlength=len(POSITIONS)))

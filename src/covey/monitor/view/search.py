@@ -1,4 +1,4 @@
-"""Groups whose text contains what is looked for: a bounded piece of work a request, and where to go on."""
+"""Full-text search of groups: a bounded amount of work a request, with the place to continue from."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NAMES = {"prompt_uid": "prompt_uid", "prompt": "prompt", "completion": "first"}
 
 @dataclass(frozen=True)
 class Found:
-    """What a part of a search found."""
+    """Matches of one part of a search."""
 
     places: list[int]
     """Groups that match, as places in the table, in the order that was asked for."""
     at: int
-    """How many groups of the order have been looked at; the next part starts here."""
+    """Number of groups searched so far, in the order; the next part starts here."""
     is_done: bool
 
 

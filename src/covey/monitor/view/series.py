@@ -1,4 +1,4 @@
-"""The numbers of `metrics.jsonl` as columns: read once, then only what has been added."""
+"""The numbers of `metrics.jsonl` as columns, read incrementally."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from covey.runs.storage import open_plain
 _BLOCK = 4 << 20
 _TAIL = 64
 _LONGEST_LINE = 4 << 20
-"""Bytes; what is longer is no line of metrics, and is passed over in parts."""
+"""Bytes; a longer line holds no metrics, and is skipped in parts."""
 _MOST_METRICS = 2000
 _MOST_NUMBERS = 1 << 25
-"""Of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
+"""Most numbers of all metrics and steps together: a quarter of a gigabyte, 500,000 steps of 66 metrics."""
 _MOST_BRACKETS = 8
 """In a line that Arrow may read; it ends the process on lines that are nested deeply."""
 _SAMPLED_LINES = 16
 _MOST_AT_ONCE = 1 << 24
 """Numbers of one block, those that are not there counted."""
 NOT_FINITE = np.inf
-"""What stands in a column for NaN and infinite values; NaN stands for a step that has no such metric."""
+"""Placeholder in a column for NaN and infinite values; NaN marks a step without this metric."""
 
 
 class SeriesIndex:
-    """All metrics of one run, in memory as one float column each; `refresh` reads what the file has gained.
+    """All metrics of one run, in memory as one float column each; `refresh` reads the lines appended since.
 
     A file that was replaced (a resume drops later steps) is read again from its start. Safe to use from several threads.
     """
@@ -43,11 +43,11 @@ class SeriesIndex:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        """Bytes of the file's whole lines when last looked at, as far as that is known."""
+        """Bytes of the file's whole lines at the last read, as far as known."""
         self.done = 0
         """Bytes of it that are indexed."""
         self.trouble: str | None = None
-        """Why not all of the file is here; None when it is."""
+        """Reason why rows are missing; None when all are read."""
         self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._clear()
@@ -61,7 +61,7 @@ class SeriesIndex:
         self.done = 0
 
     def refresh(self, most_bytes: int | None = None) -> bool:
-        """Read up to `most_bytes` more (all of it by default). Whether the whole file is indexed now.
+        """Read up to `most_bytes` more (all of it by default). True if the whole file is indexed now.
 
         Readers wait only while rows are added, not while lines are parsed.
         """
@@ -108,14 +108,12 @@ class SeriesIndex:
         return bool(file.read(len(self._before)) != self._before)
 
     def _add(self, columns: dict[str, np.ndarray]) -> bool:
-        """Whether there was room."""
+        """True if the memory limit allowed these rows."""
         gained = len(columns["step"])
         rows = self._rows + gained
         self._leave_out(columns, rows)
         if rows * len(self._columns) > _MOST_NUMBERS:
-            self.trouble = (
-                f"{self.path.name} holds more than can be shown; what comes after step {self._last()} is left out."
-            )
+            self.trouble = f"{self.path.name} holds more than can be shown; steps after {self._last()} are left out."
             return False
         if rows > self._room:
             self._room = max(rows, 2 * self._room, 1024)
@@ -185,7 +183,7 @@ def _columns_of(block: bytes, known: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def _is_flat(block: bytes) -> bool:
-    """Whether no line has more than a few opening brackets."""
+    """True if no line has more than a few opening brackets."""
     symbols = np.frombuffer(block, np.uint8)
     openings = np.flatnonzero((symbols | 0x20) == ord("{"))  # [ as well
     ends = np.flatnonzero(symbols == ord("\n"))

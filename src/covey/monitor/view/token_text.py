@@ -1,4 +1,4 @@
-"""The text of each token of a completion, from the tokenizer that lies beside the run."""
+"""The text of each token of a completion, from the tokenizer in the run's folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _load(path: str, changed: int) -> Any:
 
 
 def pieces(path: Path, token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text [T]; a token that only completes a character has it, the ones before it are empty.
+    """Text of each token [T]; of several tokens that form one character the last has it, the others are empty.
 
     RunFolderError for a tokenizer that cannot be read, or ids that are none of its.
     """

@@ -11,11 +11,11 @@ _DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|!| )|\\text\{[^{}]*\
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}")
 _LONGEST_NUMBER = 100
-"""Digits beyond which a text is not taken for a number: comparing must stay cheap whatever a model writes."""
+"""Digits beyond which a text is not taken for a number: comparing must stay cheap for any text."""
 
 
 def marked_answer(text: str) -> str | None:
-    r"""What a text marks as its answer: after the last `####` on its line (GSM8K), or in the last `\boxed{}`.
+    r"""Final answer that a text marks: after the last `####` on its line (GSM8K), or in the last `\boxed{}`.
 
     Of both, the one that comes last. `None` when it marks none.
 
@@ -45,7 +45,7 @@ def final_answer(text: str) -> str | None:
 
 
 def gold_answer(text: str) -> str:
-    """The answer of a data set's own solution: what it marks, or else all of it."""
+    """The answer of a data set's own solution: its marked answer, else all of its text."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 
@@ -95,7 +95,7 @@ def _plain(text: str) -> str:
 
 
 def _braced(text: str, opening: int) -> str | None:
-    """What stands between the brace at `opening` and its partner; `None` when it is never closed."""
+    """Text between the brace at `opening` and its partner; `None` when it is never closed."""
     depth = 0
     for index in range(opening, len(text)):
         depth += (text[index] == "{") - (text[index] == "}")

@@ -35,7 +35,7 @@ class ReplyError(ValueError):
 
 
 class _PassingError(ConnectionError):
-    """What may be gone at the next attempt; `wait` is what the server asked for."""
+    """Transient error, worth a retry; `wait` is the server's Retry-After in seconds."""
 
     def __init__(self, said: str, wait: float = 0.0) -> None:
         super().__init__(said)
@@ -44,7 +44,7 @@ class _PassingError(ConnectionError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model wrote, and what it cost."""
+    """The model's reply and its token counts."""
 
     text: str
     prompt_tokens: int = 0
@@ -57,7 +57,7 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a model is, and how long one waits for it. The key is read from the environment when a request is sent."""
+    """Address of a model server, with its time limits. The key is read from the environment when a request is sent."""
 
     url: str
     """Up to and with `/v1`, as `http://localhost:8000/v1`."""
@@ -71,9 +71,9 @@ class Endpoint:
     """The longest that one request may take, connecting and reading together."""
     retries: int = 4
     backoff_seconds: float = 0.5
-    """Before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
+    """Pause before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
     called: str = "judge"
-    """As messages call it."""
+    """Name of the endpoint in messages."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -87,7 +87,7 @@ class Endpoint:
             )
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """The request as JSON; what is remembered is remembered by it."""
+        """The request body as JSON; also the key of the reply cache."""
         shape = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
         return {**shape, **self.extra, "messages": [dict(message) for message in messages]}
 
@@ -241,9 +241,9 @@ def _storable(text: str) -> str:
 
 
 def side_by_side(work: Sequence[Callable[[], Any]], gate: threading.Semaphore, most: int, until: float) -> list[Any]:
-    """What each piece of work returned or raised, done at most `most` at a time, and `gate` permitting.
+    """Results (or exceptions) of each piece of work, run at most `most` at a time and as `gate` permits.
 
-    What is not done at `until` is a TimeoutError here; its thread is a daemon and ends with its own time limit.
+    Work unfinished at `until` gives a TimeoutError; its thread is a daemon and ends with its own time limit.
     """
     results: list[Any] = [TimeoutError("the judge was not done in time")] * len(work)
     todo = list(range(len(work)))[::-1]

@@ -185,7 +185,7 @@ class TokenF1:
 
 @dataclass(frozen=True)
 class Fuzzy:
-    """How alike answer and gold answer are as letters, from 0 to 1; below `at_least` it is 0.
+    """Character similarity of answer and gold answer, from 0 to 1; below `at_least` it is 0.
 
     `2 L / T` with L letters of the longest common subsequence and T letters in both, after `normalized`: 1 less the share of
     letters to insert or delete. Of longer texts the first 10,000 characters are compared. `None` without a gold answer.
@@ -234,7 +234,7 @@ def best(score: Any, text: str, gold: Any) -> float | None:
 
 
 def answer_in(completion: Any) -> str:
-    """What a completion marks as its answer, or all of its text."""
+    """Marked answer of a completion, or all of its text."""
     text = text_of(completion)
     marked = marked_answer(text)
     return text if marked is None else marked

@@ -15,7 +15,7 @@ from typing import Any
 from covey.errors import RewardError
 
 COLUMNS = ("tests", "test_list", "test", "input_output", "test_cases", "private_test_cases", "public_test_cases")
-"""Where tests are looked for, in this order; those of LiveCodeBench are taken together."""
+"""Columns searched for tests, in this order; LiveCodeBench's columns are joined."""
 _TOGETHER = ("private_test_cases", "public_test_cases")
 _LARGEST = 2**28
 """Bytes of a compressed column when it is unpacked."""
@@ -31,7 +31,7 @@ PRELUDE = (
     "from itertools import accumulate, chain, combinations, groupby, pairwise, permutations, product, zip_longest; "
     "from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log2, sqrt\n"
 )
-"""What sites that ask for one function have imported for it, so that published solutions do not import it themselves."""
+"""Imports that coding sites provide for a solution, so that published solutions lack them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FunctionCall:
 def row_tests(columns: Mapping[str, Any], column: str | None) -> list[Any]:
     """The row's tests: statements, pairs of input and output, or `FunctionCall`s; empty where it has none.
 
-    Raises RewardError for what is none of the forms.
+    Raises RewardError for any other form.
     """
     name = column or next((name for name in COLUMNS if not _is_empty(columns.get(name))), None)
     if name is None:
@@ -167,7 +167,7 @@ def _spellings(value: Any) -> list[Any]:
 
 
 def _with_numbers(value: Any) -> Any:
-    """A dictionary whose keys JSON has made text of, with its numbers again, as the harness of APPS reads it."""
+    """A dictionary with integer keys restored, which JSON has turned into text, as the harness of APPS reads it."""
     if isinstance(value, Mapping) and value and all(str(key).lstrip("-").isdigit() for key in value):
         return {int(key): item for key, item in value.items()}
     return value

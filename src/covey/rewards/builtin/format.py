@@ -24,7 +24,7 @@ class Pattern:
 
     `match="all"` wants the whole text to match (spaces at both ends left out), `"start"` and `"end"` its beginning or end,
     `"anywhere"` any part. `.` matches line breaks too. A pattern whose time grows without bound on long texts is ended by
-    the reward's time limit, not here; `max_characters` bounds what is looked at, and a longer text scores 0.
+    the reward's time limit, not here; `max_characters` bounds the input, and a longer text scores 0.
     """
 
     pattern: str
@@ -143,7 +143,7 @@ class JsonSchema:
 
 
 def _satisfies(validator: Any, value: Any) -> bool:
-    """Whether a value is valid; a schema that refers to itself without end counts as not satisfied."""
+    """True if a value is valid; a schema that refers to itself without end counts as not satisfied."""
     try:
         return bool(validator.is_valid(value))
     except RecursionError:
@@ -151,7 +151,7 @@ def _satisfies(validator: Any, value: Any) -> bool:
 
 
 def read_json(text: str) -> tuple[bool, Any]:
-    """Whether the whole text is strict JSON, and its value.
+    """(True if the whole text is strict JSON, its value).
 
     >>> read_json('{"a": 1}'), read_json('{"a": 1} so'), read_json("NaN")
     ((True, {'a': 1}), (False, None), (False, None))

@@ -15,7 +15,7 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @per_completion(isolated=True, concurrency=2, timeout=60)
 def gym_reward(completion: Any, gym: str | None, **columns: Any) -> float | None:
-    r"""What the grader of the row's task gives the answer, from 0 to 1; `None` for a row of another source.
+    r"""Score of the answer by the grader of the row's task, from 0 to 1; `None` for a row of another source.
 
     The answer is in the last `<answer>`, after `####`, in `\boxed{}`, or all that follows the thinking. Needs the column `gym` of
     a data set `gym:<task>`.

@@ -33,7 +33,7 @@ class Frozen:
     name: str
     batch_size: int = 16
     is_placed: bool = False
-    """Whether its device was chosen, and `to` leaves it there."""
+    """True if the user chose its device, so that `to` leaves it there."""
 
     @staticmethod
     def of(
@@ -62,7 +62,7 @@ class Frozen:
 
     @cached_property
     def portions(self) -> AdaptiveBatches:
-        """How much it reads at a time."""
+        """Batches of texts, sized to the memory."""
         return AdaptiveBatches(self.name, self.batch_size)
 
     def to(self, device: Any) -> None:
@@ -86,7 +86,7 @@ class Frozen:
 
     @torch.no_grad()
     def run(self, rows: Sequence[Sequence[int]], read: Callable[[Any, Tensor, Tensor], Tensor]) -> list[Tensor]:
-        """What `read(output, ids [B, L], mask [B, L])` gives, [B, ...], row by row in the order of `rows`."""
+        """Outputs of `read(output, ids [B, L], mask [B, L])`, [B, ...], row by row in the order of `rows`."""
         found: list[Tensor] = [torch.empty(0)] * len(rows)
         device = next(self.model.parameters()).device
 
@@ -110,7 +110,7 @@ class Frozen:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether torch has real numbers of this name."""
+    """True if torch has a floating-point dtype of this name."""
     found = getattr(torch, dtype, None)
     return isinstance(found, torch.dtype) and found.is_floating_point
 

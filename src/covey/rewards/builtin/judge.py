@@ -17,12 +17,12 @@ T = TypeVar("T")
 Metrics = Callable[[str, float], None]
 
 _REMEMBER_SECONDS = 60.0
-"""How long a failure is known: the scorer repeats a failed call on halves to find the completions that fail."""
+"""Seconds that a failure is cached: the scorer repeats a failed call on halves to find the completions that fail."""
 
 
 @dataclass
 class Spent:
-    """What a judge has cost so far."""
+    """Requests and tokens that a judge has used so far."""
 
     requests: int = 0
     remembered: int = 0
@@ -33,16 +33,16 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judge:
-    """Asks one endpoint: remembers replies, asks again when one has the wrong form, counts what is spent."""
+    """Client of one endpoint: caches replies, asks again when one has the wrong form, counts requests and tokens."""
 
     endpoint: Endpoint
     concurrency: int = 16
     deadline_seconds: float = 100.0
-    """For all questions of one call; the scorer's own limit must be longer."""
+    """Time limit for all questions of one call; the scorer's own limit must be longer."""
     asks: int = 3
-    """How often a question is put until the reply has the form that was asked for."""
+    """Attempts at a question until the reply has the requested form."""
     price_in: float = 0.0
-    """Of a million tokens read."""
+    """Price of a million prompt tokens."""
     price_out: float = 0.0
     max_cost: float = math.inf
     cache: ReplyCache = field(default_factory=ReplyCache)
@@ -57,7 +57,7 @@ class Judge:
         object.__setattr__(self, "_gate", threading.BoundedSemaphore(self.concurrency))
 
     def all(self, questions: Sequence[Sequence[Message]], read: Callable[[str], T]) -> list[T | Exception]:
-        """What `read` makes of the reply to each question, or why there is none. Equal questions are asked once."""
+        """`read(reply)` of each question, or the exception that it ended in. Equal questions are asked once."""
         until = time.monotonic() + self.deadline_seconds
         keys = [json.dumps([dict(message) for message in question]) for question in questions]
         first = dict(zip(keys, questions, strict=True))

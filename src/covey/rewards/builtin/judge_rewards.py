@@ -31,7 +31,7 @@ _LONGEST = 200_000
 _LONGEST_REPLY = 50_000
 _OPENING = re.compile(r'\{(?=\s*["}])')
 _SLACK = 3
-"""Deadlines that the scorer waits for one call, so that it can repeat what failed on halves, which costs no time."""
+"""Deadlines that the scorer waits for one call, so that it can repeat a failed call on halves."""
 
 
 class JudgeReward:
@@ -81,7 +81,7 @@ class JudgeReward:
         scores = [0.0] * len(texts)
         for i, mark in zip(asked, marks, strict=True):
             if isinstance(mark, Exception):
-                raise mark  # the scorer repeats the call on halves; what is known by then is not asked again
+                raise mark  # the scorer repeats the call on halves; cached replies are not asked again
             scores[i] = (mark - self.low) / (self.high - self.low)
         return scores
 
@@ -108,7 +108,7 @@ class PairwiseJudgeReward:
 
     `against="group"` compares each completion with the next `opponents` ones of the same prompt, in a ring, so that each is in
     `2 * opponents` comparisons; `against="reference"` with the column `reference_column`. With `swap` each pair is judged in
-    both orders and the mean counts, so that a judge who prefers the first place prefers nobody. Equal texts tie, an empty
+    both orders and the mean counts, so that a judge's position bias cancels. Equal texts tie, an empty
     one loses, unasked. A comparison that failed does not count; a completion without any is `None`, and a prompt without
     any is an error.
     """
@@ -214,7 +214,7 @@ class PairwiseJudgeReward:
 
 
 def question(rubric: str, parts: Mapping[str, str], order: str, form: str) -> list[Message]:
-    """The messages for a judge. What others wrote stands between marks that its own content could not foresee."""
+    """The messages for a judge. Untrusted text stands between random marks that its author could not predict."""
     longest = max(parts, key=lambda name: len(parts[name]))
     if len(parts[longest]) > _LONGEST:
         raise ValueError(f"{longest.lower()} has {len(parts[longest])} characters; a judge is shown at most {_LONGEST}")
@@ -231,8 +231,8 @@ def question(rubric: str, parts: Mapping[str, str], order: str, form: str) -> li
 def read_object(reply: str, key: str) -> Any:
     """The value of `key` in the only JSON object of a reply that has it. Raises ReplyError for none or several.
 
-    What a model thought before `</think>` is left out. Of several objects it cannot be told which one is the verdict, and
-    which one the judged text has smuggled in.
+    Reasoning before `</think>` is dropped. Several objects are an error, as one may have been smuggled in by the judged
+    text.
 
     >>> read_object('<think>7?</think> Here: {"reason": "{ok}", "score": 8}', "score")
     8

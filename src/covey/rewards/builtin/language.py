@@ -94,7 +94,7 @@ class Language:
 
 
 def _chunks(text: str) -> list[str]:
-    """Sentences, short ones joined with those after them until a chunk has 60 letters; what is left joins the last."""
+    """Sentences, short ones joined with their successors until a chunk has 60 letters; the rest joins the last chunk."""
     chunks, current, letters = [], "", 0
     for sentence in _SENTENCE.split(text):
         current, letters = f"{current} {sentence}", letters + sum(map(str.isalpha, sentence))

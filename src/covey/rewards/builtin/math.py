@@ -18,10 +18,10 @@ from covey.rewards.decorators import reward
 logger = logging.getLogger(__name__)
 
 _VERIFY_SECONDS = 20.0
-"""What math-verify may take for one batch; what it has not seen by then is `None`."""
+"""Time limit of math-verify for one batch; answers that it has not reached by then are `None`."""
 
 _LIMIT_SECONDS = 120.0
-"""Of one call: starting math-verify takes seconds, which a short limit of the run's is not meant for."""
+"""Time limit of one call: starting math-verify takes seconds, which a short limit of the run is not meant for."""
 
 Metrics = Callable[[str, float], None]
 
@@ -41,7 +41,7 @@ def math_reward(
     completion's is after its last `####`, in its last `\boxed{}`, or its last number. Numbers are compared exactly as
     fractions (1,250.00 = 1250, 0.5 = 1/2, 50% = 50), anything else as text and then, where math-verify is installed
     (`pip install 'covey[math]'`), by math-verify in a process of its own, 3 seconds each and 20 a
-    batch; what it cannot judge is `None`.
+    batch; answers that it cannot judge are `None`.
     """
     golds = _golds(answer, solution, len(completions))
     until = time.monotonic() + _VERIFY_SECONDS
@@ -73,7 +73,7 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     r"""TRL's reward of this name: math-verify's verdict, with the answer taken only from `\boxed{}` or dollar signs.
 
     `None` where the solution cannot be parsed. Needs math-verify; each comparison has 3 seconds in a process of its own, a
-    batch has 20, and what it has not seen by then is `None`.
+    batch has 20, and answers that it has not reached by then are `None`.
     """
     if not verify.is_installed():
         raise RewardError("accuracy_reward needs math-verify: pip install 'covey[math]', or use the reward 'math'.")

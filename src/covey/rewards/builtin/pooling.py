@@ -1,4 +1,4 @@
-"""How an embedding model makes one vector of a text, read from the files that sentence-transformers keeps beside its weights."""
+"""Pooling of an embedding model, read from the sentence-transformers files beside its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def declared_pooling(model: str) -> Pooling | None:
     """The pooling that a model's `modules.json` and its pooling's `config.json` name; None for a model without them.
 
-    Raises ConfigError for what the reward cannot compute: maxima, weighted means, several at once, or layers behind the pooling.
+    Raises ConfigError for unsupported poolings: maxima, weighted means, several at once, or layers behind the pooling.
     """
     modules = _read(model, "modules.json")
     if not isinstance(modules, list):

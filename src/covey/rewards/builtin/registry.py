@@ -70,13 +70,13 @@ _FROM_0_TO_1 = frozenset(
         "bleu", "language", "code", "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
     }
 )  # fmt: skip
-"""Those that give 0 to a wrong completion and 1 to a right one."""
+"""Rewards that give 0 to a wrong completion and 1 to a right one."""
 
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 
 
 def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_options: Any) -> RewardSpec:
-    """A reward ready to be called, from whatever a user may write.
+    """A reward ready to be called, from any form that a user may write.
 
     `reward` is a callable; a built-in name (`math`, `length(target=50)`); `demo`; an import path (`package.module:function`,
     `file.py:function`, `file.py:Factory(scale=2)`); or a reward model: a folder, a hub id `org/name`, or a module, with

@@ -35,7 +35,7 @@ class ModelReward:
     template: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 16
     is_placed: bool = False
-    """Whether its device was chosen, and `to` leaves it there."""
+    """True if the user chose its device, so that `to` leaves it there."""
     may_round: bool = False
     """True if it was loaded without a word on its type: a GPU that has bfloat16 then computes in that, but for the last product."""
 
@@ -73,7 +73,7 @@ class ModelReward:
 
     @cached_property
     def portions(self) -> AdaptiveBatches:
-        """How much it reads at a time."""
+        """Batches of texts, sized to the memory."""
         return AdaptiveBatches(self.name, self.batch_size)
 
     def to(self, device: Any) -> ModelReward:

@@ -169,10 +169,10 @@ class SimilarityReward:
 
 @reward(timeout=math.inf)
 class FluencyReward:
-    """How probable a language model finds a completion: 1 / perplexity, the geometric mean of its tokens' probabilities.
+    """Inverse perplexity of a completion under a language model: 1 / perplexity, the geometric mean of its tokens' probabilities.
 
-    `exp(mean log p(token | prompt, tokens before))`; with `enough` above 0 only up to that value, as `min(1, x / enough)`: what is
-    fluent enough need not become blander. Repetition is very probable, so use it beside `repetition`. Texts under
+    `exp(mean log p(token | prompt, tokens before))`; with `enough` above 0 only up to that value, as `min(1, x / enough)`, so
+    that text which is fluent enough need not become blander. Repetition is very probable, so use it beside `repetition`. Texts under
     `min_tokens` tokens score 0. `with_prompt=False` leaves the prompt out.
     """
 

@@ -27,7 +27,7 @@ def main() -> None:
         _die_after(math.ceil(request["seconds"]) + 1)
         try:
             equal = compare(request)
-        except Exception:  # noqa: BLE001 - sympy raises what it likes on what a model wrote; then it cannot be judged
+        except Exception:  # noqa: BLE001 - sympy may raise anything on model-written text; then it cannot be judged
             equal = None
         _die_after(0)
         sys.stdout.write(json.dumps({"id": request["id"], "equal": equal}) + "\n")
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def compare(request: Mapping[str, Any]) -> bool | None:
-    """Whether the answer equals the gold answer; `None` when the gold answer cannot be parsed.
+    """True if the answer equals the gold answer; `None` when the gold answer cannot be parsed.
 
     `anchored` takes an answer only from a box or between dollar signs, as TRL's `accuracy_reward` does.
     """

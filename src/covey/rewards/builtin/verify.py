@@ -16,7 +16,7 @@ from functools import lru_cache
 
 _START_SECONDS = 60.0
 _LONGEST = 2000
-"""Characters of an answer that are looked at; the end of a longer text."""
+"""Characters of an answer that are read; the end of a longer text."""
 
 
 class Verifier:
@@ -30,7 +30,7 @@ class Verifier:
         self._lock = threading.Lock()
 
     def is_equal(self, gold: str, answer: str, *, anchored: bool = False) -> bool | None:
-        """Whether both mean the same; `None` when it cannot be told (gold not parseable, or past the time limit).
+        """True if both answers are equal; `None` if undecided (gold not parseable, or past the time limit).
 
         `anchored`: take the answer only from a box or between dollar signs.
         """

@@ -1,1 +1,1 @@
-"""Calling reward functions: deadlines, worker processes, caches, what came back."""
+"""Calling of reward functions: deadlines, worker processes, caches, outcomes."""

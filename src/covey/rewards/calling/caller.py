@@ -45,7 +45,7 @@ class Caller:
         self.asks_again = True
         """True if a late call is repeated on halves: not after a batch that was wholly lost."""
         self.changed: dict[str, None] = {}
-        """What its calls changed of the process, and was put back."""
+        """Process-wide state that its calls changed and that was restored."""
         at_once = self.call_options.concurrency or (_ASYNC_AT_ONCE if self.is_async else workers if self.pool else 1)
         self._lanes = Lanes(spec.name, at_once)
 
@@ -55,7 +55,7 @@ class Caller:
         return self.is_async or self.pool is not None or self.call_options.in_thread or self.call_options.streams
 
     def submit(self, batch: Batch, trainer_state: Any) -> list[tuple[list[int], Future[Outcome]]]:
-        """Start scoring the batch, in one call or in one for each completion: places in the batch, and what comes."""
+        """Start scoring the batch, in one call or in one for each completion: places in the batch, and the future outcome."""
         if self.call_options.unit != "completion":
             return [(list(range(len(batch))), self._lanes.run(lambda: self.score(batch, trainer_state)))]
         return [([i], self._one(batch.part(i, i + 1), trainer_state)) for i in range(len(batch))]
@@ -64,7 +64,7 @@ class Caller:
         return self._lanes.run(lambda: self.score(part, trainer_state))
 
     def score(self, batch: Batch, trainer_state: Any) -> Outcome:
-        """Score the batch: what is cached at once, the rest by calls within the limit."""
+        """Score the batch: cached scores at once, the rest by calls within the time limit."""
         keys = self._keys(batch)
         known = [None] * len(batch) if keys is None or self.cache is None else self.cache.get(keys)
         missing = [i for i, value in enumerate(known) if value is None]
@@ -145,7 +145,7 @@ class _Call:
         return returned
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """What `call()` returns; what it changed of the process is put back before anything else runs."""
+        """Result of `call()`; process-wide state that it changed is restored before anything else runs."""
         before = Surroundings.now()
         try:
             return call()
@@ -154,7 +154,7 @@ class _Call:
 
 
 def _listed(reward: Reward, keywords: dict[str, Any], size: int) -> Any:
-    """What it returns; an iterator's values, for its work counts against the limit too: one too many at most."""
+    """The reward's result. An iterator is read here, so that its work counts against the time limit: at most `size + 1` values."""
     returned = reward(**keywords)
     return list(itertools.islice(returned, size + 1)) if isinstance(returned, Iterator) else returned
 
@@ -225,7 +225,7 @@ class Lanes:
         self._open()
 
     def run(self, work: Callable[[], Any]) -> Future[Any]:
-        """What `work()` returns or raises, later."""
+        """Future of `work()`."""
         future: Future[Any] = Future()
         self._queue.put((work, future))
         if len(self._threads) < self.size:
@@ -256,6 +256,6 @@ def _serve(work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         function, future = item
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - carried to whoever waits
+        except BaseException as error:  # noqa: BLE001 - carried to the waiting thread
             future.set_exception(error)
         del item, function, future

@@ -3,8 +3,8 @@
 Limits: on Linux a call on the main thread is interrupted by a signal, which ends Python loops, sleeps, waits and regular
 expressions, but not C code that never looks at signals (a sum of huge integers). Elsewhere (Windows, macOS, a caller that is
 not the main thread) the call runs in a daemon thread that is abandoned at the deadline: a thread cannot be killed, but is
-asked to end where Python code runs next. What holds up the whole process past ten times its limit ends the process, with the
-stack on standard error; only a worker process (`covey.rewards.calling.workers`) can be killed alone.
+asked to end where Python code runs next. A call that blocks the whole process (holding the GIL) past ten times its limit ends the process,
+with the stack on standard error; only a worker process (`covey.rewards.calling.workers`) can be killed alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeadlineError(TimeoutError):
     """The call did not return in time; its cause shows where it hung."""
 
     is_running = False
-    """True if it goes on, because it could not be ended."""
+    """True if the call is still running, because it could not be ended."""
 
 
 class _Interrupted(BaseException):
@@ -48,7 +48,7 @@ class _Interrupted(BaseException):
 
 
 def call_within(seconds: float | None, function: Callable[[], T]) -> T:
-    """What `function()` returns. Raises DeadlineError once `seconds` have passed (`None` or infinity: never)."""
+    """Result of `function()`. Raises DeadlineError once `seconds` have passed (`None` or infinity: never)."""
     if seconds is None or math.isinf(seconds):
         return function()
     with HangGuard(seconds):
@@ -125,7 +125,7 @@ class EventLoop:
         self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], str] = weakref.WeakKeyDictionary()
 
     def run(self, make: Callable[[], Awaitable[T]], seconds: float | None, owner: str = "") -> T:
-        """What `make()` gives, awaited on the loop. Raises what it raises, and DeadlineError past `seconds`.
+        """Result of `make()`, awaited on the event loop. Re-raises its exception; DeadlineError past `seconds`.
 
         A loop that user code blocks is abandoned past the limit, and the next call gets a new one.
         """

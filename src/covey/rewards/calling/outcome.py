@@ -20,7 +20,7 @@ from covey.rewards.raised import describe, is_ctrl_c, kind_of, place_of, traceba
 from covey.types import Event
 
 Attempt = Callable[[Batch, "float | None"], tuple[Any, Logged]]
-"""Calls a reward on a batch, for so many seconds at most, and gives back what it returned and logged, or raises."""
+"""Calls a reward on a batch with a time limit in seconds, and returns its result and its logged values, or raises."""
 
 _EVENTS_IN_FULL = 5
 _LIMITS_IN_ALL = 3
@@ -30,7 +30,7 @@ _TRIES = 2
 _TEXT_IN_EVENT = 2000
 
 
-class CircuitOpen(Exception):  # noqa: N818 - a state, told as the reason of an unscored completion
+class CircuitOpen(Exception):  # noqa: N818 - a state, reported as the reason of an unscored completion
     """Not called, because the calls before it in this batch were all lost."""
 
 
@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What one reward made of N completions."""
+    """Scores of one reward for N completions, with its errors and timings."""
 
     name: str
     scores: Tensor
@@ -55,7 +55,7 @@ class Outcome:
     """Columns from `log_extra`, [N] each, None where nothing was logged."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
     told: list[Event] = field(default_factory=list)
-    """What happened meanwhile and cost no completion its score."""
+    """Events of the call that cost no completion its score."""
     seconds: float = 0.0
     """Spent inside calls, which may overlap."""
     num_calls: int = 0
@@ -137,7 +137,7 @@ def evaluate(
         try:
             returned, logged = attempt(batch.part(part.start, part.stop), _limit(part.size, len(batch), seconds))
             values = to_scores(returned, part.size, name)
-        except BaseException as error:  # the border to user code: told, counted, limited
+        except BaseException as error:  # the border to user code: reported, counted, limited
             if isinstance(error, StopNow) or is_ctrl_c(error):
                 raise
             lost = [part]
@@ -165,7 +165,7 @@ class _Part:
     stop: int
     tries: int = 1
     late: list[_Part] = field(default_factory=list)
-    """Of this part and its twin, those whose calls were late."""
+    """Late calls of this part and its twin."""
 
     @property
     def size(self) -> int:

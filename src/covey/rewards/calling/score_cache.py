@@ -36,7 +36,7 @@ class ScoreCache:
 
 
 def keys_of(keywords: Mapping[str, Sequence[Any]], size: int) -> list[bytes] | None:
-    """A digest for each of `size` completions of aligned `keywords`; None when their content cannot be told.
+    """A digest for each of `size` completions of aligned `keywords`; None when their content cannot be hashed.
 
     Equal digests mean equal content. The reverse need not hold, which costs a call and nothing else.
     """

@@ -1,6 +1,6 @@
 """A kernel timer that sends a signal of its own, beside the one timer that `signal.setitimer` offers.
 
-`SIGALRM` belongs to whoever limits their own time inside a reward (math-verify does), and a Python thread cannot send
+`SIGALRM` belongs to rewards that limit their own time (math-verify does), and a Python thread cannot send
 anything while C code keeps the interpreter lock, as regular expressions do. POSIX timers (`timer_create(2)`) have neither
 problem; Python does not wrap them.
 """
@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Launchers use SIGUSR1 and 2, libraries use SIGALRM; nobody is known to use this one."""
+"""Launchers use SIGUSR1 and 2, libraries use SIGALRM; this one has no known user."""
 _CLOCK_MONOTONIC = 1
 
 

@@ -1,7 +1,7 @@
 """Ends a process that a reward holds up altogether: C code that neither returns, nor looks at signals, nor lets others run.
 
 Nothing in Python can run then, no checkpoint can be written and no exception raised; a timer inside the interpreter's own
-`faulthandler` can still say where every thread stands and end the process, so that whoever started the run may resume it.
+`faulthandler` can still print the stack of every thread and end the process, so that the run may be resumed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from types import TracebackType
 
 TIMES = 10.0
-"""Of its own limit after which a call that stops everything ends the process."""
+"""Multiple of its own time limit after which a call that blocks the whole process ends it."""
 _AT_LEAST_SECONDS = 5.0
 
 _lock = threading.RLock()
@@ -55,4 +55,4 @@ def _arm() -> None:
         left = max(0.1, min(_until.values()) - time.monotonic())
         faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
     except (io.UnsupportedOperation, ValueError):
-        return  # standard error is no file here, and there is nowhere to tell it
+        return  # standard error is no file here: faulthandler cannot write to it

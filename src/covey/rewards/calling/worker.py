@@ -1,6 +1,6 @@
 """The process that runs one isolated reward: pickled keywords in, JSON out. See `covey.rewards.calling.workers`.
 
-What comes back is never unpickled by the run. The kernel ends this process when the run ends, however that happens.
+The run never unpickles its output. The kernel ends this process when the run ends, however that happens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _load(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         for name, file in given["modules"]:
             _import_file(name, file)
         return {"loaded": True}, pickle.loads(given["reward"])
-    except BaseException as error:  # noqa: BLE001 - told to the run, which stops with it
+    except BaseException as error:  # noqa: BLE001 - sent to the run, which stops with it
         return _failure(error), None
 
 
@@ -84,7 +84,7 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
     try:
         size = next((len(value) for value in keywords.values() if isinstance(value, list)), None)
         values = _values(reward(**keywords), None if size is None else size + 1)
-    except BaseException as error:  # noqa: BLE001 - the border to user code: told to the run, which counts it
+    except BaseException as error:  # noqa: BLE001 - the border to user code: sent to the run, which counts it
         return _failure(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -93,7 +93,7 @@ def _call(reward: Any, request: Mapping[str, Any], trace: BinaryIO) -> dict[str,
 
 
 def _values(returned: Any, most: int | None) -> Any:
-    """A reward's return value as JSON has it, `most` values of it; whatever else it is, as text, which the run refuses."""
+    """A reward's return value as JSON, at most `most` values; any other type as text, which the run refuses."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):

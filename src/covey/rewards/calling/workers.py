@@ -48,7 +48,7 @@ class WorkerError(Exception):
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, not what is wrong
-    """The worker process ended during the call: it was killed, crashed in C, or left by itself."""
+    """The worker process ended during the call: it was killed, crashed in C, or exited."""
 
 
 class WorkerPool:
@@ -65,7 +65,7 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the workers that are alive now."""
+        """PIDs of the workers that are alive now."""
         with self._lock:
             return sorted(worker.process.pid for worker in self._all)
 
@@ -138,7 +138,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), self.trace.fileno()),
                 env={**os.environ, INSIDE: "1", "PYTHONPATH": search},
-                start_new_session=True,  # so that whatever it starts is killed with it
+                start_new_session=True,  # so that its children are killed with it
             )
 
     def ask(self, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class _Spawner:
         threading.Thread(target=self._serve, name="covey-reward-spawner", daemon=True).start()
 
     def run(self, start: Callable[[], _Started]) -> _Started:
-        """What `start()` returns, called on that thread."""
+        """Result of `start()`, called on that thread."""
         future: Future[_Started] = Future()
         self._wanted.put((start, future))
         return future.result()
@@ -228,7 +228,7 @@ def _kill_all(workers: set[_Worker]) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Notes the modules that what it pickles comes from."""
+    """Pickler that records the modules of the objects it pickles."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -242,7 +242,7 @@ class _Pickler(pickle.Pickler):
 
 
 def packed(name: str, reward: Any) -> dict[str, Any]:
-    """What a worker needs to load `reward`. Raises RewardError, with the reason, for one that cannot be imported there."""
+    """Fields that a worker needs to load `reward`. Raises RewardError, with the reason, if it cannot be imported there."""
     if os.name != "posix":
         raise RewardError(f"reward {name!r} asks for a worker process, which needs Linux or macOS; leave isolated out.")
     file = io.BytesIO()

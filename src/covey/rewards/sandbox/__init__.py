@@ -35,7 +35,7 @@ def run(
 
 
 def isolation() -> Isolation:
-    """What keeps a program in on this machine. Raises RewardError, which says why, where nothing could be run."""
+    """Isolation layers in force on this machine. Raises RewardError, which says why, where no program can run."""
     return _shared(os.getpid(), False, False).isolation
 
 

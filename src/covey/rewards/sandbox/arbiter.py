@@ -40,12 +40,12 @@ def arbitrate(tests: bytes, connection: socket.socket, verdict: int) -> None:
     try:
         wire.send(connection, {**parts.hello, "key": key.hex()})
         _Hearing(parts, ends(connection, key, judge=True), verdict).hold()
-    except Exception as error:  # noqa: BLE001 - whatever the program's side has sent
+    except Exception as error:  # noqa: BLE001 - the program's side may send anything
         judge._write(verdict, {"gone": f"{type(error).__name__}: {error}"[:300]})
 
 
 class _Parts:
-    """Tests, taken apart: `hello` for their run, `sites` for the judge. Raises what makes them no tests."""
+    """Tests, taken apart: `hello` for their run, `sites` for the judge. Raises the error that makes them invalid."""
 
     def __init__(self, setup: str, tests: list[str]) -> None:
         with warnings.catch_warnings():
@@ -86,7 +86,7 @@ class _Parts:
             }
 
     def values(self, number: int, given: list[Any]) -> Any:
-        """What assertion `number` comes to with data in place of all that the program gives."""
+        """Value of assertion `number` with plain data in place of all the program's values."""
         site = self.sites[number]
         return _call(self.expressions[number], self.space, dict(zip(site.names, [*given, *site.fixed], strict=True)))
 
@@ -267,7 +267,7 @@ class _Main(ast.NodeTransformer):
 
 
 def _waiting_functions(trees: list[ast.Module], used: frozenset[str]) -> list[str]:
-    """`def test_...():` that nobody calls: pytest would."""
+    """`def test_...():` that the tests do not call themselves: pytest would."""
     found = [
         node
         for tree in trees

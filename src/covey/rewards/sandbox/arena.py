@@ -1,7 +1,7 @@
 """Tests and the program under test in one interpreter, as the harness of every benchmark runs them.
 
-The tests see the program's names beside Python's own, which are those of before the program was loaded. What their assertions
-compare goes to the judge in another process, who knows the expected values and says whether they hold. Standard library only.
+The tests see the program's names beside Python's builtins, saved before the program was loaded. Values that their
+assertions compare go to the judge in another process, which knows the expected values and decides. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _module_of: Any = vars(types.ModuleType)["__dict__"].__get__
 
 
 def serve(source: bytes, connection: socket.socket, snapshot: guard.Snapshot) -> None:
-    """Load the program, run the tests that the judge sent beforehand, and report what became of each. Raises Broken."""
+    """Load the program, run the tests that the judge sent beforehand, and report the result of each. Raises Broken."""
     hello = wire.receive(connection)
     channel = guard.unclassed(ends(connection, bytes.fromhex(hello["key"]), judge=False))
     builtin = _Names(builtins.__dict__)
@@ -52,7 +52,7 @@ def serve(source: bytes, connection: socket.socket, snapshot: guard.Snapshot) ->
 
 
 def _load(source: bytes, builtin: _Names) -> BaseException | None:
-    """The program as a module, whose names `builtin` falls back on; what it raised."""
+    """Loads the program as a module, whose names `builtin` falls back on. Returns its exception, or None."""
     try:
         module = candidate._module(PROGRAM, source)
         namespace = _module_of(module)
@@ -188,12 +188,12 @@ class _Run:
             raise _Failed("a test was left out")
 
     def _main(self, *arguments: Any, **keywords: Any) -> None:
-        """`unittest.main` of the tests: runs the cases that they have defined so far, and goes on."""
+        """`unittest.main` of the tests: runs the cases defined so far, and returns."""
         self._has_run_suites = True
         self._run_suites(dict(sys.modules["__main__"].__dict__))
 
     def check(self, number: int, *given: Any) -> bool:
-        """Whether the judge holds assertion `number` to be true of what the program gave."""
+        """True if the judge finds assertion `number` true of the program's values."""
         sent = [plain.encode(item) for item in given]
         self._channel.send({"site": number, "given": [item for item, _ in sent], "whole": [whole for _, whole in sent]})
         reply = self._channel.receive()

@@ -1,6 +1,6 @@
 """The process that runs model-written code: as a script, or as a module whose functions its judge calls over a socket.
 
-Nothing in it knows a test, an expected value or a verdict; what it says is an answer, never a judgement. Standard library only.
+It holds no test, expected value or verdict; its replies are answers, never judgements. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MUTABLE = (list, dict, set, bytearray)
 
 
 def run_script(source: bytes) -> int:
-    """Run `source` as `python file.py` would; the exit code: 0 at the end, 1 after an exception that nobody caught."""
+    """Run `source` as `python file.py` would; the exit code: 0 at the end, 1 after an uncaught exception."""
     try:
         module = _module("__main__", source)
         exec(compile(source, FILE, "exec", dont_inherit=True), module.__dict__)
@@ -55,14 +55,14 @@ def serve(source: bytes, connection: socket.socket) -> None:
 
 
 class _Desk:
-    """Objects that stayed here, by number, and what the judge may ask of them."""
+    """Objects kept here, by number, and the judge's operations on them."""
 
     def __init__(self, connection: socket.socket, module: types.ModuleType) -> None:
         self._connection, self._module = connection, module
         self._objects: dict[int, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """A value, or what was raised."""
+        """A value, or the exception raised."""
         try:
             if request["do"] == "name":
                 return self._named(request["name"])

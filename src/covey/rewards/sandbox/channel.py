@@ -1,4 +1,4 @@
-"""Messages between the tests' run and their judge that nobody in between can forge: each carries a number and a keyed digest.
+"""Authenticated messages between the tests' run and their judge: each carries a number and a keyed digest (BLAKE2b).
 
 The tests' run shares its interpreter with the program, which may have replaced any function of Python's: only functions that were
 taken hold of before the program was loaded, and that are written in C, are called here. Standard library only.
@@ -36,7 +36,7 @@ class Channel:
         self._key, self._names, self._counts = key, (name, other), [0, 0]
 
     def send(self, message: dict[str, Any]) -> None:
-        """One message. Raises Broken when nobody listens any more, or it is too long."""
+        """Send one message. Raises Broken when the other end is closed, or the message is too long."""
         body = "".join(_text(message, 0)).encode()
         if len(body) > LARGEST:
             raise Broken(f"a message of {len(body)} bytes")
@@ -47,7 +47,7 @@ class Channel:
             raise Broken("nobody listens") from error
 
     def receive(self) -> dict[str, Any]:
-        """The other end's next message. Raises Broken at the end, and for what the other end did not write."""
+        """Receive the next message. Raises Broken at the end of the stream, and for a forged message."""
         size = _size.unpack(self._read(_size.size))[0]
         if size > LARGEST:
             raise Broken(f"a message of {size} bytes")

@@ -1,4 +1,4 @@
-"""How the sandbox's processes lock themselves in: a root directory of their own first, then limits, Landlock and seccomp.
+"""Confinement of the sandbox's processes by themselves: a root directory of their own first, then limits, Landlock and seccomp.
 
 The former is done once, by the process that all programs are forked from; the latter in each of them, just before it reads
 its program. Where the kernel refuses one layer, OSError says which. Standard library only.
@@ -24,7 +24,7 @@ _OPEN_FILES, _PROCESSES = 256, 64
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use: seconds of processor time, and MiB of memory, of one file, and of its scratch folder."""
+    """Resource limits of one program: CPU seconds, and MiB of memory, of one file, and of its scratch folder."""
 
     cpu_seconds: int = 10
     memory_mb: int = 256
@@ -86,7 +86,7 @@ def _unshared(flags: int) -> bool:
 
 
 def _map(process: int, name: str, user: int, group: int) -> None:
-    """Inside, this process's user and group are called nobody."""
+    """Maps this process's user and group to `nobody` inside the namespace."""
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{_NOBODY} {user} 1"),
@@ -124,7 +124,7 @@ def _build_root() -> None:
     kernel.mount("tmpfs", "/new", "tmpfs", flags, "size=1m,mode=755")
     os.makedirs("/new" + shown)
     kernel.bind_read_only("/old" + shown, "/new" + shown)
-    for name in ("site-packages", "dist-packages"):  # what somebody has installed is not the library
+    for name in ("site-packages", "dist-packages"):  # third-party packages are not the standard library
         if os.path.isdir(f"/new{shown}/{name}"):
             kernel.mount("tmpfs", f"/new{shown}/{name}", "tmpfs", flags | kernel.MS_RDONLY, "size=4k,mode=755")
     os.mkdir("/new/dev")

@@ -1,4 +1,4 @@
-"""Values that are not the expected one, to be asked beside it of an object that decides itself what it is equal to.
+"""Decoys: values other than the expected one, compared beside it with an object whose own `__eq__` decides.
 
 An honest object says yes to the expected value alone; one that always says yes says so to these as well. Standard library only.
 """
@@ -16,7 +16,7 @@ _STEPS = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 
 """Primes, so that a number modulo another does not come out the same; the nearest neighbours are decoys as well."""
 NUM_DECOYS = 6
 FOREIGN: tuple[Any, ...] = ("nothing like it", -918273645, ("neither", "this"), None)
-"""What an object of the program's own is not equal to."""
+"""Values that an object of the program's own must not equal."""
 
 
 def near(value: Any) -> list[Any]:
@@ -39,7 +39,7 @@ def far(value: Any) -> list[Any]:
 
 
 def shuffled(items: list[Any]) -> list[Any]:
-    """`items` in an order that nobody can foresee."""
+    """`items` in an unpredictable order."""
     return [item for _, item in sorted(((urandom(8), item) for item in items), key=lambda pair: pair[0])]
 
 

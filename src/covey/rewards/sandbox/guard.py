@@ -1,7 +1,7 @@
 """Guards that keep a program from the tests that run beside it in one interpreter.
 
-An audit hook refuses the ways to the tests' frames and to objects that nobody has handed over; the parts of Python that tests
-lean on are put back as they were before the program was loaded, and looked at again after each test. Standard library only.
+An audit hook refuses the ways to the tests' frames and to objects that were not handed over; the parts of Python that tests
+lean on are restored to their state before the program was loaded, and checked again after each test. Standard library only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WATCHED = (
     "collections", "heapq", "bisect", "decimal", "fractions", "datetime", "statistics", "string", "types", "enum", "abc",
     "contextlib", "dataclasses", "unittest", "unittest.case", "unittest.loader", "unittest.result", "unittest.suite", "unittest.util",
 )  # fmt: skip
-"""Modules that tests lean on. Their names, and those of their classes, are not the program's to change."""
+"""Modules that tests rely on. The program may not change their attributes, nor their classes' attributes."""
 
 
 class Denied(AttributeError, ValueError):  # noqa: N818 - what happened
@@ -55,7 +55,7 @@ _KEPT: list[set[types.CodeType]] = []
 def _codes(*found: Any) -> frozenset[int]:
     """The code of functions, and of the functions within them, by number (a program can make code that equals another's).
 
-    What this Python does not have is left out.
+    Functions that this Python version lacks are left out.
     """
     codes: set[types.CodeType] = set()
     waiting = [getattr(inspect.unwrap(item), "__code__", None) for item in found if item is not None]
@@ -130,7 +130,7 @@ class Snapshot:
         self._dicts = [entry for entry in self._dicts if entry[3].partition(".")[0] not in names]
 
     def restore(self) -> None:
-        """Put back what was changed or taken away; what was added stays."""
+        """Restore changed and removed attributes; added ones stay."""
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
                 sys.modules[name] = module

@@ -50,7 +50,7 @@ _COVERED = {
     "network": ("namespaces", "seccomp"),
     "processes": ("namespaces", "seccomp"),
 }
-"""What must be kept from a program, and the layers of which any one does it."""
+"""Resources to keep from a program, each with the layers of which any one suffices."""
 CANNOT = 70
 """Exit code of a program's process that could not lock itself in, and has therefore run nothing."""
 
@@ -161,14 +161,14 @@ def _enter(wanted: list[str], slot: int) -> tuple[list[str], dict[str, str]]:
 
 
 def _tried(action: Callable[[], None]) -> str | None:
-    """Why `action` fails in a process of its own; `None` when it does not."""
+    """Error of `action`, tried in a child process; `None` when it succeeds."""
     told, tell = os.pipe()
     child = os.fork()
     if not child:
         try:
             action()
             os.write(tell, b"\0")
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - sent to the parent
             os.write(tell, str(error).encode()[:500] or type(error).__name__.encode())
         finally:
             os._exit(0)
@@ -206,7 +206,7 @@ def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 @dataclass(frozen=True)
 class _Child:
-    """A process of a program's: its number, and a pipe that says whether it has locked itself in."""
+    """A program's process: its PID, and a pipe on which it reports that it has locked itself in."""
 
     process: int
     locked: int
@@ -264,7 +264,7 @@ def _fork(
         os.close(tell)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code = body(final)
-    except BaseException as error:  # noqa: BLE001 - there is nobody to raise it to
+    except BaseException as error:  # noqa: BLE001 - no caller above
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
@@ -328,7 +328,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _end(children: dict[str, _Child], seconds: float = 0.0) -> dict[str, Any]:
-    """Kill what is left of a program, all it started included, and say how its processes ended."""
+    """Kill the remaining processes of a program and all their children. Returns how they ended."""
     until = time.monotonic() + seconds
     ended: dict[str, int] = {}
     while children and time.monotonic() < until and len(ended) < len(children):
@@ -349,7 +349,7 @@ def _end(children: dict[str, _Child], seconds: float = 0.0) -> dict[str, Any]:
 
 
 def _has_locked(child: _Child) -> bool:
-    """Whether it had locked itself in; its word for it was closed before it read a program."""
+    """True if the child had locked itself in; it reports so before it reads a program."""
     said = os.read(child.locked, 1)
     os.close(child.locked)
     return said == b"."

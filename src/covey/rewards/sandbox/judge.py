@@ -1,7 +1,7 @@
 """The process that runs the tests: names of the code under test stand for objects in its process, called over a socket.
 
 Expected values are only here, and only this process writes verdicts, so code under test can neither read the one nor forge
-the other. What comes back by value is compared here. What comes back as a reference never equals a value of the tests, and
+the other. Results by value are compared here. Results by reference never equal a value of the tests, and
 comparisons or arithmetic with such values are not handed to it: its own `__eq__` would be the judge. Standard library only.
 """
 
@@ -107,7 +107,7 @@ def _write(verdict: int, line: Mapping[str, Any]) -> None:
 
 
 def _names(link: _Link, setup: str, tests: list[str]) -> dict[str, Any]:
-    """What each name that the tests use but do not define stands for; `SyntaxError` for what is no Python."""
+    """Values of the names that the tests use but do not define. Raises SyntaxError for tests that are not Python."""
     trees = [ast.parse(text) for text in (setup, *tests)]
     used, bound = names_of([node for tree in trees for node in ast.walk(tree)])
     found: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def _known(name: str) -> tuple[Any] | None:
 
 
 class _Raised(Exception):  # noqa: N818 - what happened there
-    """The code under test raised what the tests' process has no class for."""
+    """The code under test raised an exception whose class the tests' process lacks."""
 
     def __init__(self, kind: str, said: str) -> None:
         super().__init__(said)
@@ -197,7 +197,7 @@ class _Link:
         self.raised: BaseException | None = None
 
     def name(self, name: str) -> Any:
-        """What `name` is there; `_MISSING` where it is nothing, or a module."""
+        """Value of `name` in the program; `_MISSING` where it is undefined, or a module."""
         reply = self._ask({"do": "name", "name": name})
         return _MISSING if reply.get("missing") else wire.decode(reply["value"], self._remote)
 
@@ -228,7 +228,7 @@ class _Link:
             return {"value": self._encode(function(*arguments))}
         except wire.Broken:
             raise
-        except BaseException as error:  # noqa: BLE001 - told to the caller, which is over there
+        except BaseException as error:  # noqa: BLE001 - sent to the caller in the other process
             return {"raised": type(error).__name__, "said": str(error)}
 
     def _encode(self, value: Any) -> Any:

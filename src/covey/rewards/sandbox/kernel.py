@@ -1,4 +1,4 @@
-"""What the kernel offers a process that wants to lock itself in: namespaces, mounts, capabilities, Landlock.
+"""Linux kernel features with which a process locks itself in: namespaces, mounts, capabilities, Landlock.
 
 Only the standard library is imported, and only inside the sandbox's own processes: `python -S` without a site-packages
 must be able to run it. Every function raises OSError with the call's name when the kernel refuses.
@@ -112,7 +112,7 @@ class _Beneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock, 0 where it has none. <https://docs.kernel.org/userspace-api/landlock.html>"""
+    """ABI version of the kernel's Landlock, 0 where it has none. <https://docs.kernel.org/userspace-api/landlock.html>"""
     if sys.platform != "linux" or machine() not in _NUMBERS:
         return 0
     return max(0, int(_libc.syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint32(1))))

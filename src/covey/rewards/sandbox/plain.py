@@ -18,7 +18,7 @@ from covey.rewards.sandbox import wire
 
 REFERENCE = ["R"]
 _MOST = 1_000_000
-"""Values in one answer; a longer one is an answer that nobody expects."""
+"""Most values in one answer; a longer one cannot be right."""
 _resolution = type.__dict__["__mro__"].__get__
 _names = type.__dict__["__dict__"].__get__
 _SILENT = frozenset(
@@ -95,7 +95,7 @@ _OF_BASE: dict[type, Callable[[Any], Any]] = {
     set: lambda value: {*set.__iter__(value)},
     frozenset: lambda value: frozenset([*frozenset.__iter__(value)]),
 }
-"""For each base, the exact value of an object of a subclass."""
+"""Conversion by base class: the exact value of an object of a subclass."""
 _BASES = {id(kind): kind for kind in _OF_BASE}
 
 

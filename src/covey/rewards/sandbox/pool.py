@@ -28,7 +28,7 @@ from covey.rewards.sandbox.results import Isolation, ProcessOutput, Result
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
-"""How long a worker may take to kill a program and answer, before it is killed itself."""
+"""Seconds for a worker to kill a program and answer, before it is killed itself."""
 
 
 class Sandbox:
@@ -63,7 +63,7 @@ class Sandbox:
 
     @property
     def isolation(self) -> Isolation:
-        """What is in force here. Starts a worker when there is none yet."""
+        """Isolation layers in force here. Starts a worker when there is none yet."""
         with self._room:
             jail = self._take()
             self._give_back(jail)
@@ -109,7 +109,7 @@ class Sandbox:
         return verdicts.timed(result, time.perf_counter() - started)
 
     def close(self) -> None:
-        """End every worker, and what it runs."""
+        """End every worker and its programs."""
         with self._lock:
             self._idle.clear()
             _kill_all(self._all)
@@ -216,7 +216,7 @@ class _Jail:
         tests: bytes | None = None,
         strict: bool = False,
     ) -> ProcessOutput:
-        """Run one program to its verdict or its end, or until the time `until`; what came of it."""
+        """Run one program to its verdict or its end, or until the time `until`. Returns its output."""
         watched = ProcessOutput()
         pipes = {name: os.pipe() for name in ("stdout", "stderr", *(["verdict"] if tests is not None else []))}
         files = {"code": _file(source), "stdin": _file(stdin), **({"tests": _file(tests)} if tests is not None else {})}
@@ -268,7 +268,7 @@ def _drain(ends: dict[str, int], watched: ProcessOutput, until: float, max_outpu
             if len(watched.stdout) + len(watched.stderr) > max_output or len(watched.verdict) > wire.LARGEST:
                 watched.loud = True
                 return
-        for name in ("stdout", "stderr"):  # what was written before the verdict is in the pipe by now
+        for name in ("stdout", "stderr"):  # output written before the verdict is in the pipe by now
             os.set_blocking(ends[name], False)
             while "verdict" in ends and (part := _available(ends[name])):
                 getattr(watched, name).extend(part)

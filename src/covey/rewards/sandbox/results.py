@@ -1,4 +1,4 @@
-"""What a program in the sandbox came to."""
+"""Results of a program run in the sandbox."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What keeps a program in on this machine: the layers in force, why others are not, and what nothing keeps from it.
+    """Isolation of programs on this machine: the layers in force, why others are not, and the resources left uncovered.
 
     `uncovered` names any of `files`, `network` and `processes`; it is empty where code can be run safely.
     """
@@ -43,7 +43,7 @@ class Isolation:
 
     @property
     def safe(self) -> bool:
-        """Whether files, network and processes are all out of a program's reach."""
+        """True if files, network and processes are all out of a program's reach."""
         return not self.uncovered
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """The system calls that model-written code may make: everything else is answered with "not permitted" by the kernel.
 
-A list of what is allowed, not of what is forbidden, so that calls of later kernels stay out until somebody has looked at them.
+A list of what is allowed, not of what is forbidden, so that system calls of later kernels stay out until they are reviewed.
 Not on it: sockets (but a pair of connected ones, which asyncio wants), fork, exec, signals to others, ptrace and its family,
 mounts, namespaces, keys, BPF, io_uring, shared memory that no limit counts. Standard library only.
 <https://docs.kernel.org/userspace-api/seccomp_filter.html>

@@ -1,7 +1,7 @@
-"""Assertions of tests in two halves: what the program has to give, and what it is compared with.
+"""Splitting of test assertions in two halves: the program's value, and the expected value it is compared with.
 
 `assert f(2) == 4` becomes `assert check(0, f(2))` for the tests' run, and `lambda given0, fixed0: given0 == fixed0` with
-`fixed0 = 4` for the judge, who alone knows the 4. What cannot be taken apart stays as it is. Standard library only.
+`fixed0 = 4` for the judge, which alone knows the 4. Assertions that cannot be split stay whole. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests on their way to the judge, and what its lines, exit codes and output mean."""
+"""Encoding of tests for the judge, and the meaning of its lines, exit codes and output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Plan:
 
 
 def plan(tests: Sequence[Any] | str | None, setup: str) -> Plan:
-    """The plan for what a caller gave. Raises RewardError for what is neither statements nor pairs."""
+    """Plan for a caller's tests. Raises RewardError for tests that are neither statements nor pairs."""
     if tests is None:
         if setup:
             raise RewardError("setup is code for the tests, and there are none; put it at the start of the code.")
@@ -51,7 +51,7 @@ def plan(tests: Sequence[Any] | str | None, setup: str) -> Plan:
 
 
 def check_limits(code: Any, timeout: float, memory_mb: int, max_output: int) -> None:
-    """Raises RewardError for what cannot be a limit, or no text as code."""
+    """Raises RewardError for an invalid limit, or code that is not text."""
     if not isinstance(code, str):
         raise RewardError(f"code must be text, not {type(code).__name__}.")
     if not (0 < timeout < math.inf):
@@ -136,7 +136,7 @@ def _of_pair(seen: ProcessOutput, expected: str | None) -> tuple[Reason, str] | 
 
 
 def _is_printed(text: str, expected: str) -> bool:
-    """Whether all lines are the same without trailing blanks, or hold the same numbers: `3.0 4` is `3 4`."""
+    """True if all lines are equal without trailing blanks, or hold the same numbers: `3.0 4` equals `3 4`."""
     found, wanted = (part.rstrip().splitlines() for part in (text, expected))
     return len(found) == len(wanted) and all(map(_is_line, found, wanted))
 

@@ -30,7 +30,7 @@ _TIMES: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, 
 
 
 class Broken(Exception):  # noqa: N818 - what happened, not what is wrong
-    """The other side closed the connection, or sent what is no message."""
+    """The other side closed the connection, or sent a malformed message."""
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
@@ -75,7 +75,7 @@ def _encode_rare(value: Any, kind: type) -> list[Any] | None:
 
 
 def decode(message: Any, refer: Callable[[list[Any]], Any]) -> Any:
-    """What `encode` was given, with references turned into objects by `refer`. Raises Broken for what it never wrote."""
+    """Inverse of `encode`, with references turned into objects by `refer`. Raises Broken for a malformed message."""
     if message is None or isinstance(message, bool | int | float | str):
         return message
     try:
@@ -113,7 +113,7 @@ def _decode_rare(tag: str, rest: list[Any]) -> Any:
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """One message. Raises Broken when nobody listens any more."""
+    """Send one message. Raises Broken when the other end is closed."""
     body = json.dumps(message).encode()
     try:
         connection.sendall(struct.pack("!Q", len(body)) + body)
@@ -122,7 +122,7 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """The next message. Raises Broken at the end, for more than `LARGEST` bytes, and for what is no JSON object."""
+    """Receive the next message. Raises Broken at the end, for more than `LARGEST` bytes, and for anything but a JSON object."""
     size = struct.unpack("!Q", _read(connection, 8))[0]
     if size > LARGEST:
         raise Broken(f"a message of {size} bytes")
