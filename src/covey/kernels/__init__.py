@@ -1,7 +1,7 @@
-"""The same numbers, faster: C++ on a CPU, Triton and FlexAttention on a GPU.
+"""Faster kernels with the results of PyTorch: C++ on a CPU, Triton and FlexAttention on a GPU.
 
-Everything else imports these names from here, never from a file of this folder. On a machine where a kernel cannot run, or gives
-other numbers than PyTorch, PyTorch computes.
+Other rooms import these names from here, never from a file of this folder. If a kernel cannot run on a machine, or its
+results differ from PyTorch's, PyTorch computes.
 """
 
 from covey.kernels.compile import unavailable_reason

@@ -46,14 +46,14 @@ SWITCH = "COVEY_CPU_KERNELS"
 """Environment variable; 0: compile and load nothing."""
 
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}
-"""C++ names of the precisions that kernels are compiled for."""
+"""C++ type names of the dtypes that kernels are compiled for."""
 
 
 @functools.cache
 def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | None:
     """The shared library of `source` with these macros, compiled if it is not cached.
 
-    None where that is impossible; the log says why, and what PyTorch's operations are `doing` instead.
+    None if that is impossible; the log gives the reason, and names the work (`doing`) that PyTorch does instead.
     """
     reason = unavailable_reason()
     if reason is not None:
@@ -61,7 +61,7 @@ def load(source: Path, defines: tuple[str, ...], doing: str) -> ctypes.CDLL | No
         return None
     try:
         return ctypes.CDLL(str(built(source, defines)))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: this user has no home
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         said = (str(getattr(error, "stderr", None) or error).strip().splitlines() or ["it failed"])[0]
         log_fallback(doing, said, logging.INFO)
     return None
@@ -84,7 +84,7 @@ def load_verified(
 ) -> K | None:
     """`make(library)` for the library of `source`, if its error `gap` against PyTorch is below `most`.
 
-    None otherwise; the log says why, and what PyTorch's operations are `doing` instead. `what` names the numbers that differ.
+    None otherwise; the log gives the reason, and names the work (`doing`) that PyTorch does instead. `what` names the compared results.
     """
     found = load(source, defines, doing)
     if found is None:
@@ -106,12 +106,12 @@ def largest_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def log_fallback(doing: str, reason: object, level: int = logging.WARNING) -> None:
-    """Log that PyTorch's operations are `doing` this, and why."""
+    """Log that PyTorch's operations do this work, and the reason."""
     logger.log(level, "%s with PyTorch's own operations, not with compiled kernels: %s.", doing, reason)
 
 
 def unavailable_reason() -> str | None:
-    """The reason why C++ kernels cannot run here; None if they can. Raises ConfigError for another value of `COVEY_CPU_KERNELS` than 0 or 1."""
+    """Reason why C++ kernels cannot run here; None if they can. Raises ConfigError unless `COVEY_CPU_KERNELS` is 0 or 1."""
     said = os.environ.get(SWITCH, "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(
@@ -131,7 +131,7 @@ def unavailable_reason() -> str | None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """True for a tensor with a shape and no memory, as in a dry run, and is left to PyTorch's own operations."""
+    """True for a fake tensor (a shape without storage), as in a dry run; PyTorch's operations handle it."""
     return isinstance(x, FakeTensor)
 
 

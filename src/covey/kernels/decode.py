@@ -30,7 +30,7 @@ class DecodeStep(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "epsilon")),
     )
     held: Tensor
-    """Keeps the tensor alive whose address `places` holds."""
+    """Reference that keeps the tensor behind the address `places` alive."""
 
 
 class _Heads(ctypes.Structure):
@@ -88,7 +88,7 @@ class _Linear(ctypes.Structure):
 
     @classmethod
     def each(cls, linear: InPlaceLinear | Bf16PairLinear) -> list[_Linear]:
-        """One entry for each weight matrix."""
+        """Entries, one per weight matrix."""
         if isinstance(linear, Bf16PairLinear):
             return [cls(linear.weight.data_ptr(), _address(linear.bias), linear.inside, linear.outside)]
         return [cls(part.data_ptr(), _address(bias), part.shape[1], len(part)) for part, bias in linear.parts]
@@ -144,7 +144,7 @@ class DecodeWeights:
 
     @staticmethod
     def of(blocks: Sequence[Block], norm: Tensor, head: Any) -> DecodeWeights | None:
-        """None where another library multiplies, or layers differ in size."""
+        """Addresses of these layers; None if another library multiplies, or layers differ in size."""
         used = [*(linear for block in blocks for linear in block.products), head]
         if all(isinstance(linear, Bf16PairLinear) for linear in used):
             share, turn = head.kernels.function_pointer, None
@@ -157,7 +157,7 @@ class DecodeWeights:
 
 
 class DecodeKernels:
-    """The compiled functions for one precision and one width of heads."""
+    """Compiled functions for one dtype and one head width."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -170,7 +170,7 @@ class DecodeKernels:
 
     @staticmethod
     def of(device: torch.device, dtype: torch.dtype, width: int) -> DecodeKernels | None:
-        """The kernels for heads of this width; None where they do not run."""
+        """The kernels for heads of this width; None if they cannot run."""
         return decode_kernels(device, dtype, width)
 
     @staticmethod
@@ -190,7 +190,7 @@ class DecodeKernels:
         query_norm: Tensor | None = None,
         key_norm: Tensor | None = None,
     ) -> Tensor:
-        """[R, Hq, D] from `query` [R, Hq, D], `key` and `value` [R, Hkv, D], which it also puts into `own`.
+        """[R, Hq, D] from `query` [R, Hq, D], `key` and `value` [R, Hkv, D], which it also stores in `own`.
 
         `own` [2, >= R, Hkv, columns, D] and `prompts` [2, P, Hkv, columns, D] are the cache of one layer. Rows from
         `step.rows` on are zeros. The norms [D] float32 come before the rotation that `step` describes, if it does.
@@ -214,10 +214,10 @@ class DecodeKernels:
     def decode(self, step: DecodeStep, weights: DecodeWeights, tables: CacheTables, x: Tensor) -> Tensor:
         """[R, V] logits of the embedded tokens `x` [R, hidden] float32, which are overwritten: one step through all layers.
 
-        Keys and values go into `tables`. Rotations are those that `step` describes.
+        Keys and values are stored in `tables`. `step` describes the rotation.
         """
         out = torch.empty(len(x), weights.vocabulary, dtype=self.dtype)
-        scratch = torch.empty(weights.scratch(len(x)), dtype=self.dtype)  # torch's, which says when there is no memory
+        scratch = torch.empty(weights.scratch(len(x)), dtype=self.dtype)  # by torch, which raises when memory runs out
         by, places = ctypes.byref, (tensor.data_ptr() for tensor in (x, scratch, out))
         self._decode(by(step), by(weights.decoder), tables.own, tables.prompts, *places)
         return out

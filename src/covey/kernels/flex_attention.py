@@ -25,10 +25,10 @@ from covey.process.memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Tokens of a block, the size that the kernels are tuned for."""
+"""Tokens per block, the size that the kernels are tuned for."""
 
 FEWEST = 2 * BLOCK
-"""Tokens of the shortest row: below 128 queries another kernel would be compiled, and one block would be a special size."""
+"""Tokens of the shortest row: fewer than 128 queries compile another kernel, and a single block is a special case."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class AttentionHeads:
 
 
 def padded(tokens: int) -> int:
-    """Tokens of a row with the padding that ends it on a whole block."""
+    """Tokens of a row padded to whole blocks."""
     return max(FEWEST, -(-tokens // BLOCK) * BLOCK)
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """Keys that each of S tokens sees: those from `own` to itself, and those from `first` to before `last` of its prompt."""
+    """Key ranges of each of S tokens: from `own` to itself, and of its prompt from `first` to before `last`."""
 
     own: Tensor
     first: Tensor
@@ -58,7 +58,7 @@ class _Seen:
 
     @staticmethod
     def of(layouts: Sequence[Layout], window: Window | None = None) -> _Seen:
-        """From parts that follow each other without a gap, on the CPU. `window` moves the first keys towards the token."""
+        """Key ranges of adjacent parts, on the CPU. `window` moves the first keys towards the token."""
         own, first, last, counts = [], [], [], []
         for layout in layouts:
             begin = layout.start
@@ -75,7 +75,7 @@ class _Seen:
 
     def _within(self, window: Window) -> _Seen:
         place = torch.arange(len(self.own))
-        length = self.last - self.first  # of the prompt behind which a token stands; 0 for the prompt's own
+        length = self.last - self.first  # length of the prompt before a token; 0 for the prompt's own tokens
         earliest = window.first(length + place - self.own)  # a position, counted from the prompt's first token
         own = torch.maximum(self.own, self.own + earliest - length)
         return _Seen(own, torch.minimum(self.first + earliest.clamp(min=0), self.last), self.last)
@@ -113,9 +113,9 @@ def mask_of(layouts: Sequence[Layout], device: torch.device, window: Window | No
 
 
 def _blocks(place: Tensor, spans: Sequence[tuple[Tensor, Tensor]], is_whole: bool) -> Tensor:
-    """[blocks, blocks], how many tokens of each block of queries see some key of each block, or every key of it.
+    """[blocks, blocks] counts of tokens in each query block that see some key of a key block (`is_whole`: every key).
 
-    A token counts once a span (of keys, from the first to before the second), which overlap nowhere.
+    A token counts once for each span of keys (first, end); spans do not overlap.
     """
     count = place.shape[0] // BLOCK
     steps = torch.zeros(count, count + 1, dtype=torch.long)
@@ -129,7 +129,7 @@ def _blocks(place: Tensor, spans: Sequence[tuple[Tensor, Tensor]], is_whole: boo
 
 
 def _ordered(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[1, 1, n] counts and [1, 1, n, n] places, those of the wanted blocks first, as FlexAttention takes them."""
+    """[1, 1, n] counts and [1, 1, n, n] block indices, selected blocks first, in FlexAttention's format."""
     order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True)
     return blocks.sum(1).to(device, torch.int32)[None, None], order.to(device, torch.int32)[None, None]
 
@@ -148,12 +148,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: fl
 
 @lru_cache
 def _compiled() -> Any:
-    """One kernel for every length: packed rows differ in theirs at each micro-batch."""
+    """FlexAttention compiled once for all lengths, which differ in every micro-batch."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def reason_against(heads: AttentionHeads) -> str | None:
-    """Why FlexAttention is not for layers of this shape here; None once a trial agreed, forward and backward."""
+    """Reason against FlexAttention for layers of this shape; None after a trial that agreed, forward and backward."""
     if heads.device.type != "cuda":
         return f"it is compiled for CUDA, and the model is on {heads.device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -166,11 +166,11 @@ def reason_against(heads: AttentionHeads) -> str | None:
 
 @lru_cache
 def tried(heads: AttentionHeads) -> str | None:
-    """None when a forward and a backward at two lengths give what SDPA gives with the mask written out, else what went wrong."""
+    """Trial of forward and backward at two lengths against SDPA with an explicit mask: None, or the reason of its failure."""
     for layout in (Layout(0, 40, (150, 30)), Layout(0, 300, (1, 0, 200, 180))):
         try:
             gap = _gap(heads, layout)
-        except Exception as error:  # a compiler fails in many ways, and SDPA by part remains
+        except Exception as error:  # a compiler fails in many ways; SDPA is the fallback
             if is_out_of_memory(error):
                 raise
             said = (str(error).strip().splitlines() or [""])[0]
@@ -182,7 +182,7 @@ def tried(heads: AttentionHeads) -> str | None:
 
 
 def _gap(heads: AttentionHeads, layout: Layout) -> float:
-    """The largest relative difference to SDPA, of the output and of the three gradients, on random numbers."""
+    """Largest relative difference to SDPA of the output and the three gradients, on random inputs."""
     tokens = layout.length + sum(layout.counts)
     size = padded(tokens)
     layouts = (layout, Layout(tokens, size - tokens, ()))

@@ -1,4 +1,4 @@
-"""Memory that a CPU's kernels and libraries save or keep beside tensors, for a dry run, which cannot call them."""
+"""Memory effects of the CPU kernels and libraries, for a dry run, which cannot call them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from covey.kernels.matmul_bf16 import is_for_this_processor
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a learner's forward and backward pass that tensors of PyTorch's own operations do not show."""
+    """Corrections in bytes to the memory of a forward and backward pass by PyTorch's own operations."""
 
     saved_a_token: int
-    """Bytes of one layer for one token that the backward does not need."""
+    """Bytes per layer and token that fused kernels do not save for the backward."""
     kept_a_product: int
-    """Bytes of code that oneDNN keeps for each size of product, where it multiplies."""
+    """Bytes of compiled code that oneDNN keeps for each matmul shape, if it is used."""
 
 
 def footprint(model: Any, dtype: torch.dtype) -> Footprint:
-    """Of a causal language model, loaded or not, whose products run in `dtype`.
+    """Footprint of a causal language model, loaded or on the meta device, with matmuls in `dtype`.
 
-    A fused norm keeps its input and one number, a fused gated layer the outputs of its two projections. Behind an adapter norms
-    are frozen and keep as little without kernels.
+    A fused norm saves its input and one number, a fused gated MLP the outputs of its two projections. With an adapter, norms
+    are frozen and save as little without kernels.
     """
     is_narrow = dtype in (torch.bfloat16, torch.float16)
     in_kernels = is_narrow and unavailable_reason() is None and is_for_this_processor()

@@ -1,6 +1,6 @@
 """Autograd functions of `fused_model`: RMSNorm, gated MLP and rotary embedding by the kernels of `fused_ops`.
 
-Each entrance takes the module, or function, and its original forward, which is called where the kernels do not fit.
+Each entry point takes the module or function, and its original forward as a fallback for inputs that the kernels do not support.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_plain(*tensors: Any) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """True if the module has hooks, or a `forward` on the instance that is not ours."""
+    """True if the module has hooks, or a foreign `forward` on the instance."""
     return ("forward" in module.__dict__ and not matmul.is_routed(module)) or _is_hooked(module)
 
 
@@ -79,7 +79,7 @@ def rotated(
 
 
 def _heads_in_rows(x: Tensor) -> Tensor:
-    """[B, H, S, D] with B and S one dimension in memory, and D contiguous."""
+    """`x` [B, H, S, D] in a layout where B and S form one dimension and D is contiguous."""
     fits = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2))
     return x if fits else x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
@@ -122,7 +122,7 @@ class _Gate(torch.autograd.Function):
 class _GatedDown(torch.autograd.Function):
     """`(gate [.., F], up [.., F], weight [D, F], bias [D] or None, kernels)` -> [.., D].
 
-    The input of `down`, `silu(gate) * up`, is recomputed in the backward pass, which has both factors anyway.
+    The input of `down`, `silu(gate) * up`, is recomputed in the backward pass, which needs both factors anyway.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Faster forward and backward passes of a transformers model on a CPU: fused norms, rotations and gated MLPs, faster matmuls.
 
-The modules stay transformers' own, adapters included. Inside `learning(model)` those of known formula run in fused kernels,
-which also save less for the backward pass: a norm its input and one number a token, a gated MLP the outputs of its two
-projections. A module is recognised by comparing its output with the formula on random numbers; others are left alone.
+The modules stay transformers' own, adapters included. Inside `learning(model)` recognised modules run in fused kernels,
+which also save less for the backward pass: a norm its input and one number per token, a gated MLP the outputs of its two
+projections. A module is recognised by comparing its output with the formula on random inputs; others are not changed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class FusedLayers:
         if self._depth > 1:
             return
         for module, forward in self._forwards:
-            if "forward" not in module.__dict__:  # another one was put there since
+            if "forward" not in module.__dict__:  # replaced by others since
                 module.__dict__["forward"] = forward
-        # may be another model's, whose context is still open
+        # may belong to another model, whose context is still open
         self._before = [getattr(home, ROTATION) for home, _ in self._rotations]
         for home, rotated in self._rotations:
             setattr(home, ROTATION, rotated)
@@ -66,7 +66,7 @@ class FusedLayers:
 
     @torch.no_grad()
     def _recognise(self, layers: list[Any]) -> None:
-        """Find the modules and functions whose formula the kernels know."""
+        """Find the modules and functions that the kernels implement."""
         with torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
             for layer in layers:
                 attention = layer.self_attn
@@ -86,20 +86,20 @@ class FusedLayers:
 def learning(model: nn.Module) -> AbstractContextManager[Any]:
     """A context in which this model's forward and backward passes run faster on a CPU; elsewhere it does nothing.
 
-    Linear layers compute `matmul.faster_linear`, and decoder layers of known formula run in fused kernels. Both are put back on
-    leaving. A no-op if activations are recomputed by another `context_fn` than `Recomputing`: forward and recomputation must
+    Linear layers compute `matmul.faster_linear`, and recognised decoder layers run in fused kernels. Both are restored on
+    exit. A no-op if activations are recomputed by another `context_fn` than `Recomputing`: forward and recomputation must
     use the same kernels.
     """
     return _Learning(model) if _recomputes_inside(model) else nullcontext()
 
 
 def _recomputes_inside(model: nn.Module) -> bool:
-    """True if every block that recomputes its activations does so inside of `learning`."""
+    """True if every block with activation checkpointing recomputes inside `learning`."""
     return all(isinstance(found, Recomputing) for found in _contexts_of_recomputing(model))
 
 
 class _Learning:
-    """`FasterLinears` and `FusedLayers` of these modules; reusable and reentrant, as a graph may be gone through twice."""
+    """`FasterLinears` and `FusedLayers` of these modules; reusable and reentrant, because a graph may be traversed twice."""
 
     def __init__(self, *modules: nn.Module) -> None:
         self.modules = modules
@@ -126,7 +126,7 @@ def fused(model: nn.Module) -> AbstractContextManager[Any]:
     decoder = decoder_of(model)
     if not _runs_here(decoder):
         return nullcontext()
-    if decoder not in _fused:  # one for each decoder, so that recomputed blocks enter the same one again
+    if decoder not in _fused:  # one per decoder, so that recomputed blocks re-enter the same one
         _fused[decoder] = FusedLayers(decoder)
     return _fused[decoder]
 
@@ -135,7 +135,7 @@ _fused: WeakKeyDictionary[nn.Module, FusedLayers] = WeakKeyDictionary()
 
 
 def _runs_here(decoder: nn.Module) -> bool:
-    """True for a model with decoder layers on a CPU that can compile the kernels, in a precision that they know."""
+    """True for a model with decoder layers on a CPU that can compile the kernels, in a supported dtype."""
     first = next(decoder.parameters(), None)
     if first is None or first.device.type != "cpu" or is_fake(first) or next(_layers(decoder), None) is None:
         return False
@@ -154,9 +154,9 @@ def would_fuse(model: Any) -> bool:
 
 
 class Recomputing:
-    """A `context_fn` for `torch.utils.checkpoint`: recomputation runs inside of `learning`, as the first forward did.
+    """A `context_fn` for `torch.utils.checkpoint`: recomputation runs inside `learning`, like the first forward.
 
-    Autograd recomputes activations outside of any context, so the checkpoint enters one itself.
+    Autograd recomputes activations outside any context, so the checkpoint must enter one itself.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -223,7 +223,7 @@ def _is_gated(mlp: Any) -> bool:
     x = torch.randn(3, weight.shape[1]).to(weight.dtype)
     modes = {module: module.training for module in mlp.modules()}
     mlp.train()
-    for name in _PROJECTIONS:  # an adapter's own dropout is applied either way
+    for name in _PROJECTIONS:  # an adapter's dropout is applied in both cases
         getattr(mlp, name).eval()
     try:
         return _agree(mlp.forward(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))

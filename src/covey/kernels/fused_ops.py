@@ -14,7 +14,7 @@ from covey.kernels.compile import NUMBERS, largest_gap, load_verified
 
 SOURCE = Path(__file__).parent / "cpp" / "layers.cpp"
 LANES = 16
-"""Numbers of one vector; widths must be multiples."""
+"""Elements per SIMD vector; widths must be multiples."""
 _EXACT, _ROUNDED = 1e-5, 2e-2
 """Allowed error against PyTorch relative to the largest number, in float32 and in bfloat16."""
 
@@ -29,7 +29,7 @@ class _Heads(ctypes.Structure):
 
 
 class LayerKernels:
-    """Functions for a residual stream in one precision and matmuls in the same or another. Tensors are contiguous unless said."""
+    """Functions for a residual stream in one dtype and matmuls in the same or another. Tensors are contiguous unless stated."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -85,9 +85,9 @@ class LayerKernels:
         return gradients
 
     def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, *, back: bool = False) -> Tensor:
-        """`x` [B, H, S, D], as `_Heads.of` wants it, rotated by halves; `cosines` and `sines` [B * S, D] float32.
+        """`x` [B, H, S, D], laid out as for `_Heads.of`, rotated by halves; `cosines` and `sines` [B * S, D] float32.
 
-        The result has its tokens outermost in memory. `back`: the gradient instead.
+        The result has tokens outermost in memory. `back`: the inverse rotation, for the gradient.
         """
         batch, heads, tokens, size = x.shape
         out = torch.empty(batch, tokens, heads, size, dtype=x.dtype).transpose(1, 2)
@@ -99,7 +99,7 @@ class LayerKernels:
 
 
 def layer_kernels(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None:
-    """The kernels for these precisions; None where there are none. The first call compiles and checks them."""
+    """The kernels for these dtypes; None if there are none. The first call compiles and verifies them."""
     known = stream in NUMBERS and products in NUMBERS and (stream == torch.float32 or stream == products)
     return _verified(stream, products) if known else None
 
@@ -115,7 +115,7 @@ def _verified(stream: torch.dtype, products: torch.dtype) -> LayerKernels | None
 def _gap(kernels: LayerKernels, stream: torch.dtype, products: torch.dtype) -> float:
     """Largest error of values and gradients against the formulas in float32, relative to the largest number.
 
-    Gradients are written out: this may run inside a forward pass whose hooks count saved tensors.
+    Gradients are computed without autograd: this may run inside a forward pass whose hooks count saved tensors.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = lambda *shape: torch.randn(shape, generator=generator)

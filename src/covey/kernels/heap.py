@@ -1,4 +1,4 @@
-"""Settings of the C library's heap for training on a CPU, and tensors outside of that heap."""
+"""malloc settings for training on a CPU, and tensors outside the heap."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 def training_heap(*, recomputes: bool) -> None:
     """Set glibc's malloc for a learner on a CPU; without glibc, nothing. `mallopt` cannot be undone: it holds for the process.
 
-    With recomputed activations, blocks of 1 MiB and more go back to the system at once: otherwise small blocks between them pin
-    the heap, which grew to twice what was in use (725 against 398 MiB at 10 million parameters), for about 5% of a step's time.
+    With recomputed activations, blocks of 1 MiB and more are returned to the OS at once: otherwise small blocks between them pin
+    the heap, which grew to twice the memory in use (725 against 398 MiB at 10 million parameters). This costs about 5% of a step.
 
-    Without, up to 256 MiB that were freed at the end of the heap are kept for the next step: glibc alone would fetch 40,000 pages
-    again in every step, 5% of it. Blocks of 32 MiB and more go back at once, as they always do.
+    Without recomputation, up to 256 MiB of free memory at the end of the heap are kept for the next step: by default glibc would
+    fault 40,000 pages in again in every step, 5% of its time. Blocks of 32 MiB and more are returned at once, as by default.
     """
     library = _glibc()
     if library is None:
@@ -34,9 +34,9 @@ def training_heap(*, recomputes: bool) -> None:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU in memory pages of their own, which go back to the system with the tensor.
+    """Zeros on the CPU in separately mapped pages, which are returned to the OS with the tensor.
 
-    On the C library's heap, buffers that grow would leave holes. Raises MemoryError where there is no room.
+    On the heap, growing buffers would cause fragmentation. Raises MemoryError if memory runs out.
     """
     size = math.prod(shape)
     if not size or not sys.platform.startswith("linux"):
@@ -50,7 +50,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library; None where it is not glibc."""
+    """The C library; None if it is not glibc."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)

@@ -13,7 +13,7 @@ class Layout:
     length: int
     """Tokens of the prompt."""
     counts: tuple[int, ...]
-    """Tokens of each completion; they follow the prompt without a gap."""
+    """Tokens of each completion; completions follow the prompt without gaps."""
 
     @property
     def prompt(self) -> slice:
@@ -24,7 +24,7 @@ class Layout:
         return slice(self.start + self.length, self.start + self.length + sum(self.counts))
 
     def each_answer(self) -> list[slice]:
-        """The place of every completion that is not empty."""
+        """Slices of all non-empty completions."""
         places, first = [], self.start + self.length
         for count in self.counts:
             if count:

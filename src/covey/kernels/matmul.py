@@ -1,7 +1,7 @@
 """Matrix products of linear layers on a CPU by the fastest library, forward and backward.
 
 In float32 that is oneDNN on AMD processors with AVX-512: torch's builds for x86-64 multiply float32 matrices with MKL, which
-runs there at half of the processor's rate (one Zen 5 core, 3072 x 448 x 128: 95 GFLOP/s with MKL, 229 with oneDNN). oneDNN comes
+reaches half of peak there (one Zen 5 core, 3072 x 448 x 128: 95 GFLOP/s with MKL, 229 with oneDNN). oneDNN comes
 with torch and reads the weights in place. It sums in another order, so results agree to float32's rounding.
 
 In bfloat16, on processors with AVX-512 BF16 but without AMX, it is `cpp/linear.cpp`: an eighth faster than oneDNN, no code kept
@@ -28,11 +28,11 @@ ONEDNN_BYTES_PER_SHAPE = 580 * 2**10
 """Bytes of compiled code that oneDNN keeps for each matmul shape until the process ends (measured over a thousand shapes with
 torch 2.13; limits of its caches free a fifth of it). Compiling one shape takes up to a millisecond."""
 MIN_MULTIPLICATIONS = 2**20
-"""Multiplications of a matmul below which no other library than torch's pays."""
+"""Multiplications of a matmul below which torch's own library is the fastest."""
 PLAIN = (Tensor, nn.Parameter)
-"""Tensor types that kernels may read: no subclass whose data is spread over processes."""
+"""Tensor types that kernels may read: no DTensor or other subclass."""
 WEIGHT_ROWS = 2**14
-"""Rows of the head's weight gradient that are added at a time, where oneDNN cannot add in place."""
+"""Rows of the head's weight gradient added at a time, because oneDNN cannot accumulate in place."""
 MIN_GRADIENT_TOKENS = 256
 """Tokens from which oneDNN's faster matmul outweighs that addition: with 55 tokens and 152,000 words it takes twice as long."""
 
@@ -73,7 +73,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     try:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     except RuntimeError as error:
-        if "could not create a primitive" not in str(error):  # oneDNN's words when its code does not fit in memory
+        if "could not create a primitive" not in str(error):  # oneDNN's error when its code does not fit in memory
             raise
         return F.linear(x, weight, bias)
     return out
@@ -87,7 +87,7 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def onednn_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """`gradient.T @ x` [N, K] from `gradient` [M, N] and `x` [M, K], by oneDNN.
 
-    oneDNN copies its first factor to sum along memory, so the narrower one comes first.
+    oneDNN transposes its first factor by a copy, so the narrower factor comes first.
     """
     if gradient.shape[1] <= x.shape[1]:
         return onednn_linear(gradient.t(), x.t(), None)
@@ -178,7 +178,7 @@ def faster_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """`torch.nn.functional.linear`, with autocast and gradients, by the fastest library."""
     is_cast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
-    if is_cast or dtype == weight.dtype:  # else torch refuses
+    if is_cast or dtype == weight.dtype:  # otherwise torch raises
         if x.dtype in NUMBERS and bf16_for(x, weight, dtype):
             return _applied(x.to(dtype), weight, bias)
         if not is_cast and uses_onednn(x, weight):
@@ -194,7 +194,7 @@ def _applied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class FasterLinears:
     """A context in which these modules compute `faster_linear`: those that are exactly `nn.Linear` with their own forward.
 
-    It replaces each module's `forward` and puts it back on leaving; `torch.nn.functional.linear` stays as it is.
+    It replaces each module's `forward` and restores it on exit; `torch.nn.functional.linear` is not changed.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -232,7 +232,7 @@ class WeightMatmul:
     """The three products of a large weight [V, D], chunk by chunk: outputs, input gradient, and weight gradient summed in place."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """For inputs like `x` [.., D]."""
+        """Choose the library for inputs like `x` [.., D]."""
         self.weight, self.bias = weight, bias
         self.bf16 = bf16_for(x, weight)
 
@@ -259,7 +259,7 @@ class WeightMatmul:
         return self.bf16.pair_rows(self.weight, self.weight.shape[0])
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """`x @ weight.T + bias` [m, V] in the type of `x`, mostly in `out` [m, V]."""
+        """`x @ weight.T + bias` [m, V] in the dtype of `x`, if possible in the buffer `out` [m, V]."""
         if uses_onednn(x, self.weight):
             return onednn_linear(x, self.weight, self.bias)
         if self.bf16 is not None:

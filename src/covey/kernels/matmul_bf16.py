@@ -15,11 +15,11 @@ from covey.kernels.compile import largest_gap, load_verified, processor_has
 
 SOURCE = Path(__file__).parent / "cpp" / "linear.cpp"
 PANEL = 16
-"""Outputs that are computed together."""
+"""Outputs per register panel."""
 BLOCK = 32
-"""Rows, or columns, that are transposed together."""
+"""Rows, or columns, per transposed block."""
 SLICE = 2048
-"""Rows of a weight gradient that are summed at a time: a column of their panels stays in the cache."""
+"""Rows of a weight gradient summed at a time: a column of their panels fits in the cache."""
 CROWDED = 512
 """Row strides that are a multiple of this cause cache-set conflicts."""
 
@@ -57,7 +57,7 @@ class Bf16Matmul:
     ) -> Tensor:
         """`x @ weight.T + bias` into `out` [.., N], from `x` [.., K] bfloat16, a paired weight and `bias` [N] float32.
 
-        `epilogue`: SiLU of it, or times `factor` [.., N], in bfloat16; FP32_OUT writes float32, FP32_ACCUMULATE adds to `out`.
+        `epilogue`: SiLU, or product with `factor` [.., N], in bfloat16; FP32_OUT writes float32, FP32_ACCUMULATE adds to `out`.
         """
         inside, outside = 2 * weight.shape[1], PANEL * weight.shape[0]
         self._multiply(

@@ -15,7 +15,7 @@ from covey.kernels.matmul_bf16 import Epilogue
 
 SOURCE = Path(__file__).parent / "cpp" / "live.cpp"
 PANEL = 16
-"""Rows that are transposed together."""
+"""Rows per transposed panel."""
 
 
 class Fp32Matmul:
@@ -37,7 +37,7 @@ class Fp32Matmul:
         factor: Tensor | None = None,
         epilogue: Epilogue = Epilogue.NONE,
     ) -> Tensor:
-        """`x @ weight.T + bias` [M, N] from `x` [M, K], `weight` [N, K]; `epilogue`: SiLU of it, or times `factor` [M, N]."""
+        """`x @ weight.T + bias` [M, N] from `x` [M, K], `weight` [N, K]; `epilogue`: SiLU, or product with `factor` [M, N]."""
         (rows, inside), outside = x.shape, len(weight)
         out, room = x.new_empty(rows, outside), x.new_empty(transposed_size(rows, inside))
         self._multiply(

@@ -16,9 +16,9 @@ from covey.kernels.layout import Layout
 
 SOURCE = Path(__file__).parent / "cpp" / "packed_attention.cpp"
 MOST_NUMBERS = 2**20
-"""Elements of the longest key sequence of one head; each thread holds up to six times as many in float32."""
+"""Most elements of a key sequence of one head; each thread needs up to six times as many float32 of scratch space."""
 LONG = 512
-"""Keys from which PyTorch's operations are faster on a processor with AMX, which they use."""
+"""Number of keys from which PyTorch's operations are faster on a processor with AMX."""
 
 
 class _Heads(ctypes.Structure):
@@ -42,13 +42,13 @@ class _Packed(ctypes.Structure):
         ("scale", ctypes.c_double),
     )  # fmt: skip
     held: tuple[Any, ...]
-    """Keeps the arrays alive whose addresses it holds."""
+    """References that keep the arrays behind its addresses alive."""
     space: Tensor
     """Scratch space of the threads."""
 
 
 class PackedAttention:
-    """Attention of packed rows in one precision, for a whole row at once."""
+    """Attention kernels for packed rows in one dtype; one call computes a whole row."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         self._room = found.covey_shared_room
@@ -87,7 +87,7 @@ class PackedAttention:
         return gradients
 
     def _with_room(self, packed: _Packed, is_backward: bool) -> _Packed:
-        """Adds scratch space from torch's allocator, so that running out of memory raises as usual."""
+        """Add scratch space from torch's allocator, so that running out of memory raises as usual."""
         packed.space = torch.zeros(packed.threads, self._room(ctypes.byref(packed), is_backward), dtype=torch.float32)
         packed.rooms = packed.space.data_ptr()
         return packed
@@ -134,9 +134,9 @@ def _most(layouts: Sequence[Layout]) -> int:
 
 
 def packed_attention_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) -> PackedAttention | None:
-    """The kernels for `query` [H, S, D] and `key` [K, S, D]; None where PyTorch's operations are used.
+    """The kernels for `query` [H, S, D] and `key` [K, S, D]; None if PyTorch's operations are used.
 
-    Those are: other precisions and widths, too many keys for the scratch space, long keys on AMX, and fewer tasks (prompts
+    They are used for other dtypes and widths, too many keys for the scratch space, long keys on AMX, and fewer tasks (prompts
     times key heads) than threads.
     """
     width, most = query.shape[2], _most(layouts)
@@ -151,7 +151,7 @@ def packed_attention_for(query: Tensor, key: Tensor, layouts: Sequence[Layout]) 
 
 @functools.cache
 def _verified(dtype: torch.dtype) -> PackedAttention | None:
-    """The kernels for one precision, where they can be compiled and give what plain attention gives, forward and backward."""
+    """The kernels for one dtype, if they compile and agree with plain attention, forward and backward; else None."""
     most = 1e-4 if dtype == torch.float32 else 5e-2
     gap = lambda kernels: _gap(kernels, dtype)
     return load_verified(
@@ -171,7 +171,7 @@ def _gap(kernels: PackedAttention, dtype: torch.dtype) -> float:
     sees = (owners == owners[:, None]) & (positions <= positions[:, None]) | (owners == 0) & (owners[:, None] != 0)
     scores = (query @ key.mT * 0.25).masked_fill(~sees, float("-inf"))
     weights = scores.softmax(-1)
-    # written out: this may run inside a forward pass whose hooks count saved tensors
+    # without autograd: this may run inside a forward pass whose hooks count saved tensors
     slopes = gradient @ value.mT
     slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True)) * 0.25
     summed = lambda x: x.sum(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""Attention of packed rows `[prompt | c1 | ... | cG]` by the fastest kernel of the device, and the padding it needs."""
+"""Attention of packed rows `[prompt | c1 | ... | cG]` by the device's fastest kernel, and its padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.kernels.shared_attention import SharedAttention, runs_here
 from covey.kernels.windows import Window
 
 MIN_PADDED = 128
-"""Tokens from which a row on a CPU is padded to one of few lengths, at most an eighth more."""
+"""Length from which a row on a CPU is padded to one of few lengths, by at most an eighth."""
 
 
 class SharedPromptAttention:
@@ -24,7 +24,7 @@ class SharedPromptAttention:
 
     @staticmethod
     def flex_unavailable_reason(heads: AttentionHeads) -> str | None:
-        """Why FlexAttention cannot compute such layers here; None once a trial agreed with SDPA."""
+        """Reason why FlexAttention cannot compute such layers here; None after a trial that agreed with SDPA."""
         return flex_attention.reason_against(heads)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Linear layers of the sampler: the live weights, or a copy in 16 bits in the layout that this machine multiplies fastest."""
+"""Linear layers of the sampler: the live weights, or a 16-bit copy in the fastest layout for this machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from covey.kernels.matmul_bf16 import PANEL, Bf16Matmul, Epilogue, bf16_matmul
 
 
 class SamplerLinear(ABC):
-    """A linear layer [.., K] -> [.., N] while sampling."""
+    """A linear layer [.., K] -> [.., N] for inference."""
 
     @staticmethod
     def make(*linears: Any, dtype: torch.dtype | None = None) -> SamplerLinear:
-        """These layers side by side: their live weights, or a copy in `dtype` with active LoRA adapters added.
+        """These layers concatenated along outputs: their live weights, or a copy in `dtype` with active LoRA adapters merged.
 
         Raises Unsupported for other kinds of layers.
         """
@@ -36,7 +36,7 @@ class SamplerLinear(ABC):
 
     @staticmethod
     def in_float32(linear: Any) -> SamplerLinear:
-        """This layer with active LoRA adapters added, for float32 inputs; a copy unless it is a plain one in float32.
+        """This layer with active LoRA adapters merged, for float32 inputs; a copy unless it is a plain float32 layer.
 
         Raises Unsupported for other kinds of layers.
         """
@@ -53,7 +53,7 @@ class SamplerLinear(ABC):
 
     @abstractmethod
     def apart(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-        """The output cut into parts of these widths: those of the layers that it was made of."""
+        """The output split into those of the concatenated layers, by their widths."""
 
     @abstractmethod
     def silu(self, x: Tensor) -> Tensor:
@@ -70,13 +70,13 @@ class SamplerLinear(ABC):
 
 @dataclass(frozen=True, eq=False)
 class InPlaceLinear(SamplerLinear):
-    """The trainer's own parameters, or one copy of several, side by side: their outputs are concatenated."""
+    """Plain linear layers with the trainer's own parameters; the outputs of several are concatenated."""
 
     parts: tuple[tuple[Tensor, Tensor | None], ...]
 
     @staticmethod
     def of(*linears: Any) -> InPlaceLinear:
-        """Raises Unsupported for anything but plain linear layers."""
+        """The layers, concatenated along outputs. Raises Unsupported for anything but plain linear layers."""
         for linear in linears:
             if hasattr(linear, "get_base_layer"):
                 raise Unsupported(
@@ -127,7 +127,7 @@ class OneDnnLinear(SamplerLinear):
 
     @staticmethod
     def of(*linears: Any) -> OneDnnLinear:
-        """These layers side by side, their active LoRA adapters added. Raises Unsupported for other kinds."""
+        """These layers concatenated along outputs, active LoRA adapters merged. Raises Unsupported for other kinds."""
         return OneDnnLinear.from_bfloat16(*_side_by_side(linears, torch.bfloat16))
 
     @staticmethod
@@ -156,7 +156,7 @@ class OneDnnLinear(SamplerLinear):
 class Bf16PairLinear(SamplerLinear):
     """A bfloat16 copy in VNNI pairs for `matmul_bf16`, bfloat16 in and out.
 
-    Unlike oneDNN it keeps no code (0.6 MiB) for each number of rows.
+    Unlike oneDNN it compiles and keeps no code (0.6 MiB) for each number of rows.
     """
 
     weight: Tensor
@@ -167,7 +167,7 @@ class Bf16PairLinear(SamplerLinear):
 
     @staticmethod
     def of(*linears: Any) -> Bf16PairLinear | OneDnnLinear:
-        """These layers side by side; a `OneDnnLinear` where the kernels are missing or do not take the size."""
+        """These layers concatenated along outputs; a `OneDnnLinear` if the kernels are missing or do not support the size."""
         return Bf16PairLinear.from_bfloat16(*_side_by_side(linears, torch.bfloat16))
 
     @staticmethod
@@ -202,7 +202,7 @@ class Bf16PairLinear(SamplerLinear):
         return self.kernels.multiply(factor, x.contiguous(), self.weight, self.bias, factor, Epilogue.MUL)
 
     def gated(self, up: SamplerLinear, x: Tensor) -> Tensor:
-        """Rounded as in a decode step of one call, to the bit."""
+        """`silu(self(x)) * up(x)`, bitwise equal to the fused decode step."""
         kernels = layer_kernels(x.dtype, x.dtype) if isinstance(up, Bf16PairLinear) else None
         return super().gated(up, x) if kernels is None else kernels.gate(self(x), up(x))
 
@@ -223,7 +223,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def _side_by_side(linears: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Weights [N, K] in `dtype` and biases of these layers, one after the other."""
+    """Concatenated weights [N, K] in `dtype` and biases of these layers."""
     parts = [effective(linear) for linear in linears]
     biases = [bias for _, bias in parts]
     weight = torch.cat([weight.to(dtype) for weight, _ in parts])
@@ -231,7 +231,7 @@ def _side_by_side(linears: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def effective(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight [N, K] and bias of a linear layer with its active LoRA adapters added; live weights are never changed.
+    """Weight [N, K] and bias of a linear layer with its active LoRA adapters merged; live weights are never changed.
 
     Raises Unsupported for other kinds of layers.
     """

@@ -1,7 +1,7 @@
 """Attention of packed rows `[prompt | c1 | ... | cG]` on a CPU: no padding, no mask, no copy of a prompt's keys.
 
-Every completion token attends to the prompt (all queries of a group as one product, without mask) and to its own
-completion (causal). Where the compiled kernels run, they compute all of it in one call. Elsewhere the two parts are merged by
+Every completion token attends to the prompt (all queries of a group in one matmul, without mask) and to its own
+completion (causal). The compiled kernels, where they run, compute all of it in one call. Otherwise the two parts are merged by
 their log-sum-exp; the flash backward of each part with the merged output and log-sum-exp is exact, so keys and values of the
 prompt collect the gradients of the whole group in one product.
 """
@@ -72,17 +72,17 @@ class SharedAttention(torch.autograd.Function):
 
 
 SHORT = 512
-"""Tokens below which bfloat16 is slower than float32: with 85 tokens its backward takes 2.8 times as long."""
+"""Number of tokens below which bfloat16 is slower than float32: with 85 tokens its backward takes 2.8 times as long."""
 
 FEW = 96
-"""Keys of a prompt below which the same holds for completion tokens: with 45 keys six times."""
+"""Number of prompt keys below which bfloat16 is slower for completion tokens: with 45 keys six times."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _widened(x: Tensor) -> Tensor:
-    """[., T, D] in float32 where that is faster."""
+    """`x` [., T, D], in float32 if that is faster."""
     return x.float() if x.dtype == torch.bfloat16 and x.shape[1] < SHORT else x
 
 
@@ -97,7 +97,7 @@ def _summed(x: Tensor, repeats: int) -> Tensor:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [H, T, D] and log-sum-exp [H, T] of tokens that see themselves and those before."""
+    """Output [H, T, D] and log-sum-exp [H, T] of causal attention."""
     repeats = query.shape[0] // key.shape[0]
     query, key, value = _widened(query), _widened(key), _widened(value)
     out, log_sum = _forward(query[None], _repeated(key, repeats), _repeated(value, repeats), 0.0, True, scale=scale)
@@ -105,7 +105,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
 
 
 def _causal_backward(given: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `given`: gradient, query, key, value, output, log-sum-exp."""
+    """Gradients of query, key and value. `given`: output gradient, query, key, value, output, log-sum-exp."""
     gradient, query, key, value, out = map(_widened, given[:5])
     normalizer, repeats = given[5], query.shape[0] // key.shape[0]
     dq, dk, dv = _backward(
@@ -116,12 +116,12 @@ def _causal_backward(given: Sequence[Tensor], scale: float) -> tuple[Tensor, Ten
 
 
 def _stacked(x: Tensor, groups: int) -> Tensor:
-    """[H, T, ...] -> [1, K, H / K * T, ...]: the heads that share keys are rows of one product."""
+    """[H, T, ...] -> [1, K, H / K * T, ...]: heads that share keys become rows of one matmul."""
     return x.reshape(groups, -1, *x.shape[2:])[None]
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [H, T, D] and log-sum-exp [H, T] of tokens that see every key."""
+    """Output [H, T, D] and log-sum-exp [H, T] of attention without mask."""
     out, log_sum = _forward(_stacked(query, key.shape[0]), key[None], value[None], 0.0, False, scale=scale)
     return out[0].reshape(query.shape), log_sum[0].reshape(query.shape[:2])
 
@@ -141,11 +141,11 @@ def _whole_backward(
 
 
 def _as_given(normalizer: Tensor) -> Tensor:
-    """[H, T] -> [1, H, T] in the memory layout of the forward, tokens outermost, which the backward takes for granted."""
+    """[H, T] -> [1, H, T] in the memory layout of the forward, tokens outermost, which the backward assumes."""
     return normalizer.t().contiguous().t()[None]
 
 
 def runs_here(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """True if `SharedAttention` can compute it: on a CPU, without dropout, in a dtype and of a shape that it knows."""
+    """True if `SharedAttention` can compute it: on a CPU, without dropout, with a supported dtype and shape."""
     is_known = query.dtype in (torch.float32, torch.bfloat16, torch.float64) and query.shape[-1] == value.shape[-1]
     return query.device.type == "cpu" and dropout == 0.0 and is_known

@@ -1,8 +1,8 @@
 """Decode attention on a GPU: Triton kernels over the engine's own cache, for groups that share their prompt.
 
 The keys of a prompt are read once for all queries of its group, those of a completion for its own; long parts are split
-over programs (split-K). Every split leaves its output and log-sum-exp in float32, and a last kernel merges them. Nothing
-depends on values that only the host knows: lengths, owners and the step column are read from tensors, so that a CUDA graph can
+over programs (split-K). Every split leaves its output and log-sum-exp in float32, and a last kernel merges them. No
+kernel argument depends on the step: lengths, owners and the step column are read from tensors, so that a CUDA graph can
 replay a step. `by_one_softmax` and `by_flash` in `attention.py` compute the same with PyTorch's own operations.
 """
 
@@ -16,25 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_KEYS = 64
-"""Keys that a program reads at a time; half as many in float32, which must fit in the same shared memory."""
+"""Keys per block of a program; half as many in float32, to fit in the same shared memory."""
 MAX_QUERIES = 64
-"""Queries that share one reading of the keys (half in float32); a larger group reads them again, from the GPU's cache."""
+"""Queries per load of the keys (half in float32); a larger group loads them again, from the L2 cache."""
 SPLIT_KEYS = 256
-"""A part is split over programs from this many keys on, unless there are programs enough without."""
+"""Number of keys from which a part is split over programs (split-K), unless there are enough programs already."""
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Tables of which rows attend to which keys, read by the kernels. R rows, P prompts of at most G rows each."""
+    """Index tables between rows and keys, read by the kernels. R rows, P prompts of at most G rows each."""
 
     members: Tensor
     """[P, G] int64, rows of each prompt."""
     counts: Tensor
-    """[P] int32, how many of them there are."""
+    """[P] int32, number of rows of each prompt."""
     lengths: Tensor
-    """[P] int32, keys of each prompt."""
+    """[P] int32, number of keys of each prompt."""
     owned: Tensor
-    """[R] int32, 1 for a row that belongs to a prompt, 0 for one whose result means nothing."""
+    """[R] int32, 1 for a row that belongs to a prompt, 0 for an unused row."""
     first: Tensor
     """[R] int32, first column of each row's own keys."""
     step_column: Tensor
@@ -45,7 +45,7 @@ class Spans:
 def _append(
     key, value, keys, values, step_column, from_row, from_head, row_stride, head_stride, D, BLOCK_D: tl.constexpr
 ):
-    """One key and one value of a row and head go to the step column."""
+    """Write one key and one value of a row and head to the step column."""
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, BLOCK_D)
     inside = at < D
@@ -127,7 +127,7 @@ def _part(
 
 @triton.jit(do_not_specialize=["shared", "splits"])
 def _merge(outs, lses, owned, result, shared, splits, D, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Outputs of all splits, the first `shared` of them the prompt's, by their log-sum-exps."""
+    """Merge the outputs of all splits, the first `shared` of them the prompt's, by their log-sum-exps."""
     row, head = tl.program_id(0), tl.program_id(1)
     rows, heads = tl.num_programs(0), tl.num_programs(1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
@@ -171,8 +171,8 @@ def decode(
 ) -> Tensor:
     """[R, Hq, D] attention of one query a row over its prompt's keys and its own, in the precision of `query` [R, Hq, D].
 
-    `own` [2, rows, Hkv, C, D] and `shared` [2, P, Hkv, K, D] hold keys and values, the biases [rows, C] and [P, K] what is
-    added to their scores. `splits` fixes into how many pieces the prompt's and the own keys are cut.
+    `own` [2, rows, Hkv, C, D] and `shared` [2, P, Hkv, K, D] hold keys and values, the biases [rows, C] and [P, K] are
+    added to their scores. `splits` fixes the numbers of splits of the prompt's and the own keys.
     """
     query = query.contiguous()
     rows, heads, width = query.shape
@@ -218,7 +218,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Launch one part: the prompts' with at most `group` rows each, or every row's own. `splits`: the first, how many."""
+    """Launch the kernel for one part: the prompts' with at most `group` rows each, or every row's own. `splits`: (first, count)."""
     rows, heads, width = query.shape
     is_shared, repeats = group is not None, heads // buffer.shape[2]
     queries = (group or 1) * repeats
@@ -238,25 +238,25 @@ def _attend(
 
 
 def _queries(count: int, query: Tensor) -> int:
-    """Rows of a program's products for a part of this many queries."""
+    """Query rows of a program's tile for a part with this many queries."""
     return max(16, min(MAX_QUERIES // _halves(query), triton.next_power_of_2(count)))
 
 
 def _halves(query: Tensor) -> int:
-    """Float32 takes twice the shared memory, so its blocks are half as large."""
+    """Divisor of block sizes: 2 in float32, which takes twice the shared memory, else 1."""
     return 2 if query.dtype == torch.float32 else 1
 
 
 def is_interpreted() -> bool:
-    """True in Triton's interpreter, on a CPU, whose dot products know no bfloat16 and get float32."""
+    """True in Triton's interpreter on a CPU, whose dot products lack bfloat16 and use float32."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def pieces(keys: int, programs: int, enough: int) -> int:
-    """Into how many splits a part of at most `keys` keys is cut when `programs` programs exist without."""
+    """Number of splits of a part with at most `keys` keys, given `programs` programs without splitting."""
     return max(1, min(keys // SPLIT_KEYS, -(-enough // max(programs, 1))))
 
 
 def programs_of(device: torch.device) -> int:
-    """Programs that keep this device busy: four for each of its processors."""
+    """Number of programs that fill this device: four per multiprocessor."""
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

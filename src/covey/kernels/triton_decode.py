@@ -1,4 +1,4 @@
-"""The entrance to Triton's decode kernels, which are imported only where they are used: Triton may not be installed."""
+"""Entry point of the Triton decode kernels, imported on first use: Triton may not be installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TritonDecode:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Why Triton's kernels cannot run on this device; None if they can."""
+        """Reason why Triton's kernels cannot run on this device; None if they can."""
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed (pip install triton)"
         import triton
@@ -24,7 +24,7 @@ class TritonDecode:
 
     @staticmethod
     def errors() -> tuple[type[Exception], ...]:
-        """Exceptions of a kernel that cannot be compiled or launched: no compiler, no room on the chip, no driver."""
+        """Exceptions of a kernel that cannot be compiled or launched: no compiler, too little shared memory, no driver."""
         from triton.runtime.errors import TritonError
 
         return TritonError, RuntimeError, OSError

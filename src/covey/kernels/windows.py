@@ -1,4 +1,4 @@
-"""Attention windows: the part of the past that each layer of a model sees, found by asking its own masks."""
+"""Attention windows of a model's layers (sliding or chunked), found by probing its own masks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Window:
 
 
 def attention_windows(model: Any) -> dict[int, Window | None]:
-    """The window of each attention layer by its index; None for a layer that sees everything before.
+    """The window of each attention layer by its index; None for a layer with full causal attention.
 
-    One forward pass of two tokens, in which transformers' mask functions are asked about distant tokens; {} for a model that does not attend
-    through transformers' interface. Raises Unsupported for a mask that is neither causal nor a window of that.
+    One forward pass of two tokens, which probes transformers' mask functions at distant tokens; {} for a model without transformers'
+    attention interface. Raises Unsupported for a mask that is neither causal nor a causal window.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -74,7 +74,7 @@ def attention_windows(model: Any) -> dict[int, Window | None]:
 
 
 def _probe_mask(*given: Any, **options: Any) -> Tensor:
-    """A mask that carries the window it would have shown."""
+    """A mask with its window as an attribute."""
     device = options.get("device") or "cpu"
     mask = torch.zeros(1, 1, 1, 1, device=device)
     mask.covey_window = _window_of(options["mask_function"], options.get("local_size"), device)  # type: ignore[attr-defined]

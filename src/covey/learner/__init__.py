@@ -1,4 +1,4 @@
-"""Gradients out of rollouts."""
+"""The learner: optimizer steps from rollouts with advantages."""
 
 from covey.learner.critic import Critic, ValueHead, ValueModel, no_critic
 from covey.learner.learner import Learner

@@ -1,4 +1,4 @@
-"""The value estimate of PPO: a head on the policy's own hidden states, or a model of its own. GRPO and its kin have none."""
+"""Critic of PPO: a value head on the policy's hidden states, or a separate value model. GRPO and its variants have none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Critic(Protocol):
     """Estimator of the return of each completion token."""
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
-        """[N, T], with gradient to the critic when gradients are enabled."""
+        """Values [N, T], with gradient to the critic when gradients are enabled."""
         ...
 
     def parameters(self) -> list[nn.Parameter]: ...
@@ -32,7 +32,7 @@ class Critic(Protocol):
 
 
 class NoCritic:
-    """No critic: group-relative methods compare siblings instead of estimating values."""
+    """No critic: group-relative methods use the rewards of the group as baseline."""
 
     def values(self, measured: Measured, batch: Sequence[Row]) -> Tensor:
         return torch.zeros_like(measured.logp)
@@ -52,7 +52,7 @@ def no_critic() -> Critic:
 
 
 class ValueHead(nn.Module):
-    """A linear map of the policy's hidden states, zero at the start, in float32.
+    """Linear value head on the policy's hidden states, initialized to zero, in float32.
 
     The hidden states are detached: the value loss trains the head alone and leaves the policy to its own loss.
     """
@@ -69,11 +69,11 @@ class ValueHead(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A decoder of its own, trained whole, under a linear map that is zero at the start (float32).
+    """Separate, fully trained decoder with a linear value head, initialized to zero (float32).
 
-    The decoder starts as a copy of the policy's; of a policy with adapters, as the base model without them. It shares no
+    The decoder is initialized from the policy's, without its adapters. It shares no
     weight with the policy, so it costs a second model's weights, gradients and optimizer state. Gradient checkpointing,
-    dropout and the type of matrix products are the policy's.
+    dropout and the dtype of matmuls are those of the policy.
     """
 
     def __init__(self, decoder: nn.Module, hidden_size: int, policy: Policy, shards: Shards | None = None) -> None:
@@ -85,9 +85,9 @@ class ValueModel(nn.Module):
 
     @staticmethod
     def of(policy: Policy, shard: Callable[[nn.Module], Shards] | None = None) -> ValueModel:
-        """A critic that starts from the policy as it is now, split by `shard` over the processes.
+        """A critic initialized from the current policy, sharded over processes by `shard`.
 
-        Raises ConfigError where it cannot be copied and trained.
+        Raises ConfigError if the policy cannot be copied and trained.
         """
         decoder = _decoder_copy(policy.model).requires_grad_(True)
         shards = None if shard is None else shard(decoder)
@@ -117,7 +117,7 @@ def _zero_linear(hidden_size: int, device: torch.device | None) -> nn.Linear:
 
 
 def _read(linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """[M] values of [M, D] hidden states, in the type of the map."""
+    """[M] values of [M, D] hidden states, in the dtype of the head."""
     return linear(hidden.to(linear.weight.dtype)).squeeze(-1)
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def clip(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float) -> None:
-    """Scale gradients of this norm down to `limit`."""
+    """Scale gradients with total norm `norm` down to `limit`."""
     if norm <= limit:
         return
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""A model's output layer apart from its decoder: how it is found, and whether both apart are the model."""
+"""The LM head of a model: how it is found, and a check that decoder and head, called separately, give the model's logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.types import Completion, Prompt
 
 
 def short_row(model: Any, count: int) -> Row:
-    """Five prompt tokens and `count` answer tokens, the same prompt for every count."""
+    """A test row of five prompt tokens and `count` completion tokens, with the same prompt for every count."""
     vocabulary = unwrapped(model).get_input_embeddings().num_embeddings
     ids = (torch.arange(5 + count) * 7919 + 11 * count * (torch.arange(5 + count) >= 5)) % vocabulary
     return Row(
@@ -28,7 +28,7 @@ def short_row(model: Any, count: int) -> Row:
 
 
 def find_head(model: Any) -> Head:
-    """The head of a transformers causal LM, with the scaling its configuration names."""
+    """The head of a transformers causal LM, with the scaling in its configuration."""
     inner = unwrapped(model)
     config = inner.config.get_text_config()
     multiply = getattr(config, "logit_scale", None) or 1.0
@@ -43,7 +43,7 @@ def find_head(model: Any) -> Head:
 
 @torch.no_grad()
 def splits_exactly(model: Any, device: torch.device) -> bool:
-    """True if decoder and head, called apart, give the model's own logits on four tokens."""
+    """True if decoder and head, called separately, give the model's own logits on four tokens."""
     if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
         return False  # virtual tokens are added outside the decoder
     inner = unwrapped(model)

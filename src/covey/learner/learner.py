@@ -1,4 +1,4 @@
-"""One optimizer step: denominators first, then micro-batches, then one update. A memory knob never changes a gradient."""
+"""One optimizer step: denominators of the whole step, micro-batches, one update. Memory options never change a gradient."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from covey.types import Completion, Event, Group, Last, Metric, StepReport, Sum,
 
 @dataclass(eq=False)
 class Learner:
-    """The update of a policy from groups with advantages. Its fields live for the whole run; nothing of a step stays."""
+    """Updates a policy from groups with advantages. Its fields live for the whole run; no field belongs to a step."""
 
     policy: Policy
     reference: Reference
@@ -44,40 +44,40 @@ class Learner:
     world: World
     max_completion_length: int
     max_rows: int = 8
-    """Rows of one forward pass: memory only."""
+    """Most rows of a micro-batch; affects memory only."""
     max_tokens: int | None = None
-    """Tokens of one forward pass, a shared prompt counted once: memory only."""
+    """Most tokens of a micro-batch, a shared prompt counted once; affects memory only."""
     enough_tokens: int | None = None
-    """Tokens up to which groups are joined in one forward pass."""
+    """Tokens up to which groups are joined in one micro-batch."""
     max_grad_norm: float = 1.0
-    """0 clips nothing."""
+    """Gradient clipping threshold; 0: no clipping."""
     mask_truncated: bool = False
     is_off_policy: bool = False
-    """True if one rollout serves several optimizer steps, so that old log-probabilities must be measured."""
+    """True if one rollout serves several optimizer steps, so that old log-probabilities must be computed."""
     disable_dropout: bool = False
     uses_sampler_logp: bool = True
-    """False when completions were drawn from a truncated or penalised distribution, which the learner's is not."""
+    """False if completions were drawn from a truncated or penalised distribution, which the learner does not compute."""
     expects_stale: bool = False
-    """True if completions may be of older weights, so that the policy's log-probabilities are not those that were drawn."""
+    """True if completions may come from older weights, so that the sampler's log-probabilities are not the current policy's."""
     overlaps_reduction: bool = True
-    """Sum gradients over processes while the last micro-batch's backward runs. False where that computes a gradient in pieces."""
+    """Overlap the gradient all-reduce with the last micro-batch's backward. False if that accumulates a gradient in pieces."""
     scaler: Any = None
     """torch.amp.GradScaler, for float16 only."""
     critic: Critic = field(default_factory=no_critic)
     teacher: Teacher | None = None
-    """The one that a distillation draws the policy to."""
+    """Teacher model of a distillation."""
     supervised: Supervised | None = None
-    """Examples that are learnt beside the rollout."""
+    """Supervised examples trained on in addition to the rollout."""
     guard: UpdateGuard = field(default_factory=UpdateGuard)
-    """Judges the numbers of an update before it is made."""
+    """Checks loss and gradient norm before each update."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     enable_recomputation: Callable[[], bool] = lambda: False
-    """Makes a single completion need less memory, once; False when it cannot."""
+    """Turns on activation checkpointing when a single completion does not fit; False if it is on already or not possible."""
     interruption: Interruption = field(default_factory=Interruption)
-    """Called before each micro-batch; what it raises ends the step, of which `forget` leaves nothing."""
+    """Callback before each micro-batch; its exception ends the step, whose gradients `forget` drops."""
     before_first_update: Callable[[Mapping[str, Metric], int], None] = lambda metrics, version: None
-    """Sees the metrics of a rollout's first update, and the version of its weights, before it is made; may refuse it."""
+    """Callback before a rollout's first update, with its metrics and the version of the weights; may refuse it by raising."""
     token_entropies: TokenEntropies = field(default_factory=TokenEntropies)
     micro_batcher: MicroBatcher = field(init=False)
 
@@ -95,21 +95,21 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, groups: Sequence[Group], algorithm: Algorithm) -> list[Group]:
-        """The groups with what the algorithm needs to know of the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
+        """Groups with the fields that the algorithm needs from the policy at rollout time: `old_logp`, `ref_logp`, `values`."""
         needs = algorithm.needs
         wanted = Needs(old_logp=self.is_off_policy or needs.old_logp, ref_logp=needs.ref_logp, values=needs.values)
         return self.measured(groups, wanted) if wanted != Needs() else list(groups)
 
     @torch.no_grad()
     def measured(self, groups: Sequence[Group], needs: Needs) -> list[Group]:
-        """The groups with `old_logp`, `ref_logp` and `values` of now, those of them that `needs` names."""
+        """Groups with `old_logp`, `ref_logp` and `values` of the current models, as far as `needs` names them."""
         flat = [completion for group in groups for completion in group.completions]
         rows = [
             unscored_row(group, i, completion) for i, group in enumerate(groups) for completion in group.completions
         ]
         mine = self.world.share(list(range(len(rows))))
         self.policy.model.eval()
-        self.micro_batcher.left_out.begin(0)  # what is measured here is needed of all
+        self.micro_batcher.left_out.begin(0)  # no completion may be skipped: advantages need all of them
         with self._leavable():
             notes = self.micro_batcher.attempt(lambda: self._notes([rows[i] for i in mine], needs))
         done = self.world.interleave(notes)
@@ -117,7 +117,7 @@ class Learner:
         return regrouped(groups, done)
 
     def _notes(self, rows: Sequence[Row], needs: Needs) -> list[Completion]:
-        """The completions of `rows` with what `needs` names."""
+        """Completions of `rows` with the fields that `needs` names."""
         notes = dict[int, Completion]()
         for given in self.micro_batcher.each(rows, factor=2):
             self.interruption()
@@ -130,7 +130,7 @@ class Learner:
                 None if ref is None else ref.logp,
                 values,
             )
-            on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], each once
+            on_host = [None if x is None else x.float().cpu() for x in wanted]  # [N, T], one transfer each
             for r, row in enumerate(given):
                 own = [None if x is None else x[r, : row.completion.num_tokens].clone() for x in on_host]
                 notes[id(row)] = replace(row.completion, old_logp=own[0], ref_logp=own[1], values=own[2])
@@ -139,10 +139,10 @@ class Learner:
     # -- the update -------------------------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[Group], algorithm: Algorithm, step: int) -> StepReport:
-        """One optimizer step on these groups, which every process holds whole. Returns what happened.
+        """One optimizer step on these groups, of which every process holds all. Returns its report.
 
-        Gradients are those of `algorithm.loss` over all completions of all processes, whatever the micro-batches.
-        A step whose loss or gradient is not finite changes nothing and says so in the report's events.
+        Gradients are those of `algorithm.loss` over all completions of all processes, independent of the micro-batches.
+        A step whose loss or gradient is not finite changes no weight and is named in the report's events.
         """
         self.token_entropies.begin(step)
         rows = self._rows(groups)
@@ -157,7 +157,7 @@ class Learner:
         algorithm = self._prepared(algorithm, (silent, loud), totals)
         parts = [{**algorithm.metrics(as_drawn(rows), totals), "loss": Sum(0.0)} for rows in [pick(known)] if rows]
         with self._leavable():
-            with torch.no_grad():  # their numbers are shown, but a backward would only add zeros
+            with torch.no_grad():  # for their metrics; their gradient is zero
                 parts += self.micro_batcher.attempt(lambda: self._evaluate_all(silent, algorithm, totals))
             parts += self._gradients(loud, algorithm, totals, step)
         metrics = self.world.merge(merge_metrics([*parts, self.micro_batcher.left_out.end()]))
@@ -170,7 +170,7 @@ class Learner:
         return replace(report, events=events, tokens=self.token_entropies.gathered(self.world, groups))
 
     def _leavable(self) -> AbstractContextManager[None]:
-        """Micro-batches that a stop signal may leave; those of a split model are passes of all processes."""
+        """Context of micro-batches that a stop signal may abort; with a sharded model, on all processes together."""
         return self.interruption.together(in_step=self.policy.shards is not None)
 
     def _rows(self, groups: Sequence[Group]) -> list[Row]:
@@ -185,7 +185,7 @@ class Learner:
 
     @torch.no_grad()
     def loss(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Metric]:
-        """The metrics of a step, loss included, without an update: for evaluation."""
+        """Metrics of a step, loss included, without an update; for evaluation."""
         rows = self._rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.eval()
@@ -198,9 +198,9 @@ class Learner:
         return metrics
 
     def _prepared(self, algorithm: Algorithm, parts: Sequence[Sequence[Row]], totals: Totals) -> Algorithm:
-        """The algorithm with whatever it must know of the whole step (quantiles, covariances) filled in.
+        """The algorithm with its statistics of the whole step (quantiles, covariances) filled in.
 
-        Measured on the very micro-batches that are trained on, so that a bound equals the number it was taken from.
+        They are computed on the same micro-batches as the gradient, so that a threshold equals the value it was taken from, to the bit.
         """
         if not algorithm.needs.whole_step:
             return algorithm
@@ -223,7 +223,7 @@ class Learner:
     ) -> list[dict[str, Metric]]:
         """Gradients of the step, summed over processes, and the metrics of this process's micro-batches.
 
-        Where memory runs out after the sum has begun, every process computes the step again and sums afterwards.
+        If memory runs out after the all-reduce has started, every process repeats the step and reduces afterwards.
         """
         for overlaps in (self.overlaps_reduction, False):
             gradients = GradientBuckets(self.world, [p for p in self.trainable() if not is_sharded(p)])
@@ -256,10 +256,10 @@ class Learner:
                     unread.append(self._accumulate(batch, algorithm, totals))
                 else:
                     self._keep_pace(algorithm)
-        return [self._read(one, algorithm, totals) for one in unread]  # now, so that the device never waited in between
+        return [self._read(one, algorithm, totals) for one in unread]  # at the end, so that the device never waits
 
     def _accumulate_examples(self, step: int) -> list[dict[str, Metric]]:
-        """The gradient of the supervised term of this step, where there is one."""
+        """Backward of the supervised term of this step, if there is one. Returns its metrics."""
         if self.supervised is None:
             return []
         rows = self.supervised.rows(step)
@@ -278,7 +278,7 @@ class Learner:
         self.policy.release()
 
     def rehearse(self, groups: Sequence[Group], algorithm: Algorithm) -> tuple[Event, ...]:
-        """The largest micro-batch of a step forward and backward, without an update: what ran out of memory on the way."""
+        """Forward and backward of a step's largest micro-batch, without an update. Returns the out-of-memory events."""
         rows = self._rows(groups)
         totals = totals_of(rows, self.max_completion_length)
         self.policy.model.train(not self.disable_dropout or self.policy.is_checkpointing)
@@ -292,7 +292,7 @@ class Learner:
         return self.micro_batcher.take_events()
 
     def forget(self) -> None:
-        """Drop the gradients of a step that was begun."""
+        """Drop the gradients of an unfinished step."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> Unread:
@@ -301,7 +301,7 @@ class Learner:
         return unread
 
     def _keep_pace(self, algorithm: Algorithm) -> None:
-        """A pass whose gradient is zero, where the model is split and other processes have more micro-batches than this one."""
+        """A pass with zero gradient, for a sharded model when other processes have more micro-batches: its collectives must match."""
         tokens, measured = self._tokens([filler()], algorithm)
         parts = [tokens.logp, tokens.values, measured.auxiliary_loss]
         self._backward(0.0 * torch.stack([part.float().sum() for part in parts if part is not None]).sum())
@@ -313,7 +313,7 @@ class Learner:
         return metrics_of(unread, algorithm, totals, self.token_entropies)
 
     def _loss(self, batch: Sequence[Row], algorithm: Algorithm, totals: Totals) -> tuple[Tensor, Unread]:
-        """The loss of a micro-batch, and what its metrics are computed from; the host waits for no number of the device."""
+        """Loss of a micro-batch, and the tensors for its metrics, without synchronization of host and device."""
         tokens, measured = self._tokens(batch, algorithm)
         parts = {"loss": algorithm.loss(tokens, totals)}
         loss = parts["loss"]
@@ -327,7 +327,7 @@ class Learner:
         return loss, Unread(batch, tokens.detached(), {name: part.detach() for name, part in parts.items()})
 
     def _tokens(self, batch: Sequence[Row], algorithm: Algorithm) -> tuple[TokenBatch, Measured]:
-        """The plain padded view of a micro-batch that every part of an algorithm sees."""
+        """Padded tensors [N, T] of a micro-batch, as all parts of an algorithm see them."""
         against = (
             self.reference.against(algorithm.kl.estimator) if algorithm.kl and algorithm.needs.distribution else None
         )
@@ -365,7 +365,7 @@ class Learner:
         trained = [self.policy.parameters(), self.critic.parameters()]
         norms = [
             total_norm([p.grad for p in part if p.grad is not None], self.world) for part in trained
-        ]  # apart, so that a critic's error never scales the policy's step
+        ]  # clipped separately, so that a critic's error never scales the policy's step
         norm = norms[0]
         if trained[1]:
             metrics["value_grad_norm"] = Last(norms[1])
@@ -374,7 +374,7 @@ class Learner:
         if verdict.is_left_out:
             self.optimizer.zero_grad(set_to_none=True)
             if self.scaler is not None:
-                self.scaler.update()  # a scale that was too large is halved
+                self.scaler.update()  # halves a loss scale that was too large
             if any(event.kind == "non_finite_step" for event in verdict.events):
                 expect_sound_training(
                     self.policy.model, self.critic.parameters(), self.world, f"step {step}", whole=True

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted at every operation of PyTorch: on real tensors, and on fake ones, which have a shape and no storage."""
+"""Bytes of live tensors, counted at every PyTorch operation, for real and for fake tensors (shapes without storage)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that are made inside of it, until they are freed.
+    """Dispatch mode that counts the storages allocated inside it until they are freed.
 
     `torch.distributed._tools.mem_tracker.MemTracker` does the same by module and refuses a module that is called twice, as a
     learner calls its model.
@@ -26,22 +26,22 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
-        """Bytes that are held."""
+        """Bytes of live storages."""
         self.peak = 0
-        """The most that were held at a time since the last `begin`."""
+        """Maximum of `now` since the last `begin`."""
         self.seconds = 0.0
-        """Time of the operations on another device; counted by those who know one."""
+        """Estimated seconds of the operations on another device; counted by subclasses that model one."""
         self._freed_by: dict[int, weakref.finalize[Any, Any]] = {}
 
     def begin(self) -> None:
-        """Measure `peak` from here on."""
+        """Reset `peak`."""
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.counted(self.compute(func, args, kwargs or {}))
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The operation itself."""
+        """Result of the operation."""
         return func(*args, **kwargs)
 
     def counted(self, result: Any) -> Any:
@@ -63,22 +63,21 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FakeBytes(LiveBytes):
-    """`LiveBytes` for a model of fake tensors, whose shapes are computed and whose numbers are not.
+    """`LiveBytes` for a model of fake tensors, of which only shapes are computed.
 
-    Tensors that no fake one goes into are real, as the token ids of a batch are. A number that is read from a fake tensor is 0,
-    a flag is true: losses and norms are finite, comparisons of two ways to compute the same hold. A mask of fake flags selects
-    everything.
+    Results without a fake input are real, such as the token ids of a batch. A number read from a fake tensor is 0, a boolean is
+    true, so losses and norms are finite and comparisons of two implementations hold. A fake mask selects everything.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        """Enter it to make a model."""
+        """Mode to enter while creating the model."""
         self.products: set[tuple[Any, ...]] = set()
-        """Sizes of the products that were computed."""
+        """Shapes of the matmuls computed so far."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # asked for twice as often as anything is computed, and makes no tensor
+        if func is _DEVICE:  # twice as frequent as operations, and creates no tensor
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -112,7 +111,7 @@ _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
 def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices with every mask as the places that it selects, whose number fake tensors do not know."""
+    """Indices with every mask replaced by index tensors: the number of selected elements of a fake mask is unknown."""
     found: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool:

@@ -1,9 +1,9 @@
-"""Log-probability and entropy straight from hidden states and the head's weight, in one autograd function.
+"""Fused LM head: log-probability and entropy from hidden states and the head's weight, in one autograd function.
 
-The forward keeps one normalizer and one entropy a token; the backward computes logits again, a part at a time, and turns them
-into gradients in place. Beside the weight's own gradient no [tokens, V] tensor outlives its part. On a CPU a part is a chunk of
+The forward saves one normalizer and one entropy per token; the backward recomputes logits, a part at a time, and turns them
+into gradients in place. No [tokens, V] tensor outlives its part. On a CPU a part is a chunk of
 tokens, forward and backward. On an accelerator the backward's part is a block of the vocabulary for all tokens: the normalizers
-are known, so the weight's gradient is computed once a micro-batch, a block of rows at a time, and never read again.
+are known, so each block of the weight's gradient is computed once per micro-batch and never read again.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from covey.kernels import WeightMatmul
 from covey.process.memory import device_memory
 
 CPU_ELEMENTS = 2**23
-"""Logits that exist at a time on a CPU: 32 MiB in float32, about what its caches gain from."""
+"""Elements of a logits chunk on a CPU: 32 MiB in float32, for its caches."""
 BYTES_AN_ELEMENT = 20
-"""Workspace of one logit: logits and their gradient in float32, both in bfloat16, float32 temporaries of the entropy's gradient."""
+"""Workspace bytes per logit: logits and their gradient in float32, both in bfloat16, float32 temporaries of the entropy's gradient."""
 DEVICE_SHARE = 32
-"""A workspace takes one part in so many of an accelerator's memory."""
+"""Divisor of an accelerator's total memory that gives the size of the workspace."""
 MOST_ELEMENTS = 2**27
-"""Most logits at a time on an accelerator: 880 tokens of a vocabulary of 152,000, 2.5 GiB of workspace. By then products are bound
-by arithmetic, not by reading the weight (by calculation for an H100; not measured)."""
+"""Largest logits chunk on an accelerator, in elements: 880 tokens of a vocabulary of 152,000, 2.5 GiB of workspace. Matmuls of this
+size are compute-bound, not memory-bound (by calculation for an H100; not measured)."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Scale, soft cap and temperature between the product with the weight and the softmax."""
+    """Scale, soft cap and temperature between the output matmul and the softmax."""
 
     multiply: float
     softcap: float | None
     temperature: float
     chunk: int
-    """Tokens whose logits exist at a time."""
+    """Tokens per chunk of logits."""
     by_vocabulary: bool = False
-    """In the backward pass, as many logits as of `chunk` tokens, but of a block of the vocabulary for all tokens."""
+    """Chunk the backward by blocks of the vocabulary over all tokens, with as many logits as `chunk` tokens have."""
 
     @property
     def scale(self) -> float:
-        """Factor of the products where there is no soft cap."""
+        """Factor of the matmul's output without a soft cap."""
         return self.multiply / self.temperature
 
     def logits_(self, logits: Tensor) -> Tensor:
-        """Logits of the tempered distribution, in place of the products [m, V]."""
+        """Logits of the tempered distribution, in place of the matmul's output [m, V]."""
         if self.softcap is None:
             return logits if self.scale == 1.0 else logits.mul_(self.scale)
         return logits.mul_(self.multiply / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """The gradient of the products from that of the logits, in place of both."""
+        """Gradient of the matmul's output from that of the logits, in place."""
         if self.softcap is None:
             return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
         slope = logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
@@ -64,9 +64,9 @@ class LogitTransform:
 
 
 class Workspace:
-    """The tensors as wide as the vocabulary, made once and used for every chunk.
+    """Vocabulary-wide buffers, allocated once and reused for every chunk.
 
-    Made anew for each chunk they would leave holes between the results that stay, and the heap would grow with the length.
+    Allocating them per chunk would fragment the heap, which would grow with the sequence length.
     """
 
     def __init__(self, rows: int, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -79,7 +79,7 @@ class Workspace:
 
     @cached_property
     def other(self) -> Tensor:
-        """[m, V] for whatever is computed from the logits."""
+        """[m, V] buffer for results computed from the logits."""
         return self._empty(self.wide)
 
     @cached_property
@@ -89,7 +89,7 @@ class Workspace:
 
     @cached_property
     def narrow(self) -> Tensor | None:
-        """[m, V] in the type of the products, where that is narrower."""
+        """[m, V] buffer in the dtype of the matmul, if that is narrower; else None."""
         return None if self.dtype == self.wide else self._empty(self.dtype)
 
     def product(self, rows: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Workspace:
         known: tuple[Tensor, Tensor, Tensor],
         slopes: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
-        """[m, V], that of the products, in their type. `known`: targets, normalizers, entropies, each [m].
+        """Gradient [m, V] of the matmul's output, in its dtype. `known`: targets, normalizers, entropies, each [m].
 
         `slopes` are the gradients of log-probability and entropy, each [m] or None.
         """
@@ -120,13 +120,13 @@ def _gradient(
     slopes: tuple[Tensor | None, Tensor | None],
     inside: Tensor | None = None,
 ) -> Tensor:
-    """`Workspace.gradient` in float32 or wider, in the place of `gradient`; `logits` [m, V] are overwritten.
+    """`Workspace.gradient` in float32 or wider, written to `gradient`; `logits` [m, V] are overwritten.
 
     `inside` [m] bool: tokens whose target is among these columns; None: all.
     """
     targets, normalizer, entropy = known
     of_logp, of_entropy = slopes
-    torch.sub(logits, normalizer[:, None], out=gradient).exp_()  # the probabilities
+    torch.sub(logits, normalizer[:, None], out=gradient).exp_()  # probabilities
     if of_entropy is not None:
         slope = (logits - (normalizer - entropy)[:, None]).mul_(of_entropy[:, None])
         slope = slope if of_logp is None else slope.add_(of_logp[:, None])
@@ -144,26 +144,26 @@ def _gradient(
 def chunk_for(
     vocabulary: int, chunk: int | None, device: torch.device | None = None, *, elements: int | None = None
 ) -> int:
-    """Tokens whose logits exist at a time: `chunk` if given, else `elements_at_a_time(device) / vocabulary`.
+    """Tokens per chunk of logits: `chunk` if given, else `elements_at_a_time(device) / vocabulary`.
 
-    At least 16, and at most 1024 on a CPU and 8192 elsewhere. The hidden size does not enter: it changes what a product costs, not
-    what a logit takes. `elements`: those of an accelerator that is not here.
+    At least 16, and at most 1024 on a CPU and 8192 elsewhere. The hidden size does not matter: it changes the cost of a matmul, not
+    the memory of a logit. `elements`: elements of a chunk on an accelerator that is absent.
     """
     on_cpu = elements is None and (device is None or device.type == "cpu")
     return chunk or min(1024 if on_cpu else 8192, max(16, (elements or elements_at_a_time(device)) // vocabulary))
 
 
 def elements_at_a_time(device: torch.device | None) -> int:
-    """Logits that exist at a time: `min(2**27, memory / 32 / 20)`, rounded down to a power of two; 2**23 on a CPU.
+    """Elements of a logits chunk: `min(2**27, memory / 32 / 20)`, rounded down to a power of two; 2**23 on a CPU.
 
-    `memory` is what the accelerator has in all, not what is free of it: sums would be made in another order after each start.
+    `memory` is the accelerator's total memory: with its free memory, the order of sums would differ between runs.
     """
     total = None if device is None else device_memory(device)
     return CPU_ELEMENTS if total is None else elements_of(total)
 
 
 def elements_of(total: int) -> int:
-    """Logits that exist at a time on an accelerator with `total` bytes."""
+    """Elements of a logits chunk on an accelerator with `total` bytes."""
     wanted = min(MOST_ELEMENTS, total // DEVICE_SHARE // BYTES_AN_ELEMENT)
     return max(CPU_ELEMENTS, 1 << max(0, wanted.bit_length() - 1))
 
@@ -172,8 +172,8 @@ class LinearLogProbability(torch.autograd.Function):
     """`(hidden [M, D], weight [V, D], bias [V] or None, targets [M], shape, with_entropy)` -> `logp [M], entropy [M]`.
 
     With z the tempered logits and p their softmax: log p_y = z_y - log Z and H = log Z - E_p[z], so
-    d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Products run in the type of `hidden`, which is that of `weight`
-    unless `WeightMatmul` reads a float32 weight as it is.
+    d log p_y / dz = 1_y - p and dH / dz = -p (z - E_p[z]). Matmuls run in the dtype of `hidden`, which is that of `weight`
+    unless `WeightMatmul` reads a float32 weight directly.
     """
 
     @staticmethod
@@ -197,9 +197,9 @@ class LinearLogProbability(torch.autograd.Function):
             total = torch.sub(logits, top, out=weights).exp_().sum(-1)
             normalizer[part] = total.log() + top.squeeze(-1)
             logp[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
-            if with_entropy:  # 0 * -inf, a token that cannot happen, counts as 0
+            if with_entropy:  # 0 * -inf, a token of probability 0, counts as 0
                 entropy[part] = normalizer[part] - weights.mul_(logits).nansum(-1) / total
-            del logits  # before the next chunk's are made
+            del logits  # freed before the next chunk's logits
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.shape, ctx.with_entropy = shape, with_entropy
         ctx.set_materialize_grads(False)
@@ -237,7 +237,7 @@ class LinearLogProbability(torch.autograd.Function):
                 space.matmul.input_gradient(gradient, hidden_gradient[part])
             if weight_gradient is not None:
                 space.matmul.add_weight_gradient(weight_gradient, gradient, rows)
-            del gradient  # before the next chunk's is made
+            del gradient  # freed before the next chunk's gradient
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None
@@ -257,10 +257,10 @@ def by_vocabulary(
     slopes: tuple[Tensor | None, Tensor | None],
     wants: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden [M, D], weight [V, D] and bias [V], those that are wanted, a block of the vocabulary at a time.
+    """Requested gradients of hidden [M, D], weight [V, D] and bias [V], a block of the vocabulary at a time.
 
-    `known`: targets, normalizers and entropies of all tokens, each [M]. The sum over blocks is that of `hidden`'s gradient,
-    [M, D] in float32 or wider; the weight's gradient is one product a block, rounded once. So a micro-batch moves `blocks x M x D`
+    `known`: targets, normalizers and entropies of all tokens, each [M]. Only `hidden`'s gradient [M, D] is summed over blocks, in
+    float32 or wider; the weight's gradient is one matmul per block, rounded once. So a micro-batch moves `blocks x M x D`
     numbers through memory where chunks of tokens move `chunks x V x D`, at the same number of parts.
     """
     (targets, normalizer, entropy), (tokens, vocabulary) = known, (hidden.shape[0], weight.shape[0])
@@ -284,10 +284,10 @@ def by_vocabulary(
             torch.mm(narrow.t(), hidden, out=of_weight[part])
         if of_bias is not None:
             of_bias[part] = gradient.sum(0)
-        del product, logits, gradient, narrow  # before the next block's are made
+        del product, logits, gradient, narrow  # freed before the next block's
     return None if total is None else total.to(hidden.dtype), of_weight, of_bias
 
 
 def block_of(chunk: int, tokens: int, vocabulary: int) -> int:
-    """Words of a block for all `tokens`, with as many logits as `chunk` tokens have of the whole vocabulary; at least 128."""
+    """Vocabulary entries per block for all `tokens`, with as many logits as `chunk` tokens of the whole vocabulary; at least 128."""
     return min(vocabulary, max(128, chunk * vocabulary // max(1, tokens) // 128 * 128))

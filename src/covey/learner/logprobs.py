@@ -20,12 +20,12 @@ from covey.learner.lm_head import LinearLogProbability, LogitTransform, chunk_fo
 
 R = TypeVar("R")
 NEVER = -1e4
-"""Logit of a token that cannot be drawn: a probability of 0 in float32 at any temperature below 50, and no infinity to multiply with."""
+"""Logit of a banned token: probability 0 in float32 at any temperature below 50, and finite, so that products are not NaN."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The last layer of a causal LM: hidden states to logits, with what some models do after the product."""
+    """LM head: hidden states to logits, with the scaling and soft cap of some models."""
 
     project: Callable[[Tensor], Tensor]
     """[M, D] -> [M, V], the output embedding (tied or not, adapters included)."""
@@ -34,9 +34,9 @@ class Head:
     softcap: float | None = None
     """`final_logit_softcapping` (Gemma): `cap * tanh(logits / cap)`."""
     in_float32: bool = False
-    """Compute the product in float32 whatever the weights are in and whatever autocast says (ScaleRL, 2025)."""
+    """Compute the matmul in float32, independent of the weights' dtype and of autocast (ScaleRL, 2025)."""
     banned: tuple[int, ...] = ()
-    """Ids that are never drawn: their probability is 0."""
+    """Token ids of probability 0."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, D] -> [M, V] float32, or float64 of a model in float64."""
@@ -64,7 +64,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` [M] and entropy [M] in nats (zeros unless asked for) of `logits / temperature` [M, V]."""
+    """Log-probability of `targets` [M] and entropy [M] in nats (zeros unless requested) of `logits / temperature` [M, V]."""
     if temperature != 1.0:
         logits = logits / temperature
     log_normalizer = logits.logsumexp(-1)
@@ -88,8 +88,8 @@ def score_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [M] and entropy [M] of the `targets` [M] that follow `hidden` [M, D].
 
-    Gradients flow to the hidden states and to the head. `entropy` is zeros when not asked for. `chunk` is the number
-    of tokens whose logits exist at a time, a memory knob that changes no value; None chooses it by the vocabulary.
+    Gradients flow to the hidden states and to the head. `entropy` is zeros unless requested. `chunk`, the number of tokens per
+    chunk of logits, affects memory and no value; None chooses it by the vocabulary.
     """
     if not hidden.shape[0]:
         empty = hidden.new_zeros(0, dtype=torch.float32)
@@ -107,7 +107,7 @@ def score_tokens(
 
 
 def _by_chunks(one: Callable[[Tensor, Tensor], R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
-    """`one` of each pair of chunks, of which only what goes in is kept: the rest is computed again in the backward."""
+    """Results of `one` by chunk, under activation checkpointing: only its inputs are saved for the backward."""
     if not torch.is_grad_enabled():
         return [one(*pair) for pair in zip(*chunks, strict=True)]
     context = Recomputing(*(head.project for head in heads if isinstance(head.project, nn.Module)))
@@ -116,7 +116,7 @@ def _by_chunks(one: Callable[[Tensor, Tensor], R], heads: Sequence[Head], *chunk
 
 
 def is_plain(project: Callable[[Tensor], Tensor]) -> bool:
-    """True for a linear layer as torch has it: no adapter, no quantization, no hooks."""
+    """True for a plain `nn.Linear`: no adapter, no quantization, no hooks."""
     return type(project) is nn.Linear and not project._forward_hooks and not project._forward_pre_hooks
 
 
@@ -152,7 +152,7 @@ def _fused(
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """Another model at the same positions, to measure a distance to."""
+    """Another model at the same positions, for a distance between distributions."""
 
     hidden: Tensor
     """[M, D], without gradient."""
@@ -164,9 +164,9 @@ class Other:
 def distances(
     hidden: Tensor, head: Head, other: Other, *, temperature: float = 1.0, chunk: int | None = None
 ) -> Tensor:
-    """[M], how far the tempered distribution after each of `hidden` [M, D] is from the other model's, with gradient.
+    """Distance [M] of the tempered distribution after each of `hidden` [M, D] to the other model's, with gradient.
 
-    As in `score_tokens`, the logits of both exist for one chunk at a time. Of two vocabularies the smaller counts.
+    As in `score_tokens`, the logits of both exist for one chunk at a time. Vocabularies are cut to the smaller one.
     """
 
     if chunk is None and isinstance(head.project, nn.Linear):
@@ -179,7 +179,7 @@ def distances(
             theirs = other.head.logits(other_rows).to(mine.dtype)
             width = min(
                 mine.shape[-1], theirs.shape[-1]
-            )  # rows of an embedding beyond the tokenizer's ids differ by size
+            )  # models of one family pad their embeddings to different sizes
             theirs = torch.log_softmax(theirs[:, :width] / temperature, -1)
         return other.distance(torch.log_softmax(mine[:, :width] / temperature, -1), theirs)
 

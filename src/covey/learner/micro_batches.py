@@ -1,4 +1,4 @@
-"""Micro-batches: rows and tokens of one forward pass, bounded by options, halved when memory runs out, and remembered for the run."""
+"""Micro-batch sizes: rows and tokens bounded by options, halved when memory runs out, and kept for the rest of the run."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ T = TypeVar("T")
 
 
 _SHARE = 8
-"""At most one completion in so many: a step of which more is missing would teach something else."""
+"""Divisor of the completions of a step that may be left out: more would bias the gradient."""
 
 
 @dataclass(eq=False)
 class SkippedCompletions:
-    """The completions that a step had to do without. Their share of the gradient is zero; denominators still count them."""
+    """Completions left out of a step because they do not fit. Their gradient is zero; denominators still count them."""
 
     most: int = 0
     """Most completions that may be left out; 0: none."""
     rows: list[Row] = field(default_factory=list)
 
     def begin(self, num_rows: int) -> None:
-        """A step of `num_rows` completions: one in eight may be left out, and one in any case if there are several."""
+        """Start a step of `num_rows` completions: one in eight may be left out, and at least one if there are several."""
         self.most, self.rows = max(1, num_rows // _SHARE) if num_rows > 1 else 0, []
 
     def end(self) -> dict[str, Metric]:
-        """After the step: how many were left out on this process, if any. From now on none may be."""
+        """End the step: the metric of completions left out on this process, if any. None may be left out until `begin`."""
         self.most, rows = 0, self.rows
         self.rows = []
         return {"completions/left_out": Sum(float(len(rows)))} if rows else {}
 
     def take(self, row: Row) -> bool:
-        """Leave this one out; False when too many are already."""
+        """Leave this completion out; False if the limit is reached."""
         if len(self.rows) >= self.most:
             return False
         self.rows.append(row)
         return True
 
     def without(self, rows: Sequence[Row]) -> list[Row]:
-        """`rows`, less those that were left out."""
+        """`rows` without the completions left out."""
         return [row for row in rows if not any(row is gone for gone in self.rows)]
 
 
 def _sentence(row: Row) -> str:
-    """Message of a completion that was left out."""
+    """Event message of a completion left out."""
     return (
         f"A completion of {row.completion.num_tokens} tokens to prompt {row.prompt.uid} ({row.num_tokens} tokens together) does not fit "
         "in memory even alone. It is left out of this step, and the others keep their share; lower max_completion_length to learn from all."
@@ -60,7 +60,7 @@ def _sentence(row: Row) -> str:
 
 @dataclass(eq=False)
 class MicroBatcher:
-    """The size of a micro-batch: memory and speed only, never a gradient."""
+    """Splits a step into micro-batches; affects memory and speed, never a gradient."""
 
     max_rows: int
     max_tokens: int | None = None
@@ -70,25 +70,25 @@ class MicroBatcher:
     enough_tokens: int | None = None
     """Tokens up to which groups are joined; None: up to `max_tokens`."""
     enable_recomputation: Callable[[], bool] = lambda: False
-    """Makes a single completion need less; False when there is nothing left to do."""
+    """Turns on activation checkpointing, to save memory; False if it is on already or not possible."""
     is_last_resort: bool = False
     """True once `enable_recomputation` was called."""
     largest: tuple[int, int] = (0, 0)
-    """Rows and tokens of the largest micro-batch of the attempt that runs, for work that does not go through `each`."""
+    """Rows and tokens of the current attempt's largest micro-batch, for work that does not iterate `each`."""
     events: list[Event] = field(default_factory=list)
     left_out: SkippedCompletions = field(default_factory=SkippedCompletions)
     """Completions of the step that did not fit even alone."""
     agree: Callable[[int], int] | None = None
-    """The largest of all processes' counts, where each must make as many passes as the others: its model is split over them."""
+    """Maximum of the processes' counts, for a sharded model: all processes must run the same number of passes."""
     is_last: bool = False
     """True while `each` is at its last micro-batch."""
     _current: Sequence[Row] = ()
-    """The micro-batch that is being worked on."""
+    """The current micro-batch."""
 
     def each(self, rows: Sequence[Row], factor: int = 1) -> Iterator[list[Row]]:
-        """`batches`, one after another; the one that memory runs out on is known.
+        """Iterate `batches`, recording the current one for the case that memory runs out.
 
-        Where processes must keep pace, empty batches follow until all have as many.
+        With a sharded model, empty batches follow until all processes have the same number.
         """
         found = self.batches(rows, factor)
         found += [[]] * (0 if self.agree is None else self.agree(len(found)) - len(found))
@@ -98,7 +98,7 @@ class MicroBatcher:
         self._current = ()
 
     def batches(self, rows: Sequence[Row], factor: int = 1) -> list[list[Row]]:
-        """Rows in micro-batches; `factor` times the rows where nothing is kept for a backward."""
+        """Micro-batches of the rows; `factor` multiplies the row limit of passes without backward."""
         is_shared = self.shares_prompts()
         kept = self.left_out.without(rows)
         found = microbatches(
@@ -113,7 +113,7 @@ class MicroBatcher:
         return found
 
     def attempt(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-        """`work()`; where memory runs out, `undo()` and again with half the micro-batch, which is then kept.
+        """Result of `work()`; when memory runs out, `undo()` and retry with half the micro-batch size, which is then kept.
 
         Within a step, a completion that does not fit alone is left out (`left_out`). Raises MemoryLimitError when more do not
         fit than may be left out.
@@ -128,7 +128,7 @@ class MicroBatcher:
         return until_it_fits(work, shrink if self.agree is None else self._refuse)
 
     def _refuse(self, said: str) -> None:
-        """The other processes are in the middle of a pass that this one has left."""
+        """Raise MemoryLimitError for a sharded model: the other processes wait in the collectives of the pass that failed here."""
         rows, tokens = len(self._current), tokens_in(self._current, self.shares_prompts())
         raise MemoryLimitError(
             f"Memory ran out on a micro-batch of {rows} completions ({tokens} tokens), and a model that is split over processes "
@@ -170,7 +170,7 @@ class MicroBatcher:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes that fit in memory so far, so that a resumed run need not run out of it again."""
+        """Micro-batch sizes found to fit, so that a resumed run does not run out of memory again."""
         return {
             "max_rows": self.max_rows,
             "max_tokens": self.max_tokens,
@@ -178,7 +178,7 @@ class MicroBatcher:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sizes that were found to fit; those of the options win where they are smaller."""
+        """Restore the sizes found to fit; smaller ones from the options win."""
         if state.get("is_last_resort") and not self.is_last_resort:
             self.is_last_resort = self.enable_recomputation()
         self.max_rows = min(self.max_rows, state["max_rows"])

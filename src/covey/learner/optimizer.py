@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule, and whether its state fits in memory."""
+"""The optimizer, its learning-rate schedule, and a check that its state fits in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.process.lean import imported
 from covey.process.memory import is_out_of_memory, release
 
 _STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}
-"""Tensors of a parameter's size that each optimizer keeps for it; others are not known, and not asked about."""
+"""State tensors per parameter, by optimizer class; the check skips others."""
 
 
 def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> torch.optim.Optimizer:
@@ -72,10 +72,10 @@ def make_scheduler(args: Any, optimizer: torch.optim.Optimizer, total_steps: int
 
 
 def check_room(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate, and free again, what the first `optimizer.step()` will allocate; nothing once there is state.
+    """Allocate and free the memory of the first `optimizer.step()`; a no-op once the optimizer has state.
 
-    Where only the working space of the foreach implementation is too much, the optimizer goes parameter by parameter from
-    now on, with the same result. Raises MemoryLimitError, before any weight has changed, where the state itself does not fit.
+    If only the workspace of the foreach implementation does not fit, the optimizer runs parameter by parameter from
+    now on, with the same result. Raises MemoryLimitError, before any weight has changed, if the state itself does not fit.
     """
     states = _STATES.get(type(optimizer))
     if states is None or optimizer.state:
@@ -109,7 +109,7 @@ def _fits(optimizer: torch.optim.Optimizer, states: int, with_space: bool) -> bo
         if not is_out_of_memory(error):
             raise
     else:
-        return True  # without a collection of garbage, which takes longer than many a step
+        return True  # without garbage collection, which takes longer than many steps
     held.clear()
     release()
     return False

@@ -1,4 +1,4 @@
-"""Rows of a forward pass from completions, and micro-batches from rows. Neither changes a gradient."""
+"""Rows from completions, and micro-batches from rows. Neither affects the gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row:
     index: int = 0
     """Index of the completion in the step."""
     hint: str | None = None
-    """Feedback that a teacher reads beside the policy's prompt."""
+    """Feedback added to the teacher's prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the completion that are computed behind a shared prompt: all that predict another."""
+        """Tokens of the completion computed after a shared prompt: all but the last, which predicts nothing."""
         return max(0, self.completion.num_tokens - 1)
 
 
@@ -49,7 +49,7 @@ def rows_of(
     """Rows of all completions, groups in order. Groups need advantages.
 
     `mask_truncated` takes completions that hit the length limit out of the loss (their rewards still count in the
-    group's baseline, and the rows in the sequence count). `hints` gives what a teacher is told of each completion.
+    group's baseline, and the rows in the sequence count). `hints` gives the teacher's feedback on each completion.
     """
     rows: list[Row] = []
     for index, group in enumerate(groups):
@@ -78,7 +78,7 @@ def rows_of(
 
 
 def unscored_row(group: Group, index: int, completion: Completion) -> Row:
-    """A row without advantage, of which only numbers are wanted."""
+    """A row without advantage, for a forward pass only."""
     return Row(
         prompt=group.prompt,
         completion=completion,
@@ -89,13 +89,13 @@ def unscored_row(group: Group, index: int, completion: Completion) -> Row:
 
 
 def regrouped(groups: Sequence[Group], completions: Sequence[Completion]) -> list[Group]:
-    """The groups with these completions, in order."""
+    """The groups with their completions replaced, in order."""
     remaining = iter(completions)
     return [replace(group, completions=tuple(next(remaining) for _ in group.completions)) for group in groups]
 
 
 def filler() -> Row:
-    """A row of two tokens for a pass that only keeps pace with other processes; nothing of it is counted."""
+    """A row of two tokens with zero loss, for a pass that only matches the collectives of other processes."""
     drawn = Completion(token_ids=torch.tensor([1, 2]), text="", finish="stop")
     counts = torch.ones(2, dtype=torch.bool)
     return Row(
@@ -113,9 +113,9 @@ def microbatches(
 ) -> list[list[Row]]:
     """Micro-batches of at most `max_rows` rows and, if given, `max_tokens` tokens as `tokens_in` counts (one row always fits).
 
-    Beyond `enough_tokens` a batch takes only further completions of the group it began with. Rows of one prompt share a
+    Beyond `enough_tokens` a batch takes only further completions of its first group. Rows of one prompt share a
     batch, rows of similar length stand together, and the largest batch comes first, so that a step that does not fit in memory
-    fails at once. Where as few batches can hold all groups whole, they do, so that no shared prompt is computed twice.
+    fails at once. Groups are kept whole if that takes no more batches, so that no shared prompt is computed twice.
     """
     members: dict[int, list[Row]] = {}
     for row in rows:
@@ -153,7 +153,7 @@ def microbatches(
 def _of_whole_groups(
     members: Mapping[int, list[Row]], whole: Mapping[int, int], count: int, fits: Callable[[Row, int, int], bool]
 ) -> list[list[Row]] | None:
-    """`count` batches of nearly equal size with every group whole; None where greedy filling finds none."""
+    """`count` batches of nearly equal size with every group whole; None if greedy filling fails."""
     batches: list[list[Row]] = [[] for _ in range(count)]
     tokens = [0] * count
     for group in sorted(members, key=lambda group: -whole[group]):
@@ -200,7 +200,7 @@ class PaddedRows:
     placed: tuple[Placed, ...] = ()
     """The prompts with images, each once."""
     prompts: tuple[Prompt, ...] = ()
-    """[N], where one of them has images."""
+    """[N] prompts, if one of them has images; else empty."""
 
     def spread(self, values: Tensor) -> Tensor:
         """[M] values of the completion tokens -> [N, T], 0 beyond each end. Differentiable."""

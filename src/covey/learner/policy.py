@@ -1,4 +1,4 @@
-"""A causal language model behind one question: how likely is each completion token, and how open was the choice?"""
+"""The policy: a causal language model with log-probabilities and entropies of completion tokens."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class Measured:
     logp: Tensor
     """[N, T]"""
     entropy: Tensor
-    """[N, T], zeros unless asked for."""
+    """[N, T], zeros unless requested."""
     hidden: Tensor
     """[M, D], the hidden states that predicted the completion tokens, for value heads."""
     rows: PaddedRows | SharedRows
     distance: Tensor | None = None
-    """[N, T], to another model over the whole vocabulary, where one was given."""
+    """[N, T], distance to another model over the whole vocabulary, if one was given."""
     teacher_distance: Tensor | None = None
-    """[N, T], to a teacher, where one was given."""
+    """[N, T], distance to a teacher, if one was given."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Against:
-    """Another model to compare whole distributions with; `swapped` puts its weights in place while it runs."""
+    """Another model for a distance over the whole vocabulary; `swapped` is the context in which its weights are in place."""
 
     policy: Policy
     distance: Callable[[Tensor, Tensor], Tensor]
@@ -65,33 +65,33 @@ class Against:
 
 
 class Compared(Protocol):
-    """A model whose distributions are wanted where the policy reads `rows`, which `packed` holds."""
+    """A model evaluated at the policy's positions: `rows`, packed as `packed`."""
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other: ...
 
 
 @dataclass(eq=False)
 class Policy:
-    """`model` (PEFT included) as the learner and the reference use it."""
+    """A causal LM (PEFT included) as the learner and the reference use it."""
 
     model: Any
     pad_id: int
     temperature: float = 1.0
-    """Log-probabilities are those of the tempered distribution that completions are drawn from."""
+    """Temperature of the log-probabilities, that of sampling."""
     compute_dtype: torch.dtype | None = None
     logits_chunk: int | None = None
-    """Tokens whose logits exist at a time; None chooses by device and vocabulary."""
+    """Tokens per chunk of logits; None chooses by device and vocabulary."""
     auxiliary_coefficient: float = 0.0
     offloads: bool = False
-    """Keep activations in the host's memory between forward and backward."""
+    """Offload saved activations to host memory between forward and backward."""
     shared_attention: str = "auto"
     """Kernel for the attention of shared prompts: auto (FlexAttention on CUDA where it works), flex, sdpa."""
     float32_head: bool = False
-    """Compute the output layer in float32 whatever the rest is computed in."""
+    """Compute the output layer in float32, independent of the other layers' precision."""
     packs_always: bool = False
-    """Pack rows without padding also where no two share a prompt."""
+    """Pack rows without padding even if no two share a prompt."""
     shards: Shards | None = None
-    """Where the model is split over processes: every forward pass runs in it, as many on each process."""
+    """FSDP shards of the model; every process must then run the same number of forward passes."""
     _head: Head | None = field(default=None, init=False)
     _is_split: bool | None = field(default=None, init=False)
     _is_shared: bool | None = field(default=None, init=False)
@@ -123,18 +123,18 @@ class Policy:
             yield
 
     def sharded(self, shard: Callable[[nn.Module], Shards]) -> Policy:
-        """The policy with its model split in place, tried out on every process at once."""
+        """The policy with its model sharded in place, after a trial forward pass on every process."""
         found = replace(self, shards=shard(self.model))
         found._splits()
         found._shares()
         return found
 
     def _within(self, work: Callable[[], T]) -> T:
-        """`work()`, in which the weights can be read."""
+        """Result of `work()`, with sharded weights gathered."""
         return work() if self.shards is None else self.shards.run(work)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable ones, in the model's order."""
+        """Trainable parameters, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def measure(
@@ -147,7 +147,7 @@ class Policy:
     ) -> Measured:
         """Forward `rows` once. Gradients flow when they are enabled. Rows of one group share their prompt's computation.
 
-        `against` another model, the distance to its distributions is measured too; to those of a `teacher` likewise.
+        With `against` or `teacher`, the distance to that model's distributions is computed too.
         """
         has_siblings = self.packs_always or len({row.group for row in rows}) < len(rows)
         seen = next((row.prompt for row in rows if row.prompt.images is not None), None)
@@ -156,7 +156,7 @@ class Policy:
             packed: PaddedRows | SharedRows = share_rows(rows, self.device, self._kernel)
         else:
             packed = pad_rows(rows, self.pad_id, self.device)
-        # before the policy's own pass, whose attention may be computed again in the backward
+        # before the policy's own pass, whose attention may be recomputed in the backward
         others = [None if one is None else one.at(packed, rows) for one in (against, teacher)]
         return self._measure(packed, entropy, *others)
 
@@ -180,7 +180,7 @@ class Policy:
         work = lambda: self._scored(rows, entropy, (other, teacher))
         picked, logp, entropies, apart, auxiliary = self._within(work)
         distance, teacher_distance = [None if one is None else rows.spread(one) for one in apart]
-        if not torch.is_grad_enabled():  # else the backward may still recompute activations
+        if not torch.is_grad_enabled():  # otherwise the backward may still recompute activations
             self.release()
         return Measured(
             distance=distance,
@@ -199,7 +199,7 @@ class Policy:
         with self.autocast():
             with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
                 hidden, auxiliary = self._hidden(rows)
-            picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] of a model that cannot be split
+            picked = hidden.flatten(0, 1)[rows.source]  # [M, D], or [M, V] if decoder and head cannot be separated
             head = self._head_of() if self._splits() else self._whole_head()
             logp, entropies = score_tokens(
                 picked,
@@ -218,7 +218,7 @@ class Policy:
         return picked, logp, entropies, apart, auxiliary
 
     def _hidden(self, rows: PaddedRows | SharedRows) -> tuple[Tensor, Tensor | None]:
-        """[N, S, D] hidden states, or [N, S, V] logits for a model that cannot be split at its head."""
+        """[N, S, D] hidden states, or [N, S, V] logits if decoder and head cannot be called separately."""
         if isinstance(rows, SharedRows):
             rows = replace(rows, windows=self._windows)
             given = shared_prompt.forward_kwargs(rows, self.model)
@@ -228,10 +228,10 @@ class Policy:
         extra: dict[str, Any] = {"use_cache": False}
         given, decoder = self._inputs(rows)
         if self.auxiliary_coefficient:
-            # padding would be routed too and would change the balance that the loss measures
+            # padding would be routed too and would change the load-balancing loss
             extra |= {"attention_mask": rows.attention_mask, "output_router_logits": True}
             if self._splits() and accepts(self.model, "logits_to_keep"):
-                extra["logits_to_keep"] = 1  # the model's own logits are not wanted, and would be whole
+                extra["logits_to_keep"] = 1  # the model's own logits are not used; keep them small
             output = self.model(**given, output_hidden_states=self._splits(), **extra)
             return (output.hidden_states[-1] if self._splits() else output.logits), output.aux_loss
         if self._splits():
@@ -239,7 +239,7 @@ class Policy:
         return self.model(**given, **extra).logits, None
 
     def _inputs(self, rows: PaddedRows) -> tuple[dict[str, Any], Any]:
-        """Inputs of the model for padded rows, and the part of it that gives hidden states of that."""
+        """Model inputs for padded rows, and the submodule that computes hidden states from them."""
         if not rows.placed:
             return {"input_ids": rows.input_ids}, decoder_of(self.model)
         if self._embeds(rows.placed[0].prompt):
@@ -250,7 +250,7 @@ class Policy:
         return given, encoder_of(self.model)
 
     def _embeds(self, prompt: Prompt) -> bool:
-        """True if the language model needs no more of a prompt with images than embeddings; tried once, on this prompt."""
+        """True if the language model takes prompts with images as embeddings alone; tried once, on this prompt."""
         if self._is_embedded is None:
             reason = reason_against(self.model, prompt)
             self._is_embedded = reason is None
@@ -267,7 +267,7 @@ class Policy:
         shared_prompt.release(unwrapped(self.model))
 
     def expect_float32_head(self) -> None:
-        """Raise ConfigError where the output layer cannot be called apart, and so not in another precision."""
+        """Raise ConfigError if the output layer cannot be called separately, hence not in float32."""
         if not self._splits():
             raise ConfigError(
                 f"cast_lm_head_to_fp32=True, but the output layer of {type(unwrapped(self.model)).__name__} cannot be called apart; "
@@ -299,7 +299,7 @@ class Policy:
 
     @torch.no_grad()
     def _try_sharing(self) -> str | None:
-        """Compare packed rows with rows apart under the model's own attention. A reason if they differ."""
+        """Compare packed rows with single rows under the model's own attention. Returns a reason if they differ."""
         rows = [short_row(self.model, count) for count in (3, 2)]
         was_training = self.model.training
         shared_prompt.install()
@@ -325,7 +325,7 @@ class Policy:
         return reason
 
     def _choose_kernel(self, heads: set[AttentionHeads]) -> str:
-        """The kernel for layers like these. Raises ConfigError where FlexAttention was asked for and cannot be had."""
+        """Attention kernel for layers of these shapes. Raises ConfigError if FlexAttention was requested and cannot run."""
         if self.shared_attention == "sdpa" or (self.shared_attention == "auto" and self.device.type == "cpu"):
             return "sdpa" if self.shared_attention == "sdpa" else "own"
         dropped = (
@@ -348,7 +348,7 @@ class Policy:
         return self.compute_dtype is None and next(self.model.parameters()).dtype == torch.float32
 
     def _whole_head(self) -> Head:
-        """For hidden states that are logits already."""
+        """Head without a projection, for models that return logits only."""
         return Head(project=lambda logits: logits, banned=banned_ids(self.model))
 
     def _head_of(self) -> Head:
@@ -358,7 +358,7 @@ class Policy:
         return self._head
 
     def _splits(self) -> bool:
-        """True if decoder and head, called apart, give the model's own logits on four tokens; tried once."""
+        """True if decoder and head, called separately, give the model's own logits on four tokens; tried once."""
         if self._is_split is None:
             self._is_split = self._within(lambda: splits_exactly(self.model, self.device))
             if not self._is_split:

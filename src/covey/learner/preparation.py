@@ -10,7 +10,7 @@ from covey.models import unwrapped
 
 
 def prepare_for_training(model: Any, args: Any) -> Any:
-    """Gradient checkpointing on or off as asked for; the model in training mode."""
+    """Set gradient checkpointing as configured, and training mode."""
     inner = unwrapped(model)
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"  # renamed in 5.23
     if args.checkpoints_activations:
@@ -24,13 +24,13 @@ def prepare_for_training(model: Any, args: Any) -> Any:
 
 
 def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-    """From now on each block keeps its input only and computes the rest again in the backward pass."""
+    """Enable activation checkpointing: each block saves its input only and recomputes the rest in the backward pass."""
     inner = unwrapped(model)
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
     given = {"use_reentrant": False, **(kwargs or {})}
     if next(inner.parameters()).device.type == "cpu":
         training_heap(recomputes=True)
-        if not given["use_reentrant"] and not given.get("debug"):  # which torch refuses together
+        if not given["use_reentrant"] and not given.get("debug"):  # torch refuses the combination
             given.setdefault("context_fn", Recomputing(inner))
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
     if inner is not model:

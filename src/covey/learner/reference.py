@@ -1,4 +1,4 @@
-"""The reference model: what the KL term measures the distance to, and how it follows the policy."""
+"""The reference model of the KL term, and its updates towards the policy."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from covey.process.sharding import Shards, copy_into, is_sharded, local
 
 
 class Reference(Protocol):
-    """A model that stands still unless its rule says otherwise."""
+    """Reference model: frozen unless an update rule mixes the policy in."""
 
     moves: int
-    """Number of intended changes of its weights: by its rule, or from a checkpoint."""
+    """Number of intended changes of its weights, by its update rule or from a checkpoint."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Its own weights, those that it does not share with the policy."""
+        """Weights that it does not share with the policy."""
         ...
 
     def measure(self, rows: Sequence[Row]) -> Measured | None:
-        """The reference's log-probabilities; None when there is no reference."""
+        """Log-probabilities of the reference; None without a reference."""
         ...
 
     def against(self, distance: Callable[[Tensor, Tensor], Tensor]) -> Against | None:
-        """The reference as something to compare whole distributions with."""
+        """The reference as the other model of a distance over the whole vocabulary; None without a reference."""
         ...
 
     def mix(self, policy: Policy, alpha: float) -> None:
@@ -47,7 +47,7 @@ class Reference(Protocol):
 
 
 class NoReference:
-    """Nothing to compare with, nothing in memory."""
+    """No reference model."""
 
     moves = 0
 
@@ -72,19 +72,19 @@ class NoReference:
 
 @dataclass(eq=False)
 class FrozenCopy:
-    """A second copy of a model whose weights are all trained."""
+    """A full copy of the model, for full fine-tuning."""
 
     policy: Policy
     has_moved: bool = False
     follows: bool = False
-    """True if its rule may move it: a checkpoint then holds it from the start, so that a run can go back to any."""
+    """True if an update rule may change it; then every checkpoint holds it, so that a run can roll back to any."""
     moves: int = 0
 
     @staticmethod
     def of(
         policy: Policy, *, follows: bool = False, shard: Callable[[torch.nn.Module], Shards] | None = None
     ) -> FrozenCopy:
-        """A copy of the policy as it is now, split by `shard` over the processes; the policy must not be split yet."""
+        """A copy of the current policy, sharded over processes by `shard`; the policy must not be sharded yet."""
         model = copy.deepcopy(policy.model).eval().requires_grad_(False)
         frozen = replace(policy, model=model, auxiliary_coefficient=0.0)
         return FrozenCopy(frozen if shard is None else frozen.sharded(shard), follows=follows)
@@ -119,10 +119,10 @@ class FrozenCopy:
 
 @dataclass(eq=False)
 class AdapterCopy:
-    """For PEFT: the base weights are shared, and only the adapter is kept twice.
+    """Reference for PEFT: the base weights are shared with the policy, only the adapter is copied.
 
-    At the start it is the adapter as it was given, so the KL is 0 at step 0 also for an adapter that was loaded. A
-    fresh LoRA adapter changes nothing, so there the reference is the base model, as with adapters off.
+    It starts as the given adapter, so the KL is 0 at step 0 also for a loaded adapter. A fresh LoRA adapter
+    changes nothing, so there the reference is the base model.
     """
 
     policy: Policy
@@ -174,7 +174,7 @@ class AdapterCopy:
         return dict(self.kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.weights()  # always: a resumed adapter is no longer the one that training started from
+        return self.weights()  # always saved: a resumed adapter is no longer the one that training started from
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.moves += 1
@@ -186,13 +186,13 @@ def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _held(parameter: torch.nn.Parameter) -> Tensor:
-    """The parameter's values, to be put back."""
+    """A copy of the parameter's values, to restore later."""
     return parameter.detach().clone() if is_sharded(parameter) else parameter.data
 
 
 @torch.no_grad()
 def _put(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    """Exchange the parameters' memory; of one that is split, what is in it, for that memory is what is gathered."""
+    """Swap in values by exchanging storage; for sharded parameters by copying, because FSDP gathers from their storage."""
     for name, parameter in parameters.items():
         if is_sharded(parameter):
             local(parameter).copy_(local(values[name]))

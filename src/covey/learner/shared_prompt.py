@@ -1,8 +1,8 @@
 """Packed rows `[prompt | c1 | ... | cG]`: a prompt is computed once for all its completions, forward and backward.
 
-A completion attends to the prompt and to itself, never to another, at the positions it would have alone, so values and
-gradients are those of one row at a time. Only attention pads, and the last token of a completion, which predicts
-nothing, is not computed.
+A completion attends to the prompt and to itself, never to another completion, at the positions of an unpacked row, so values and
+gradients equal those of single rows. Only attention pads, and the last token of a completion, which predicts nothing, is
+not computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = "covey"
 _NOT_UNDERSTOOD = ("position_bias", "indices", "cache")
-"""Arguments that some models pass to their attention and that the parts below do not compute."""
+"""Attention arguments of some models that are not supported here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +34,12 @@ class Segment:
     """One prompt and its G completions inside a packed row of S tokens."""
 
     layout: Layout
-    """Positions of the prompt, and the number of tokens of each completion that predict another."""
+    """Positions of the prompt, and the number of predicting tokens (all but the last) of each completion."""
     device: torch.device
 
     @functools.cached_property
     def index(self) -> Tensor:
-        """[G, T] index in the packed row of each completion token that predicts another; any valid index beyond a completion's end."""
+        """[G, T] index in the packed row of each predicting completion token; any valid index beyond a completion's end."""
         begins = self.layout.answers.start + self._counts.cumsum(0) - self._counts
         return torch.where(
             self.valid, begins[:, None] + self._steps, torch.tensor(self.layout.start, device=self.device)
@@ -55,12 +55,12 @@ class Segment:
         return self._masked(self.layout.length, len(self._steps), window)
 
     def prompt_mask(self, window: Window | None) -> Tensor | None:
-        """[length, length] bool of the prompt's tokens; None where it is causal and no more."""
+        """[length, length] bool of the prompt's tokens; None if it is plainly causal."""
         length = self.layout.length
         return None if window is None or not window.hides(length) else self._masked(0, length, window)
 
     def _masked(self, before: int, count: int, window: Window | None) -> Tensor:
-        """[count, before + count] bool of the tokens from position `before` on; kept for the layers that follow."""
+        """[count, before + count] bool of the tokens from position `before` on; cached for later layers."""
         known = self._masks.get((before, window))
         if known is None:
             key = torch.arange(before + count, device=self.device)
@@ -75,7 +75,7 @@ class Segment:
 
     @functools.cached_property
     def written(self) -> Tensor:
-        """[sum T_i], where `valid` is true, counted row by row: a mask would let the host wait for the device in each layer."""
+        """[sum T_i] flat indices where `valid` is true: indexing by a mask would synchronize with the device in each layer."""
         longest = len(self._steps)
         return _numbers([(i * longest, count) for i, count in enumerate(self.layout.counts)]).to(
             self.device, non_blocking=True
@@ -112,9 +112,9 @@ class SharedRows:
     windows: Mapping[int, Window | None] = field(default_factory=dict)
     """Windows of the model's layers by index."""
     masks: dict[Window | None, Any] = field(default_factory=dict)
-    """FlexAttention's masks by window, made when a layer asks."""
+    """FlexAttention's block masks by window, created on first use."""
     heads: set[AttentionHeads] | None = None
-    """Filled with the shapes of the layers, if given."""
+    """If given, collects the shapes of the attention layers."""
     placed: tuple[Placed, ...] = ()
     """The prompts with images."""
 
@@ -129,7 +129,7 @@ class SharedRows:
         return max(layout.length + max(layout.counts, default=0) for layout in self.layouts)
 
     def window_of(self, layer: int | None) -> Window | None:
-        """The layer's window, if it hides a token from another one here."""
+        """The layer's window, if it masks anything in this row; else None."""
         window = None if layer is None else self.windows.get(layer)
         return window if window is not None and window.hides(self.longest) else None
 
@@ -146,7 +146,7 @@ class SharedRows:
 
 
 def share_rows(rows: Sequence[Row], device: torch.device, kernel: str = "own") -> SharedRows:
-    """Pack rows, those of the same group behind one copy of their prompt. Values come back in the order of `rows`.
+    """Pack rows, those of one group after a single copy of their prompt. Values are returned in the order of `rows`.
 
     For the kernel "flex", and on a CPU, the row is padded: to a whole block, or to one of few lengths. No token attends to it.
     """
@@ -200,7 +200,7 @@ _Run = tuple[int, int]
 
 
 def _numbers(runs: Sequence[_Run]) -> Tensor:
-    """[sum of all counts] int64, the numbers of these runs, one after another."""
+    """[sum of all counts] int64, the concatenated numbers of these runs."""
     firsts, counts = torch.tensor(runs, dtype=torch.long).T
     before = counts.cumsum(0) - counts
     return torch.arange(int(counts.sum())) + (firsts - before).repeat_interleave(counts)
@@ -219,8 +219,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `query` [1, H, S, D] -> [1, S, H, D].
 
-    Without packed rows it is SDPA under SDPA's mask, or the same written out where scores are capped or have sinks: a
-    caller may use the model between a forward pass and its backward.
+    Without packed rows it is SDPA with SDPA's mask, or explicit softmax attention if scores are capped or have sinks: the
+    model may be used in another way between a forward pass and its backward.
     """
     product = _Product(scaling, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
     if covey_rows is None and not product.is_plain:
@@ -260,7 +260,7 @@ def _heads_of(query: Tensor, key: Tensor, value: Tensor) -> AttentionHeads:
 
 @dataclass(frozen=True, eq=False)
 class _Product:
-    """Attention of some queries to some keys: PyTorch's, or written out where scores are capped or a sink joins the softmax."""
+    """Attention of some queries to some keys: SDPA, or explicit softmax attention with capped scores or sinks."""
 
     scale: float | None
     dropout: float
@@ -292,7 +292,7 @@ class _Product:
             mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril(
                 key.shape[2] - query.shape[2]
             )
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: padding may see nothing at all
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # finite: a padding row may be all masked
         if self.sinks is not None:
             sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
@@ -345,7 +345,7 @@ _before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def drops(model: Any) -> bool:
-    """True if attention drops weights at random while the model trains."""
+    """True if the model has attention dropout in training mode."""
     names = ("attention_dropout", "attn_dropout")
     found = [getattr(module, name, 0.0) for module in model.modules() for name in names]
     return any((one.p if isinstance(one, torch.nn.Dropout) else one) for one in found if one is not None)
@@ -354,7 +354,7 @@ def drops(model: Any) -> bool:
 def reason_against(model: Any) -> str | None:
     """Reason in the model's configuration against sharing prompts; None if there is none.
 
-    The attention that the model was loaded with is none: packed rows go through `attention` instead, and a trial compares the two.
+    The attention implementation of the loaded model does not matter: packed rows use `attention`, and a trial compares the two.
     """
     config = model.config.get_text_config()
     if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:

@@ -1,4 +1,4 @@
-"""Completions that can have no gradient: their backward would only add zeros."""
+"""Completions with zero gradient, whose backward can be skipped."""
 
 from __future__ import annotations
 

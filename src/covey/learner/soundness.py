@@ -1,4 +1,4 @@
-"""NaN, infinities and values beyond any training, found in what an update has made and in what a checkpoint would hold."""
+"""Checks for NaN, infinities and huge values in updated weights and in the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from covey.process.sharding import local
 from covey.process.world import World
 
 _LARGEST = 1e18
-"""Values from here on cannot be squared in float32 (3.4e38): the next norm or product of two of them is infinite."""
+"""Smallest magnitude that is refused: its square nears the maximum of float32 (3.4e38), so the next norm would overflow."""
 _NEVER_NEGATIVE = ("exp_avg_sq", "square_avg", "absmax", "acc_delta", "sum")
-"""Beginnings of the names of second moments and scales, of which optimizers take square roots. `sum` is Adagrad's."""
+"""Name prefixes of optimizer state that must not be negative: second moments and scales. `sum` is Adagrad's."""
 _RATES = ("lr", "initial_lr", "weight_decay", "momentum", "betas", "eps")
 _MEASURED = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 _WAY_OUT = "look for a callback, hook or optimizer that writes to it, and lower learning_rate if there is none."
@@ -25,12 +25,12 @@ _WAY_OUT = "look for a callback, hook or optimizer that writes to it, and lower 
 
 @torch.no_grad()
 def are_sound(tensors: Iterable[Tensor]) -> bool:
-    """True if all are finite and none holds a value beyond 1e18: one fused reduction and one number from the device.
+    """True if all values are finite and below 1e18; one fused reduction and one synchronization.
 
-    Tensors of other types than float16, bfloat16, float32 and float64 are not looked at.
+    Tensors of other types than float16, bfloat16, float32 and float64 are not checked.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for value in map(local, tensors):  # each process looks at its own part
+    for value in map(local, tensors):  # each process checks its own shard
         if value.dtype in _MEASURED and value.numel() and not value.is_meta:
             by_kind.setdefault((value.device, value.dtype), []).append(value.detach())
     for (_, dtype), values in by_kind.items():
@@ -40,14 +40,14 @@ def are_sound(tensors: Iterable[Tensor]) -> bool:
 
 
 def _size(values: list[Tensor], dtype: torch.dtype) -> float:
-    """A number that is NaN, infinite or at least 1e18 if one of the tensors' values is; it may be so for others too."""
-    if dtype == torch.float16:  # its norm would overflow at 65504, and widening it is slow
+    """Upper bound of the magnitudes: NaN, infinite or at least 1e18 if a value is; false positives are possible."""
+    if dtype == torch.float16:  # a norm in float16 overflows at 65504, and widening is slow
         return float(torch.stack([value.sum(dtype=torch.float32) for value in values]).sum())
     return float(torch.stack(list(torch._foreach_norm(values))).sum())
 
 
 def fault_of(value: Tensor) -> str | None:
-    """`NaN`, `infinity` or the value that is too large; None for a tensor that is sound."""
+    """Fault of a tensor: `NaN`, `infinity` or the value that is too large; None for a sound tensor."""
     value = local(value)
     if value.dtype not in _MEASURED or not value.numel() or value.is_meta:
         return None
@@ -58,7 +58,7 @@ def fault_of(value: Tensor) -> str | None:
 
 
 def weight_fault(named: Mapping[str, Tensor]) -> str | None:
-    """`the weight <name> holds NaN` for the first that is not sound, or None."""
+    """Message `the weight <name> holds NaN` for the first unsound tensor, or None."""
     if are_sound(named.values()):
         return None
     found = ((name, fault_of(value)) for name, value in named.items())
@@ -68,7 +68,7 @@ def weight_fault(named: Mapping[str, Tensor]) -> str | None:
 def state_fault(tree: Mapping[str, Any], names: Sequence[str]) -> str | None:
     """The first fault of a checkpoint's tree: optimizer, loss scale, reference, critic, controllers; None if all are sound.
 
-    `names`: of the optimizer's parameters, in its order. A second moment below 0 is a fault, and so is a learning rate.
+    `names`: names of the optimizer's parameters, in its order. Negative second moments and learning rates are faults too.
     """
     held = list(_held(tree, names))
     roots = [value for name, value in held if isinstance(value, Tensor) and _is_never_negative(name) and value.numel()]
@@ -90,7 +90,7 @@ def _is_never_negative(name: str) -> bool:
 
 
 def _held(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Tensors and numbers of the tree that training goes on from, each with what it is."""
+    """Descriptions and values of the tensors and numbers in the tree."""
     for place, state in tree.get("optimizer", {}).get("state", {}).items():
         known = names[place] if isinstance(place, int) and place < len(names) else str(place)
         for name, value in _leaves(state, ""):
@@ -116,7 +116,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def rate_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """`the learning rate is nan` for the first parameter group whose numbers are not finite or below 0, or None."""
+    """Message such as `the learning rate is nan` for the first parameter group with a non-finite or negative number, or None."""
     for group in groups:
         for name in _RATES:
             given = group.get(name)
@@ -129,7 +129,7 @@ def rate_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def expect_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Raise NumericsError, before any weight is changed, for a learning rate or other number of the optimizer that is none."""
+    """Raise NumericsError, before any weight changes, for a non-finite or negative number in the optimizer's parameter groups."""
     if fault := rate_fault(optimizer.param_groups):
         raise NumericsError(
             f"step {step}: {fault}, so the update was not made; look at the callback or the schedule (lr_scheduler_type) that "
@@ -138,7 +138,7 @@ def expect_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def expect_sound(fault: str | None, when: str, *, anywhere: bool) -> None:
-    """Raise SpoiledError where `anywhere`, a process of the run, found a fault; `fault` is this one's own, or None."""
+    """Raise SpoiledError if any process found a fault (`anywhere`); `fault` is this process's own, or None."""
     if anywhere:
         raise SpoiledError(f"{when}: {fault or 'the weights of another process are not finite'}; {_WAY_OUT}")
 
@@ -148,7 +148,7 @@ def expect_sound_training(
 ) -> None:
     """Raise SpoiledError on every process unless the trained weights of model and critic are finite on all of them.
 
-    `whole`: the frozen weights and the buffers that are saved with the model too.
+    `whole`: check frozen weights and saved buffers too.
     """
     weights = saved_weights(model) if whole else {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -161,7 +161,7 @@ def expect_sound_training(
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
-    """Tensors that are written of the model: every weight and buffer, or the adapter's alone."""
+    """Tensors of the model in a checkpoint: every weight and buffer, or the adapter's alone."""
     if has_adapter(model):
         from peft import get_peft_model_state_dict
 

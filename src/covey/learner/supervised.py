@@ -1,4 +1,4 @@
-"""The supervised term of a step: which examples it takes, and their gradient. It has no state: a step draws by its number."""
+"""The supervised term of a step: its examples and their loss. Stateless: examples are drawn by the step number."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from covey.types import Completion, Mean, Metric, Prompt, Sum
 
 @dataclass(eq=False)
 class Supervised:
-    """Examples that are learnt beside the rollout. An epoch is a permutation by `seed` and its number."""
+    """Supervised examples trained on in addition to the rollout. An epoch is a permutation seeded by `seed` and its number."""
 
     policy: Policy
-    """At temperature 1."""
+    """The policy at temperature 1."""
     example: Callable[[int], tuple[Prompt, Completion]]
     count: int
     weight: float
@@ -44,7 +44,7 @@ class Supervised:
         ]
 
     def loss(self, batch: Sequence[Row], num_tokens: int) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's share of the weighted mean over the `num_tokens` of the step, and what to show of it."""
+        """This micro-batch's share of the weighted mean over the step's `num_tokens`, and its metrics."""
         measured = self.policy.measure(batch)
         logp = measured.logp
         counts = spread([row.counts for row in batch], logp.shape, logp.device, False)
@@ -60,5 +60,5 @@ class Supervised:
 
 
 def supervised_policy(policy: Policy) -> Policy:
-    """The same model with log-probabilities of temperature 1, its rows packed without padding."""
+    """The policy with log-probabilities at temperature 1 and rows packed without padding."""
     return replace(policy, temperature=1.0, auxiliary_coefficient=0.0, packs_always=True)

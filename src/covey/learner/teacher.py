@@ -1,4 +1,4 @@
-"""The teacher of a distillation: another model, or the policy itself with more in its prompt."""
+"""The teacher of a distillation: another model, or the policy itself with a hint in its prompt."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from covey.learner.shared_prompt import SharedRows
 from covey.types import Group, Prompt
 
 Hints = Callable[[Group], Sequence[str | None]]
-"""Feedback that the teacher reads about each completion of a group; None: nothing."""
+"""Function from a group to the teacher's feedback on each completion; None: no feedback."""
 
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A still model to compare whole distributions with, at the completions of the policy."""
+    """A frozen model for a distance over the whole vocabulary, at the completions of the policy."""
 
     policy: Policy
-    """The model; of a policy that teaches itself, the same weights as are trained."""
+    """The teacher model; in self-distillation, it shares the trained weights."""
     distance: Callable[[Tensor, Tensor], Tensor]
     """(logp [m, V], teacher's logp [m, V]) -> [m]"""
     hints: Hints | None = None
     hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
-    """Ids of the prompt with the hint in it."""
+    """Token ids of the prompt with the hint inserted."""
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other:
-        """Its hidden states where the policy reads `rows`, which `packed` holds, in the order of `packed`."""
+        """The teacher's hidden states at the policy's positions: `rows`, in the order of `packed`."""
         own = [self._told(row) for row in rows] if any(row.hint is not None for row in rows) else rows
         is_same = own is rows and (isinstance(packed, PaddedRows) or self.policy.shares_prompts())
         mine = packed if is_same else pad_rows(own, self.policy.pad_id, self.policy.device)
@@ -52,7 +52,7 @@ class Teacher:
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """Without dropout, whatever the policy does."""
+        """Context in eval mode (no dropout), independent of the policy's mode."""
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:

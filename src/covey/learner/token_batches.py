@@ -1,4 +1,4 @@
-"""Tensors of a micro-batch as an algorithm sees them, and the denominators of a step."""
+"""Token tensors of a micro-batch for an algorithm, and the denominators of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
-    """Denominators of the step, counted on the host: every process holds all rows, so all count the same."""
+    """Denominators of the step, counted on the host: every process holds all rows, so the counts agree."""
     counts = [int(row.counts.sum()) for row in rows]
     by_prompt: dict[int, int] = {}
     for row, count in zip(rows, counts, strict=True):
@@ -31,7 +31,7 @@ def totals_of(rows: Sequence[Row], max_length: int) -> Totals:
 
 
 def as_drawn(rows: Sequence[Row]) -> TokenBatch:
-    """Completions without advantage as the sampler saw them: on-policy, the entropy of a token estimated by `-log p`.
+    """Token batch of completions without gradient from the sampler's log-probabilities; on-policy, with `-log p` as entropy.
 
     That estimate is unbiased, for a token drawn from p has E[-log p] = H(p).
     """
@@ -56,14 +56,14 @@ def spread(values: Sequence[Any], shape: torch.Size, device: torch.device, fill:
 
 
 def advantages(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Tensor:
-    """[N, 1], or [N, T] when the advantage is one a token."""
+    """Advantages [N, 1], or [N, T] if they are per token."""
     if batch[0].advantage.ndim == 0:
         return onto(device, torch.stack([row.advantage for row in batch]).unsqueeze(-1))
     return spread([row.advantage for row in batch], shape, device, 0.0)
 
 
 def weights(batch: Sequence[Row], shape: torch.Size, device: torch.device) -> Tensor | None:
-    """[N, T], the factor on each token's objective; None where every completion is the policy's own."""
+    """Weights [N, T] of each token's objective; None if the policy wrote every completion."""
     own = [row.completion.weight for row in batch]
     if all(weight is None for weight in own):
         return None
@@ -77,5 +77,5 @@ def moved(tokens: TokenBatch, device: torch.device | str) -> TokenBatch:
 
 
 def onto(device: torch.device, x: Tensor) -> Tensor:
-    """`x` on `device`. Towards an accelerator the host does not wait: it would for all that the device has still to do."""
+    """`x` on `device`. The copy to an accelerator is non-blocking: the host does not wait for queued kernels."""
     return x.to(device, non_blocking=device.type != "cpu")

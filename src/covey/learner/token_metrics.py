@@ -1,4 +1,4 @@
-"""Metrics of single tokens: entropies, and the distance of the policy from the one that wrote the tokens."""
+"""Per-token metrics: entropies, and the mismatch of learner and sampler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from covey.process.world import World
 from covey.types import EffectiveSize, Group, Max, Mean, Metric, Sum, TokenBatch, TokenNumbers, Totals
 
 FIRST_UPDATE = "first_update/log_ratio"
-"""Mean distance, a token, of the log-probabilities of a rollout's first update from those measured at the rollout."""
+"""Metric name: mean absolute difference per token of log-probabilities between a rollout's first update and the rollout."""
 
 
 def sampler_mismatch(tokens: TokenBatch) -> dict[str, Metric]:
-    """Distance of the sampler's log-probabilities from the learner's: 0 for the same weights in the same arithmetic."""
+    """Differences of the sampler's and the learner's log-probabilities: 0 for the same weights in the same arithmetic."""
     if tokens.sampler_logp is None:
         return {}
     known = tokens.mask & ~tokens.sampler_logp.isnan()
@@ -31,7 +31,7 @@ def sampler_mismatch(tokens: TokenBatch) -> dict[str, Metric]:
 
 
 def effective_size(tokens: TokenBatch) -> dict[str, Metric]:
-    """Effective sample size of the tokens, each weighed by the policy now over the one that drew it: 1 on-policy."""
+    """Effective sample size of the tokens under importance weights (current over sampling policy), as a fraction: 1 on-policy."""
     drawn = tokens.old_logp if tokens.sampler_logp is None else tokens.sampler_logp
     known = tokens.mask & ~drawn.isnan()
     ratio = (tokens.logp.detach() - drawn)[known].clamp(-20.0, 20.0).exp()
@@ -39,10 +39,10 @@ def effective_size(tokens: TokenBatch) -> dict[str, Metric]:
 
 
 class TokenEntropies:
-    """Entropies of the tokens of a step, on the processor, as the policy that made the gradient had them."""
+    """Token entropies of a step, on the CPU, from the forward pass of the gradient; kept only for logged steps."""
 
     def __init__(self, is_wanted: Callable[[int], bool] = lambda step: False) -> None:
-        """`is_wanted(step)` must say the same on every process."""
+        """`is_wanted(step)` must return the same on every process."""
         self.is_wanted = is_wanted
         self._rows: dict[int, Tensor] | None = None
 
@@ -50,13 +50,13 @@ class TokenEntropies:
         self._rows = {} if self.is_wanted(step) else None
 
     def take(self, batch: Sequence[Row], entropy: Tensor) -> None:
-        """`entropy` [N, T] of a micro-batch, in nats; again for the same completions, when a step is taken again."""
+        """Store `entropy` [N, T] of a micro-batch, in nats; a repeated step overwrites."""
         if self._rows is not None:
             numbers = entropy.detach().float().cpu()
             self._rows |= {row.index: numbers[r, : row.completion.num_tokens].clone() for r, row in enumerate(batch)}
 
     def gathered(self, world: World, groups: Sequence[Group]) -> TokenNumbers:
-        """Entropies of all processes. Completions without a gradient are often not computed, and have none."""
+        """Entropies of all processes. Completions without gradient may lack them: their forward pass is often skipped."""
         if self._rows is None:
             return {}
         found = {index: row for part in world.gather([self._rows]) for rows in part for index, row in rows.items()}
@@ -68,17 +68,17 @@ class TokenEntropies:
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """Tensors that the metrics of a micro-batch are computed from, still on the device."""
+    """Inputs of a micro-batch's metrics, still on the device."""
 
     batch: Sequence[Row]
     tokens: TokenBatch
-    """Detached."""
+    """Token batch, detached."""
     losses: Mapping[str, Tensor]
-    """[] each, detached."""
+    """Scalar losses by name, detached."""
 
 
 def metrics_of(unread: Unread, algorithm: Algorithm, totals: Totals, entropies: TokenEntropies) -> dict[str, Metric]:
-    """The metrics of a micro-batch, and its entropies into `entropies`: here the host waits for the device."""
+    """Metrics of a micro-batch; stores its entropies in `entropies`. Synchronizes host and device."""
     tokens, losses = unread.tokens, {name: part.item() for name, part in unread.losses.items()}
     if tokens.entropy is not None:
         entropies.take(unread.batch, tokens.entropy)

@@ -1,7 +1,7 @@
-"""Numbers gone bad: what becomes of an update whose loss, gradient or KL is not finite, or far from what it has been.
+"""Update guard: actions on an update whose loss, gradient norm or KL is not finite or a spike.
 
-The actions, in order: say so, clip, leave the update out, go back to the last good checkpoint, stop. `check` decides before
-the weights are touched, from numbers that every process has; `next_action` decides after the step.
+The actions, in order: log, clip, skip the update, roll back to the last good checkpoint, stop. `check` decides before
+the weights change, from metrics merged over processes; `next_action` decides after the step.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ Move = Literal["go_on", "roll_back"]
 _WINDOW = 100
 _ENOUGH = 20
 _SMALLEST_KL = 0.1
-"""Nats a token below which no KL is a jump: it starts at 0, so early on any value is far from the others."""
+"""KL in nats per token below which it is never a spike: it starts at 0, so early values differ by large factors."""
 _SMALLEST_DEVIATION = 0.25
-"""Least spread of a logarithm: twenty steps that happen to be equal must not make the next one a spike."""
+"""Lower bound of the standard deviation of log values: after equal values the next must not count as a spike."""
 _LEFT_OUT = frozenset({"non_finite_step", "spike_skipped"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPolicy:
-    """Limits of the guard: what a bad number or a spike leads to, and how often."""
+    """Options of the guard: actions on non-finite numbers and spikes, and their limits."""
 
     on_bad_numbers: Literal["skip", "roll_back", "stop"] = "skip"
-    """Action on NaN and infinities: their update is always left out; then go on, go back, or stop."""
+    """Action on NaN and infinities: the update is always skipped; then continue, roll back, or stop."""
     on_spike: Literal["log", "clip", "skip", "roll_back", "stop"] = "log"
     """Action on a gradient norm or KL far above its recent values."""
     bad_steps_limit: int = 3
-    """Updates left out in a row before the next action."""
+    """Consecutive skipped updates before the next action."""
     roll_backs_limit: int = 2
-    """Times that a run goes back before it stops."""
+    """Number of rollbacks before a run stops."""
     roll_back_learning_rate: float = 0.5
-    """Factor on the learning rate each time."""
+    """Factor on the learning rate at each rollback."""
     spike_threshold: float = 8.0
-    """Robust standard deviations of the logarithm above the median of the last 100 healthy steps."""
+    """Threshold of a spike, in robust standard deviations of the log value above the median of the last 100 healthy steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +56,19 @@ class Verdict:
 
 @dataclass(eq=False)
 class UpdateGuard:
-    """Remembers what healthy steps looked like. Every process holds the same, for metrics are merged before they are judged."""
+    """Keeps the metrics of recent healthy steps. Equal on every process, because metrics are merged first."""
 
     policy: GuardPolicy = field(default_factory=GuardPolicy)
     seen: dict[str, deque[float]] = field(default_factory=dict)
     """Logarithms of the last healthy values, by metric."""
     overflows: int = 0
-    """Updates left out in a row because float16 overflowed, which a smaller loss scale cures."""
+    """Consecutive updates skipped for an overflow of float16, which a smaller loss scale cures."""
 
     def check(self, metrics: Mapping[str, Metric], step: int, *, loss_scale: float | None = None) -> Verdict:
-        """Decision about the update that `metrics` (loss, grad_norm, kl ...) describe. Remembers them if they are healthy.
+        """Decision about an update by its `metrics` (loss, grad_norm, kl ...), which are kept if healthy.
 
-        `loss_scale`: with float16, what the loss was multiplied by: an overflow is then no fault of the numbers until the
-        scale is down to 1.
+        `loss_scale`: the loss scale of float16; an overflow counts as a bad number only once the scale is down
+        to 1.
         """
         values = {
             name: metrics[name].value for name in ("loss", "grad_norm", "value_grad_norm", "kl") if name in metrics
@@ -85,7 +85,7 @@ class UpdateGuard:
         return self._on_spike(step, spikes, values)
 
     def next_action(self, step: int, bad_steps: int, roll_backs: int, events: tuple[Event, ...]) -> Move:
-        """After a step, with so many left out in a row: go on, or go back. Raises NumericsError where the run must stop."""
+        """Action after a step with `bad_steps` consecutive skipped updates: continue or roll back. Raises NumericsError to stop."""
         kinds = {event.kind for event in events}
         if not kinds & (_LEFT_OUT | {"spike"}):
             return "go_on"
@@ -99,7 +99,7 @@ class UpdateGuard:
         if action == "roll_back" and roll_backs < self.policy.roll_backs_limit:
             return "roll_back"
         if action == "skip" and not is_bad:
-            self.seen.clear()  # the level has moved for good; a run that is merely different is not ended
+            self.seen.clear()  # the level has shifted for good, which is no reason to stop
             return "go_on"
         raise NumericsError(
             f"{bad_steps} updates in a row were left out at step {step}"
@@ -147,10 +147,10 @@ class UpdateGuard:
         return math.log(value) - middle > self.policy.spike_threshold * deviation
 
     def _remember(self, name: str, value: float) -> None:
-        if value > 0 and math.isfinite(value):  # a step without signal has norm 0, which says nothing about the others
+        if value > 0 and math.isfinite(value):  # a step without gradient has norm 0 and is no reference for others
             self.seen.setdefault(name, deque(maxlen=_WINDOW)).append(math.log(value))
 
 
 def is_left_out(events: tuple[Event, ...]) -> bool:
-    """True if the update of a step was left out for its numbers."""
+    """True if the update of a step was skipped for non-finite numbers or a spike."""
     return any(event.kind in _LEFT_OUT for event in events)

@@ -1,4 +1,4 @@
-"""The longest micro-batch that a run can meet, tried before the run: what does not fit is known at once."""
+"""Trial of the longest possible micro-batch before a run, so that running out of memory shows at once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Longest:
     """Result of trying the longest micro-batch."""
 
     rows: int
-    """Completions of the micro-batch, every one as long as allowed."""
+    """Completions of the micro-batch, each of the maximum length."""
     prompt_tokens: int
     completion_tokens: int
     seconds: float
-    """Time of the measurements before the update, and of the forward and backward pass that fitted."""
+    """Seconds of the passes before the update, and of the forward and backward pass that fitted."""
     events: tuple[Event, ...]
-    """Events of memory that ran out on the way; the learner keeps the size that fits."""
+    """Out-of-memory events during the trial; the learner keeps the size that fits."""
 
 
 def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, group: int, vocabulary: int) -> Longest:
@@ -48,7 +48,7 @@ def try_longest(learner: Learner, algorithm: Algorithm, *, prompt_tokens: int, g
 
 
 def groups_of(count: int, prompt_tokens: int, completion_tokens: int, size: int, vocabulary: int) -> list[Group]:
-    """`count` completions of random tokens in groups of `size`, with advantages, so that all of them teach."""
+    """`count` completions of random tokens in groups of `size`, with advantages, so that all have a gradient."""
     draw = torch.Generator().manual_seed(0)
     drawn = lambda length: torch.randint(vocabulary, (length,), generator=draw)
     answer = lambda: Completion(token_ids=drawn(completion_tokens), text="", finish="length")

@@ -1,4 +1,4 @@
-"""accelerate's view of this process, for scripts and callbacks that ask a trainer for it."""
+"""The `accelerate.Accelerator` of a trainer, for scripts and callbacks that use `trainer.accelerator`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from covey.process.lean import imported
 
 
 def accelerator_of(args: Any) -> Any:
-    """An `accelerate.Accelerator` of the process group that runs: its device, processes, `print`, `unwrap_model`, `gather`.
+    """An `accelerate.Accelerator` of the running process group: its device, processes, `print`, `unwrap_model`, `gather`.
 
-    Training does not go through it: what it is told to prepare is not what is trained.
+    Training does not use it: objects passed to its `prepare` are not trained.
     """
     imported("accelerate.accelerator")
     from accelerate import Accelerator
 
-    device = args.device  # makes the process group first, on the device that the options choose
+    device = args.device  # first creates the process group on the configured device
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     return Accelerator(cpu=device.type == "cpu", mixed_precision=precision)

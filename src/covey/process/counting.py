@@ -9,20 +9,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Listener = Callable[[str, int, "int | None"], None]
-"""Takes what is counted, how many are done, and of how many; None: nobody knows."""
+"""Progress callback `(what, done, total)`: the unit, the count so far, and the total or None if unknown."""
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def tell(what: str, done: int, total: int | None) -> None:
-    """So many are done."""
+    """Report to the listener that `done` of `total` are done."""
     listener = _listener.get()
     if listener is not None:
         listener(what, done, total)
 
 
 def counted(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """The items; each counts as done when the next is asked for. `total` None: `len(items)` where there is one."""
+    """The items; each counts as done when the next is requested. `total` None: `len(items)` where there is one."""
     total = len(items) if total is None and isinstance(items, Sized) else total
     tell(what, 0, total)
     for done, item in enumerate(items, 1):
@@ -32,7 +32,7 @@ def counted(items: Iterable[T], what: str, total: int | None = None) -> Iterator
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Within it, `listener` is told."""
+    """Context in which `listener` receives progress."""
     token = _listener.set(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The device that work runs on: the accelerator where there is one, or what was asked for."""
+"""Device of a run: the requested one, else the accelerator, else the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUPPORTED = ("cpu", "cuda", "mps", "xpu")
 
 
 def expect_supported(device: torch.device) -> torch.device:
-    """The device, once Covey computes on such ones and on this platform. Raises ConfigError."""
+    """The device, checked. Raises ConfigError for a device type or platform that Covey does not support."""
     if sys.platform not in ("linux", "darwin"):
         raise ConfigError(f"Covey runs on Linux and macOS, and this is {sys.platform}; on Windows use WSL 2.")
     if device.type not in SUPPORTED:
@@ -28,7 +28,7 @@ def expect_supported(device: torch.device) -> torch.device:
 def choose_device(asked: str | None = None) -> torch.device:
     """`asked` (such as "cpu" or "cuda:1"), or this machine's accelerator, else the CPU.
 
-    Raises ConfigError for one that does not exist, is not there or is not supported.
+    Raises ConfigError for a device that does not exist, is absent or is not supported.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if asked is None:
@@ -55,21 +55,21 @@ def in_words(device: torch.device) -> str:
 
 
 def dtype_to_read_in(device: torch.device) -> torch.dtype:
-    """Type to load a model in that only reads: bfloat16 on an accelerator that computes in it, float32 elsewhere."""
+    """Dtype to load a model for inference: bfloat16 on an accelerator that supports it, else float32."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.bfloat16 if device.type == "xpu" else torch.float32
 
 
 def held_by_this_process(device: torch.device) -> int:
-    """Bytes that live tensors take on an accelerator; 0 for a CPU and where torch does not count them."""
+    """Bytes of live tensors on an accelerator; 0 for a CPU and for devices that torch does not count."""
     counts = {"cuda": lambda: torch.cuda.memory_allocated(device), "mps": torch.mps.current_allocated_memory}
     counts |= {"xpu": lambda: torch.xpu.memory_allocated(device)}
     return int(counts[device.type]()) if device.type in counts else 0
 
 
 def free_on(device: torch.device) -> int:
-    """Bytes that can still be allocated: on an accelerator what torch's allocator keeps unused counts as free."""
+    """Bytes that can still be allocated; on an accelerator, unused memory in torch's caching allocator counts as free."""
     if device.type in ("cuda", "xpu"):
         module = getattr(torch, device.type)
         kept = module.memory_reserved(device) - module.memory_allocated(device)

@@ -1,7 +1,7 @@
-"""Sum of gradients over processes in buckets, begun while the backward pass of the last micro-batch still runs.
+"""All-reduce of gradients in buckets, overlapped with the backward pass of the last micro-batch.
 
 `torch.nn.parallel.DistributedDataParallel` does this for a module whose forward it wraps, with the same number of backward
-passes on every process. Here processes may have different numbers of micro-batches, or none, and may run out of memory alone.
+passes on every process. Here processes may have different numbers of micro-batches, or none, and one of them may run out of memory.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ import torch
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes that are reduced at a time, DistributedDataParallel's default: below, latency counts; above, less of it overlaps."""
+"""Bucket size in bytes, DistributedDataParallel's default: smaller ones cost latency, larger ones overlap less."""
 _ALIGNED = 64
-"""Elements that the gradients in a bucket are aligned to: optimizers' kernels read several at a time."""
+"""Alignment of gradients in a bucket, in elements: optimizer kernels read vectors."""
 
 
 class Reduction(Protocol):
-    """Collectives of the processes; `World` has them."""
+    """The collectives that a reduction needs; `World` implements them."""
 
     @property
     def size(self) -> int: ...
 
     def start_sum(self, x: Tensor) -> Callable[[], None]:
-        """Begin to add `x` over processes in place, and return what waits for the end."""
+        """Start an in-place all-reduce (sum) of `x`. The returned callable waits for its end."""
 
     def wait_for(self, waits: Sequence[Callable[[], None]]) -> None:
-        """Wait for sums that were begun."""
+        """Wait for all-reduces that were started."""
 
 
 @dataclass(eq=False)
 class _Bucket:
     parameters: list[nn.Parameter]
     missing: set[int] = field(default_factory=set)
-    """Positions of parameters whose gradient of the last micro-batch is still to come."""
+    """Indices of parameters that still lack their gradient of the last micro-batch."""
     sums: list[Tensor] = field(default_factory=list)
-    """One a parameter, parts of one tensor: the local gradients, then their sums. Empty: not begun."""
+    """Views of the bucket's tensor, one per parameter: the local gradients, then their sums. Empty: not started."""
     wait: Callable[[], None] = lambda: None
 
 
 class GradientBuckets:
-    """The gradients of `parameters` of one step, summed over processes. Every process makes one for every step.
+    """Gradients of `parameters` in one step, summed over processes. Every process creates one for every step.
 
-    `overlap_next_backward` before the backward pass of the last micro-batch; `finish` after it, on every process. The buckets and
-    their order follow from the parameters alone, so that a repeated or resumed step adds in the same order.
+    Call `overlap_next_backward` before the backward pass of the last micro-batch; `finish` after it, on every process. The buckets and
+    their order follow from the parameters alone, so a repeated or resumed step adds in the same order.
     """
 
     def __init__(self, world: Reduction, parameters: Sequence[nn.Parameter]) -> None:
         self.world, self.parameters = world, list(parameters)
         self.buckets = _buckets(self.parameters, BUCKET_BYTES) if world.size > 1 else []
         self.is_spoiled = False
-        """True if gradients were dropped after their sum had begun: the step must be taken again on every process."""
+        """True if gradients were dropped after their all-reduce had started: every process must repeat the step."""
         self._next = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def overlap_next_backward(self) -> None:
-        """Begin the sum of each bucket as soon as the next backward pass has completed its gradients."""
+        """Start the all-reduce of each bucket as soon as the next backward pass has completed its gradients."""
         for bucket in () if self.is_spoiled else self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
             for place, parameter in enumerate(bucket.parameters):
@@ -66,15 +66,15 @@ class GradientBuckets:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def drop(self) -> None:
-        """The gradients so far are dropped: the micro-batches are computed again."""
+        """Note that the gradients so far were dropped, because the micro-batches are computed again."""
         self._unhook()
         self.is_spoiled = self.is_spoiled or self._next > 0
 
     def finish(self) -> bool:
-        """Replace each gradient by its sum over processes. False, with gradients of no use, if any process dropped some of them.
+        """Replace each gradient by its sum over processes. Returns False, with invalid gradients, if any process dropped some.
 
-        A parameter without gradient here counts as zero. One without gradient on every process keeps none, as in a world of one:
-        an optimizer would not leave a zero alone.
+        A missing gradient on one process counts as zero. A parameter without gradient on all of them keeps None, as in a world of
+        one: an optimizer would still move a parameter with a zero gradient.
         """
         self._unhook()
         if self.world.size == 1 or not self.parameters:
@@ -88,7 +88,7 @@ class GradientBuckets:
         waits = [*(bucket.wait for bucket in self.buckets), self.world.start_sum(flags)]
         self.world.wait_for(
             [*waits, lambda: read.extend(flags.tolist())]
-        )  # NCCL's sums end on the device, not in `wait`
+        )  # NCCL's all-reduce ends on the device, not in `wait`
         *counts, spoiled = read
         has_gradient = {id(parameter): count > 0 for parameter, count in zip(self.parameters, counts, strict=True)}
         for bucket in self.buckets:
@@ -104,10 +104,10 @@ class GradientBuckets:
     def _arrived(self, bucket: _Bucket, place: int) -> None:
         bucket.missing.discard(place)
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self._begin_next()  # in one order on all processes, as collectives must be
+            self._begin_next()  # in the same order on all processes, as collectives require
 
     def _begin_next(self) -> None:
-        """Move the gradients of a bucket into one tensor, and begin its sum. The parameters' gradients are parts of it from here on."""
+        """Copy the gradients of a bucket into one tensor and start its all-reduce; the parameters' gradients become views of it."""
         bucket = self.buckets[self._next]
         self._next += 1
         sizes = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in bucket.parameters]
@@ -120,7 +120,7 @@ class GradientBuckets:
 
 
 def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Parameters from the last to the first, about as their gradients come; a bucket has one type and one device."""
+    """Buckets of parameters from the last to the first, the order of the backward pass; one dtype and device per bucket."""
     found: list[_Bucket] = []
     sizes: list[int] = []
     open_: dict[tuple[torch.dtype, torch.device], int] = {}

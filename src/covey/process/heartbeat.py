@@ -1,4 +1,4 @@
-"""Whether the other processes still live: each tells the others twice a second where it is, and a wait for one that is gone ends."""
+"""Heartbeats between processes: each publishes its state twice a second, and a collective with a dead process is abandoned."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ R = TypeVar("R")
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 60.0
-"""A process that has not been heard of for so long is taken for dead (less, where `ddp_timeout` is less)."""
+"""Seconds without a heartbeat after which a process counts as dead; less if `ddp_timeout` is less."""
 BROKEN_SECONDS = 5.0
-"""So long after a connection broke, the process that was silent ever since is the one that ended."""
+"""Seconds after a broken connection after which a process without a heartbeat since then is named as the cause."""
 PARTED_SECONDS = 10.0
-"""So long two processes may wait for each other in different places before they are told."""
+"""Seconds two processes may block in different collectives before both fail."""
 _LOOK_SECONDS = 0.05
 _HOST = socket.gethostname()
 
 
 class Store(Protocol):
-    """Keys and values that every process sees, such as `torch.distributed.TCPStore`."""
+    """A key-value store shared by all processes, such as `torch.distributed.TCPStore`."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -45,24 +45,24 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class HeartbeatState:
-    """What a process tells of itself."""
+    """State that a process publishes with its heartbeat."""
 
     beat: int = 0
     meetings: int = 0
-    """Collectives begun: the same number on every process that is in step."""
+    """Number of collectives started; equal on processes that are in step."""
     meeting: str = ""
-    """Where it waits for the others; empty: it works."""
+    """Call site of the collective that it waits in; empty: none."""
     place: str = ""
-    """What its main thread does."""
+    """Current function and line of its main thread."""
     ended: str = ""
-    """Why it will come to no further meeting; empty: it will."""
+    """Reason why it takes part in no further collective; empty: it does."""
     error: str = ""
-    """The exception that ends its run, while the others may still have the same one."""
+    """The exception that ends its run, published so that others can compare theirs."""
     process: str = ""
     runs: int = 0
-    """Runs begun in this process, this one included."""
+    """Number of runs started in this process, the current one included."""
     is_stopping: bool = False
-    """True once a signal asked this process to stop this run."""
+    """True once a signal asked this process to stop the current run."""
 
     @staticmethod
     def parse(text: bytes) -> HeartbeatState:
@@ -71,12 +71,12 @@ class HeartbeatState:
 
 
 class Heartbeat:
-    """Beats for this process and listens to the others, in a thread; `collective` makes a collective that cannot wait for ever.
+    """Heartbeat thread: publishes this process's state and reads the others'; `collective` runs a collective that cannot hang.
 
-    A process is given up when it said that it ended, when it was silent for `silence` seconds, or when it did not come to
-    a meeting within `patience` seconds. `collective` then raises RankError, which names it and where it was last.
-    `is_pollable` is False for collectives that must run on the calling thread (NCCL): there the thread that listens says
-    the same and ends the process with RankError's exit code.
+    A process counts as lost when it reported its end, sent no heartbeat for `silence` seconds, or did not enter a collective
+    within `patience` seconds. `collective` then raises RankError, which names the process and its last call site.
+    `is_pollable` is False for collectives that must run on the calling thread (NCCL): there the heartbeat thread logs the
+    same error and ends the process with RankError's exit code.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Heartbeat:
         self.others: dict[int, HeartbeatState] = {}
         self.heard: dict[int, float] = dict.fromkeys((r for r in range(size) if r != rank), time.monotonic())
         self.is_abandoned = False
-        """Whether a collective was left that may never end: the process must not wait for its threads."""
+        """True if a collective was abandoned that may never end: the process must not join its threads."""
         self._mine = HeartbeatState(process=f"process {os.getpid()} on {_HOST}")
         self._waits_since: float | None = None
         self._main = threading.main_thread().ident
@@ -101,7 +101,7 @@ class Heartbeat:
     # -- the main thread --------------------------------------------------------------------------------------------
 
     def collective(self, call: Callable[[], R]) -> R:
-        """What `call`, a collective, returns. Raises RankError when another process does not come."""
+        """Result of the collective `call`. Raises RankError if another process does not take part."""
         self._waits_since = time.monotonic()
         self._now(meetings=self._mine.meetings + 1, meeting=_caller(sys._getframe(1)), error="")
         try:
@@ -117,12 +117,12 @@ class Heartbeat:
             self._now(meeting="")
 
     def broken(self, error: RuntimeError) -> RankError:
-        """Error to raise for a collective that torch made by itself, and that broke."""
+        """Error to raise for a broken collective that torch started by itself (FSDP)."""
         self.is_abandoned = True
         return RankError(self._why_broken(error))
 
     def _apart(self, call: Callable[[], R]) -> R:
-        """Call in a thread of its own, so that this one can stop waiting."""
+        """Result of `call` in a separate thread, so that this one can stop waiting."""
         done = threading.Event()
         found: list[R] = []
         failed: list[BaseException] = []
@@ -130,7 +130,7 @@ class Heartbeat:
         def work() -> None:
             try:
                 found.append(call())
-            except BaseException as error:  # noqa: BLE001 - raised again where it was called
+            except BaseException as error:  # noqa: BLE001 - raised again on the calling thread
                 failed.append(error)
             done.set()
 
@@ -145,9 +145,9 @@ class Heartbeat:
         return found[0]
 
     def fails_together(self, error: BaseException) -> bool:
-        """Tell the others of an exception that ends this run; whether every process has one at this same point.
+        """Publish an exception that ends this run. Returns True if every process has one at this same point.
 
-        If so they may still meet, for a last checkpoint. If not, the others are told that this one will not come again.
+        If so, collectives for a last checkpoint are still possible. If not, this process is published as ended.
         """
         said = f"{type(error).__name__}: {error}"
         self._tell(error=said)
@@ -163,29 +163,29 @@ class Heartbeat:
         return False
 
     def end(self, why: str) -> None:
-        """Tell the others that this process will come to no further meeting."""
+        """Publish that this process takes part in no further collective."""
         self._tell(ended=self._mine.ended or why)
 
     def begin(self) -> None:
-        """Another run in the same process: what ended the last one is over."""
+        """Reset the published end and error for another run in the same process."""
         self._tell(ended="", error="", is_stopping=False, runs=self._mine.runs + 1)
 
     def hears_stop(self, is_asked: bool) -> bool:
-        """True once this process (`is_asked`) or another was asked to stop this run; known everywhere within some beats."""
+        """True once this process (`is_asked`) or another was asked to stop this run; known to all within a few heartbeats."""
         if is_asked and not self._mine.is_stopping:
             self._now(is_stopping=True)
         return is_asked or any(one.is_stopping and one.runs == self._mine.runs for one in list(self.others.values()))
 
     def stop(self) -> None:
-        """Say goodbye and end the thread."""
+        """Stop the heartbeat thread."""
         self._stop.set()
         self._wake.set()
         self._thread.join(2 * BEAT_SECONDS)
 
-    # -- what is known of the others --------------------------------------------------------------------------------
+    # -- state of the other processes -------------------------------------------------------------------------------
 
     def failure_reason(self) -> str | None:
-        """Why the meeting that this process waits in will not happen; None: it still may."""
+        """Reason why the current collective cannot complete; None if it still can."""
         since, mine = self._waits_since, self._mine
         if since is None:
             return None
@@ -197,7 +197,7 @@ class Heartbeat:
                 return f"{self._name(rank)} {other.ended}. {self._we(waited)}"
             if now - heard > self.silence:
                 return f"{self._name(rank)} has not been heard of for {now - heard:.0f} s; {self._last(other)}. {self._we(waited)}"
-            lives = heard > since + self.patience  # a silent one is waited for until `silence` says that it is gone
+            lives = heard > since + self.patience  # a silent process is waited for until `silence` has passed
             if waited > self.patience and lives and other.meetings < mine.meetings:
                 return f"{self._name(rank)} lives but did not come within {waited:.0f} s; {self._last(other)}. {self._we(waited)}"
             if waited > PARTED_SECONDS and other.meetings == mine.meetings and other.meeting not in ("", mine.meeting):
@@ -208,7 +208,7 @@ class Heartbeat:
         return None
 
     def _why_broken(self, error: RuntimeError) -> str:
-        """After a connection broke: which process it was, as soon as that can be known."""
+        """Reason for a broken connection: waits until the process that ended is known."""
         if isinstance(error, RankError):
             return str(error)
         broke = time.monotonic()
@@ -240,11 +240,11 @@ class Heartbeat:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _now(self, **changed: Any) -> None:
-        with self._lock:  # both threads do this
+        with self._lock:  # called by both threads
             self._mine = replace(self._mine, **changed)
 
     def _tell(self, **changed: Any) -> None:
-        """Beat at once; a store that does not answer is not waited for."""
+        """Publish a heartbeat now; wait two intervals at most for a store that does not answer."""
         self._now(**changed)
         self._told.clear()
         self._wake.set()
@@ -256,13 +256,13 @@ class Heartbeat:
             self._wake.wait(BEAT_SECONDS)
             self._wake.clear()
             now = time.monotonic()
-            if now - last > self.silence / 2:  # this process itself was stopped for a while
+            if now - last > self.silence / 2:  # this process itself was suspended
                 self.heard = dict.fromkeys(self.heard, now)
             last = now
             try:
                 self._beat()
                 self._listen()
-            except RuntimeError as error:  # the store is gone, and with it the process that keeps it
+            except RuntimeError as error:  # the process that hosts the store is gone
                 logger.debug("the store of heartbeats does not answer: %s", error)
             self._guard()
 
@@ -275,7 +275,7 @@ class Heartbeat:
         ranks = [rank for rank in self.heard if rank in self.others or self.store.check([_key(rank)])]
         if not ranks:
             return
-        said = self.store.multi_get([_key(rank) for rank in ranks])  # one request of the store, however many ranks
+        said = self.store.multi_get([_key(rank) for rank in ranks])  # one request for all ranks
         for rank, one in zip(ranks, said, strict=True):
             beat = HeartbeatState.parse(one)
             if beat != self.others.get(rank):
@@ -283,7 +283,7 @@ class Heartbeat:
                 self.heard[rank] = time.monotonic()
 
     def _guard(self) -> None:
-        """End a process that waits where it cannot be woken."""
+        """Exit if this process blocks in a collective that cannot be interrupted."""
         why = None if self.is_pollable else self.failure_reason()
         if why is not None:
             logger.error("%s", why)
@@ -295,14 +295,14 @@ def _key(rank: int) -> str:
 
 
 def leave_now() -> None:
-    """End this process at once with RankError's exit code: a collective that never ends would hold it back."""
+    """Exit at once with RankError's exit code, without joining threads: a collective may never end."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(RankError.exit_code)
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The place outside of the world's own files that asked for a collective."""
+    """Call site of a collective: the first frame outside of this room."""
     while frame is not None and Path(frame.f_code.co_filename).name in (
         "world.py",
         "gradient_buckets.py",
@@ -313,7 +313,7 @@ def _caller(frame: FrameType | None) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """`score (loop.py:106)`."""
+    """A frame as `score (loop.py:106)`."""
     if frame is None:
         return ""
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -1,4 +1,4 @@
-"""A stop signal heard in the middle of a step: between two tokens, or two micro-batches, so that a checkpoint comes in time."""
+"""Interruption of a step by a stop signal, between tokens or micro-batches, so that a checkpoint is written in time."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 
 class StopNow(BaseException):
-    """The work of this step is given up, because a signal asked for it; no error, and caught by the loop alone."""
+    """Abort of the current step after a stop signal; not an error, and caught by the training loop only."""
 
 
 @dataclass
 class Interruption:
-    """Called wherever work can be left: raises StopNow once `is_asked()`, but only inside of `armed()`.
+    """Callable that raises StopNow once `is_asked()`, but only inside `armed()`; called where work can be aborted.
 
-    With several processes one that left alone would leave the others waiting in their next collective. There it raises inside of
-    `together()` only, and all processes leave where one has.
+    With several processes, one that stopped alone would leave the others waiting in their next collective. There it raises inside
+    `together()` only, and all processes stop where one has.
     """
 
     is_asked: Callable[[], bool] = lambda: False
     agree: Callable[[bool], bool] | None = None
-    """True on every process if true on any, a collective; None: this process is alone."""
+    """Collective logical or over processes; None: a single process."""
     is_armed: bool = False
     _is_apart: bool = False
-    """True while this process may leave by itself, since it has yet to meet the others."""
+    """True while this process may stop alone, before the next collective."""
     _is_in_step: bool = False
-    """True while every process comes here as often as the others, so that they can agree each time."""
+    """True while all processes call this equally often, so that each call can be a collective."""
 
     def __call__(self) -> None:
         if not self.is_armed:
@@ -39,7 +39,7 @@ class Interruption:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """What happens inside can be left, and leaves nothing behind."""
+        """Context whose work can be aborted without side effects."""
         self.is_armed = True
         try:
             yield
@@ -48,9 +48,9 @@ class Interruption:
 
     @contextmanager
     def together(self, in_step: bool = False) -> Iterator[None]:
-        """Work that every process begins, and in which none meets another before `settle`, or before the end.
+        """Context for work that every process starts, without collectives before `settle` or the end.
 
-        With `in_step` they meet throughout, and each calls this interruption as often as the others: they agree each time.
+        With `in_step` the work has collectives throughout, and all processes call this interruption equally often, as a collective.
         """
         if self.agree is None or not self.is_armed:
             yield
@@ -68,7 +68,7 @@ class Interruption:
             self._is_apart = self._is_in_step = False
 
     def settle(self) -> None:
-        """The first meeting of this work: raises StopNow on every process if one has left; from here on, none does."""
+        """First collective of the work: raises StopNow on every process if one has stopped; after it, none stops alone."""
         if self._is_apart and self.agree is not None:
             self._is_apart = False
             if self.agree(False):

@@ -11,7 +11,7 @@ _CLASSES = ("PeftModel", "PeftMixedModel")
 
 
 class _OfPeft(type):
-    """A class of PEFT's that is not imported: nothing is an instance of it until PEFT has been imported by whoever made one."""
+    """Metaclass of a placeholder for a class of PEFT: `isinstance` is False until PEFT has been imported elsewhere."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         kind: Any = getattr(sys.modules.get("peft"), cls.__name__, None)
@@ -19,9 +19,9 @@ class _OfPeft(type):
 
 
 def imported(module: str) -> Any:
-    """A module of transformers that wants nothing but the classes of PEFT's, imported without PEFT.
+    """Import a module of transformers that uses PEFT only for `isinstance`, without importing PEFT.
 
-    Where PEFT was imported before, it stays as it is.
+    If PEFT is imported already, it is used as usual.
     """
     if "peft" in sys.modules or module in sys.modules:
         return importlib.import_module(module)
@@ -30,7 +30,7 @@ def imported(module: str) -> Any:
         return importlib.import_module(module)
     from transformers.utils import is_peft_available
 
-    is_peft_available()  # looks for the module and remembers the answer
+    is_peft_available()  # looks for the module and caches the result
     stand_in = ModuleType("peft")
     stand_in.__spec__ = spec
     for name in _CLASSES:

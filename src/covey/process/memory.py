@@ -1,4 +1,4 @@
-"""Running out of memory, recognised and survived: the same work again in smaller pieces."""
+"""Recovery from running out of memory: detection, and retries in smaller pieces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 T = TypeVar("T")
 
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
-"""What allocators say: CUDA's and torch's on a CPU, the C library's, C++'s."""
+"""Error texts of allocators: CUDA, torch on a CPU, the C library, C++."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device."""
+    """True for a failed allocation on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     said = str(error).lower()
@@ -25,17 +25,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release() -> None:
-    """Give back what the failed attempt held."""
+    """Free the memory of a failed attempt."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def until_it_fits(work: Callable[[], T], shrink: Callable[[str], None]) -> T:
-    """`work()`, tried again after `shrink(what was said)` each time that memory runs out.
+    """Result of `work()`, retried after `shrink(error text)` each time that memory runs out.
 
-    `shrink` undoes what the attempt left and makes the pieces smaller, or raises when they cannot be smaller. Whatever
-    else goes wrong in `work` is raised as it is.
+    `shrink` cleans up after the attempt and makes the pieces smaller, or raises if they cannot be smaller. Other
+    exceptions of `work` are raised unchanged.
     """
     while True:
         try:
@@ -50,15 +50,15 @@ def until_it_fits(work: Callable[[], T], shrink: Callable[[str], None]) -> T:
 
 @contextmanager
 def collecting_new_garbage_only() -> Iterator[None]:
-    """Garbage collections look at what is made inside alone; what was there before is looked at again afterwards.
+    """Context that freezes existing objects (`gc.freeze`), so that collections inside only scan new ones.
 
-    A full collection of all that torch and transformers define takes 0.3 s, and came in the middle of a step of 0.1 s.
-    Where somebody else has frozen the heap, or a run within a run, it is left to them.
+    A full collection over all objects of torch and transformers takes 0.3 s, in the middle of a step of 0.1 s.
+    A no-op if the heap is frozen already, by the user's script or by an outer run.
     """
     if gc.get_freeze_count() > _IMMORTAL:
         yield
         return
-    gc.collect()  # garbage that is there already would be kept
+    gc.collect()  # existing garbage would be frozen too
     gc.freeze()
     try:
         yield
@@ -67,11 +67,11 @@ def collecting_new_garbage_only() -> Iterator[None]:
 
 
 _IMMORTAL = 10_000
-"""More objects than Python 3.12 freezes by itself, those that never die."""
+"""Upper bound of the immortal objects that Python 3.12 freezes by itself."""
 
 
 def free_memory() -> int | None:
-    """Bytes that the host, or the container this runs in, can still give; None where the system does not say (not Linux)."""
+    """Available memory of the host or the container in bytes; None if unknown (not Linux)."""
     told = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
     if told is None:
         return None
@@ -84,19 +84,19 @@ def free_memory() -> int | None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of an accelerator in all, whatever of it is free; None for a CPU and where the device does not say."""
+    """Total memory of an accelerator in bytes; None for a CPU and if unknown."""
     if device.type in ("cuda", "xpu"):
         return int(getattr(torch, device.type).get_device_properties(device).total_memory)
     return int(torch.mps.recommended_max_memory()) if device.type == "mps" else None
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The lines `name number ...` of a file of the system; none where there is no such file."""
+    """Lines `name number ...` of a system file as a dict; empty if there is no such file."""
     lines = [line.split() for line in path.read_text().splitlines()] if path.is_file() else []
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _number(path: Path) -> int | None:
-    """A file of one number; None for "max", and where there is no such file."""
+    """The number in a system file; None for "max", and if there is no such file."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None

@@ -1,8 +1,8 @@
-"""Where the processes of one attempt find each other: keys that earlier attempts left in the launcher's store are not read.
+"""Rendezvous of the processes of one attempt, unaffected by keys that earlier attempts left in the launcher's store.
 
 An agent of `torchrun` keeps one store for all the attempts of `--max-restarts` (torch 2.13, static and c10d alike), and torch joins
-its process group under the same keys in each. A process that is ready first then reads the address of a dead one, and is refused, or
-waits for the whole time limit. pytorch/pytorch#135712 describes it.
+its process group under the same keys in each. The first process to be ready may then read the address of a dead one, and fail to connect
+or wait for the whole timeout. pytorch/pytorch#135712 describes it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LOOK_SECONDS = 0.05
 
 
 def agree(store: Store, rank: int, size: int, seconds: float) -> str:
-    """A name that the `size` processes of this attempt have in common and no earlier one had. Every process must call it.
+    """Key prefix shared by the `size` processes of this attempt and by no earlier attempt. Collective.
 
-    Each says hello with a word of its own; rank 0 answers every word with the name that it drew, so that nobody takes the answer
-    to a dead process for its own. A process that dies meanwhile and one that comes in its place are answered anew. Raises RankError
-    when another process does not come within `seconds`.
+    Each process writes a random word; rank 0 draws the prefix and answers every word with it, so no process reads the answer
+    to a dead one. A process that replaces a dead one is answered again. Raises RankError if a process does not arrive within
+    `seconds`.
     """
     mine = uuid.uuid4().hex
     store.set(f"covey/hello/{rank}", mine)
@@ -30,14 +30,14 @@ def agree(store: Store, rank: int, size: int, seconds: float) -> str:
 
 
 def _lead(store: Store, name: str, size: int, seconds: float) -> str:
-    """Answer every hello until all have taken `name`."""
+    """Rank 0: answer every word until all processes have acknowledged `name`."""
 
     def missing() -> str:
         for rank in range(1, size):
             word = _read(store, f"covey/hello/{rank}")
             if word is None:
                 return f"rank {rank}"
-            if _read(store, f"covey/answer/{word}") != name:  # of a process that waited for an earlier rank 0 too
+            if _read(store, f"covey/answer/{word}") != name:  # also if an earlier rank 0 answered
                 store.set(f"covey/answer/{word}", name)
             if _read(store, f"covey/taken/{name}/{rank}") != word:
                 return f"rank {rank}"
@@ -49,7 +49,7 @@ def _lead(store: Store, name: str, size: int, seconds: float) -> str:
 
 
 def _follow(store: Store, word: str, rank: int, seconds: float) -> str:
-    """Take the newest answer to `word`, until rank 0 says that all have it."""
+    """Other ranks: read the newest answer to `word` until rank 0 confirms that all have it."""
     name: str | None = None
 
     def missing() -> str:

@@ -1,4 +1,4 @@
-"""Tensors that are split over processes on disk, by `torch.distributed.checkpoint`: any number of processes reads what any number wrote."""
+"""Sharded tensors on disk by `torch.distributed.checkpoint`; they can be read by another number of processes than wrote them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from covey.process.sharding import is_sharded, mesh_of
 from covey.process.world import World
 
 FOLDER = "sharded"
-"""Of a checkpoint; what it holds, the tree of the checkpoint names."""
+"""Subfolder of a checkpoint for sharded tensors; the checkpoint's tree has a placeholder for each."""
 _MARK = "covey_sharded"
 
 
 def taken_out(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The tree with a note in place of each tensor that is split, and these by their names."""
+    """The tree with a placeholder for each sharded tensor, and these tensors by name."""
     found: dict[str, Tensor] = {}
 
     def visit(value: Any, place: str) -> Any:
@@ -37,7 +37,7 @@ def taken_out(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def put_back(tree: Any, folder: Path, world: World, *, is_split: bool) -> Any:
-    """The tree with tensors for its notes, read from `folder`: split as the run is now, or whole where it is not (`is_split`).
+    """The tree with its placeholders replaced by tensors from `folder`, sharded as the run is now (`is_split`) or whole.
 
     Every process must call it. Raises CheckpointError when the files are missing or damaged.
     """
@@ -76,9 +76,9 @@ def _empty(shape: list[int], dtype: torch.dtype, world: World | None) -> Tensor:
 
 
 def shards_refused(tensors: Mapping[str, Tensor], folder: Path) -> OSError | None:
-    """Each process writes its part into `folder`, which all must see; what the disk said where it refused any of them.
+    """Write each process's shards into `folder`, which all must see. Returns the OSError of a process that could not, or None.
 
-    Every process must call it, and all get an answer.
+    Every process must call it, and all get the same answer.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -95,13 +95,13 @@ def shards_refused(tensors: Mapping[str, Tensor], folder: Path) -> OSError | Non
 
 
 def load_shards(tensors: dict[str, Tensor], folder: Path, *, alone: bool) -> None:
-    """Fill the tensors, split or whole, from what `shards_refused` wrote. Every process must call it, unless each reads `alone`."""
+    """Load the tensors, sharded or whole, from the files of `shards_refused`. Collective, unless `alone`."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # alone is what is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # reading alone is intended
             dcp.load(tensors, checkpoint_id=folder, no_dist=alone)
     except CheckpointException as error:
         raise RuntimeError("; ".join(str(cause[0]) for cause in error.failures.values())) from error

@@ -1,7 +1,7 @@
 """A model's parameters, gradients and optimizer state split over the processes of a run: PyTorch's FSDP2 (`fully_shard`).
 
-Each block of layers is gathered when its forward or backward begins and freed when it ends. A parameter is then a `DTensor`
-of which every process holds the rows `torch.chunk` gives it; a gradient arrives summed and split in the same way.
+Each block of layers is all-gathered when its forward or backward begins and freed when it ends. A parameter is then a `DTensor`
+of which every process holds its rows of `torch.chunk`; a gradient arrives reduce-scattered in the same way.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is split."""
+    """Options of sharding."""
 
     reshard_after_forward: bool = True
     """True: a block's parameters are freed after its forward and gathered again for its backward (ZeRO-3). False: kept (ZeRO-2)."""
     blocks: tuple[str, ...] | None = None
-    """Classes of the modules that are gathered one at a time; None: those that the model names, (): the whole model at once."""
+    """Classes of the modules that are gathered one at a time; None: the model's `_no_split_modules`, (): the whole model at once."""
 
 
 class Shards:
-    """A module that is split. Every process must call each method, in the same order and as often."""
+    """A sharded module. All methods are collective."""
 
     def __init__(self, module: nn.Module, world: World, sharding: Sharding, *, keeps_whole: bool = False) -> None:
-        """Split `module` in place. `keeps_whole`: for whoever needs plain weights at times, see `gathered`.
+        """Shard `module` in place. `keeps_whole` enables `gathered`, for samplers that need the full weights.
 
-        Raises ModelError for a model without blocks of the classes that are wanted.
+        Raises ModelError for a model without blocks of the requested classes.
         """
         from torch.distributed.fsdp import fully_shard
 
         self.module, self.world = module, world
         self.whole: nn.Module | None = _alias(module) if keeps_whole else None
-        """A plain copy of the module; its weights are in memory until the first `free`, and while `gathered`."""
+        """An unsharded copy of the module; its weights are in memory until the first `free`, and inside `gathered`."""
         mesh = mesh_of(world)
         for block in _blocks(module, sharding.blocks):
             fully_shard(block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward)
         self.root = _Root(module)
         fully_shard(self.root, mesh=mesh, reshard_after_forward=None if sharding.reshard_after_forward else False)
         for part in self._parts():
-            part.set_gradient_divide_factor(1.0)  # denominators are those of the whole step already
-            part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            part.set_gradient_divide_factor(1.0)  # losses are divided by the whole step's denominators already
+            part.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
     def run(self, work: Callable[[], T]) -> T:
-        """`work()`, in which the module may be called and the weights outside of its blocks be read. Returns tensors in a tuple or alone."""
+        """Result of `work()` (a tensor or a tuple of tensors), with the weights outside of the blocks gathered."""
         with self.world.passes():
             found: T = self.root(work)
-        if not torch.is_grad_enabled():  # else the backward pass still needs them
+        if not torch.is_grad_enabled():  # otherwise the backward pass still needs them
             for part in self._parts():
                 part.reshard()
         return found
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """`whole`, with the weights of this moment: one collective a block, and the memory is given back at the end."""
+        """Context of `whole` with the current weights: one all-gather per block; the memory is freed at the end."""
         assert self.whole is not None
         with self.world.passes():
             self._fill(self.whole)
@@ -77,7 +77,7 @@ class Shards:
             self.free()
 
     def free(self) -> None:
-        """Give the memory of `whole` back."""
+        """Free the memory of `whole`."""
         for parameter in () if self.whole is None else self.whole.parameters():
             parameter.untyped_storage().resize_(0)
 
@@ -94,27 +94,27 @@ class Shards:
             part.reshard()
 
     def _parts(self) -> list[Any]:
-        """The root and the blocks, each gathered as one."""
+        """The FSDP modules: the root and the blocks."""
         from torch.distributed.fsdp import FSDPModule
 
         return [part for part in self.root.modules() if isinstance(part, FSDPModule)]
 
 
 class _Root(nn.Module):
-    """Runs work inside of FSDP's hooks: the model's own forward is not what the learner calls."""
+    """FSDP root whose forward runs any work: the learner calls parts of the model, not its forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, work: Callable[[], T]) -> T:
-        owned = lambda x: x.clone() if isinstance(x, Tensor) and x._is_view() else x  # FSDP hooks what is returned
+        owned = lambda x: x.clone() if isinstance(x, Tensor) and x._is_view() else x  # FSDP hooks the outputs
         found: T = tree_map(owned, work())
         return found
 
 
 def mesh_of(world: World) -> Any:
-    """All processes of the run in one row."""
+    """One-dimensional device mesh of all processes."""
     return _mesh(world.device.type, world.size)
 
 
@@ -122,7 +122,7 @@ def mesh_of(world: World) -> Any:
 def _mesh(device: str, size: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device, (size,))  # named, or `fully_shard` would take an accelerator for a model on the CPU
+    return init_device_mesh(device, (size,))  # explicit: `fully_shard` would pick an accelerator for a model on the CPU
 
 
 def _blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
@@ -138,7 +138,7 @@ def _blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
 
 
 def _no_split(module: nn.Module) -> list[str]:
-    """Classes of layers that transformers never splits over devices: the blocks of its models."""
+    """Class names in transformers' `_no_split_modules`: the decoder blocks."""
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     if not names:
         raise ModelError(
@@ -155,11 +155,11 @@ def _alias(module: nn.Module) -> nn.Module:
 
 
 def _own(value: Tensor) -> Tensor:
-    """The tensor, or a copy where others share its memory: it can be freed alone."""
+    """The tensor, or a copy if it shares storage with others, so that it can be freed alone."""
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
-# -- tensors that are split ---------------------------------------------------------------------------------------------
+# -- sharded tensors ----------------------------------------------------------------------------------------------------
 
 
 def is_sharded(value: Any) -> bool:
@@ -168,22 +168,22 @@ def is_sharded(value: Any) -> bool:
 
 
 def are_split(module: nn.Module) -> bool:
-    """True for a module of which a parameter is split."""
+    """True if a parameter of the module is sharded."""
     return any(is_sharded(parameter) for parameter in module.parameters())
 
 
 def local(value: Tensor) -> Tensor:
-    """This process's rows of a tensor that is split, sharing their memory; any other tensor as it is."""
+    """Local shard of a DTensor, sharing its memory; any other tensor unchanged."""
     return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor that is split, put together: every process must call it. Any other tensor as it is."""
+    """Full tensor of a DTensor (all-gather, collective); any other tensor unchanged."""
     return value.detach().full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor split as `like` is; as it is where `like` is not split or has another shape. Needs no other process."""
+    """A full tensor sharded like `like`; unchanged if `like` is not sharded or has another shape. Not collective."""
     if not is_sharded(like) or is_sharded(value) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import DTensor
@@ -195,7 +195,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """`target.copy_(value)`, where either may be split. Needs no other process unless `value` alone is split."""
+    """`target.copy_(value)`, where either may be sharded. Collective only if `value` alone is sharded."""
     if is_sharded(target):
         local(target).copy_(local(shard_like(value, target)))
     else:
@@ -208,7 +208,7 @@ def _rows(value: Tensor, rank: int, size: int) -> Tensor:
 
 
 def total_norm(tensors: Iterable[Tensor], world: World) -> float:
-    """L2 norm of all tensors together, those that are split whole; 0 without any. Every process must call it."""
+    """L2 norm of all tensors together, sharded ones in full; 0 without any. Collective."""
     given = list(tensors)
     split, plain = [x for x in given if is_sharded(x)], [x for x in given if not is_sharded(x)]
     norm = lambda values: (
@@ -221,9 +221,9 @@ def total_norm(tensors: Iterable[Tensor], world: World) -> float:
 
 
 def whole_state(module: nn.Module, *, trained_only: bool = False, keeps: bool = True) -> dict[str, Tensor]:
-    """The module's `state_dict` put together on the CPU; tensors tied to each other stay tied. Every process must call it.
+    """The module's full `state_dict` on the CPU; tied tensors stay tied. Collective.
 
-    `trained_only`: without what is frozen. `keeps` False: this process only takes part, and gets an empty dict.
+    `trained_only`: without frozen parameters. `keeps` False: this process only takes part, and gets an empty dict.
     """
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     known: dict[int, Tensor] = {}
@@ -241,7 +241,7 @@ def whole_state(module: nn.Module, *, trained_only: bool = False, keeps: bool = 
 
 
 def load_whole_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """The values of a whole `state_dict` into `own`, that of a module that is split. Raises ModelError for a name that one lacks."""
+    """Copy a full `state_dict` into `own`, that of a sharded module. Raises ModelError if their names differ."""
     if odd := sorted(set(own) ^ set(state)):
         raise ModelError(f"The weights do not fit the model: {odd[0]} is in one of them only.")
     for name, target in own.items():

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 16
-"""Every tensor starts at a multiple of so many bytes: `view` asks for a multiple of the element's size."""
+"""Alignment of tensors in bytes: `view` requires a multiple of the element size."""
 _SIZE = 8
-"""Bytes of the length of the pickle, which comes first."""
+"""Size in bytes of the header, which holds the length of the pickle."""
 
 
 class _Pickler(pickle.Pickler):
@@ -29,7 +29,7 @@ class _Pickler(pickle.Pickler):
             return None  # pickled as torch does it
         if id(obj) not in self._known:
             self._known[id(obj)] = (self.end, obj.dtype, tuple(obj.shape))
-            self.tensors.append(obj)  # which also keeps its id from being used again
+            self.tensors.append(obj)  # the reference also keeps its id from being reused
             self.end += _aligned(obj.nbytes)
         return self._known[id(obj)]
 
@@ -46,9 +46,7 @@ class _Unpickler(pickle.Unpickler):
         if not count:
             return torch.empty(shape, dtype=dtype)
         if start not in self._known:
-            found = self.data[
-                start : start + count
-            ].clone()  # the buffer is not kept for the sake of one of its tensors
+            found = self.data[start : start + count].clone()  # a view would keep the whole buffer alive
             self._known[start] = found.view(dtype).view(shape)
         return self._known[start]
 
@@ -71,7 +69,7 @@ def to_bytes(items: Any) -> Tensor:
 
 
 def from_bytes(data: Tensor) -> Any:
-    """The objects of `to_bytes`; [n] uint8 on the CPU, longer than that by any padding. Tensors are on the CPU."""
+    """The objects of `to_bytes`; [n] uint8 on the CPU, possibly padded at the end. Tensors are on the CPU."""
     size = int(data[:_SIZE].view(torch.int64))
     said = io.BytesIO(data[_SIZE : _SIZE + size].numpy().tobytes())
     return _Unpickler(said, data[_aligned(_SIZE + size) :]).load()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# What a terminal would act on, whole: CSI, OSC / DCS / APC / PM / SOS up to their end, and two-character escapes.
+# Complete escape sequences: CSI, OSC / DCS / APC / PM / SOS up to their end, and two-character escapes.
 _SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
@@ -15,9 +15,9 @@ _KEPT = "\n\t"
 
 
 def safe(text: str, *, keep_lines: bool = True) -> str:
-    """Text without anything that a terminal obeys or that reorders what is read.
+    """Text without control sequences and without characters that change the reading direction.
 
-    Escape sequences go; other control characters become their visible picture (`␛`, `␀`); characters that turn the
+    Escape sequences are removed; other control characters become their visible picture (`␛`, `␀`); characters that turn the
     direction of text, and lone surrogates, become `�`. Line ends and tabs stay, or become spaces without `keep_lines`.
 
     >>> safe("a\\x1b[31mred\\x1b]8;;http://x\\x07b\\x00")

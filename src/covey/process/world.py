@@ -1,4 +1,4 @@
-"""Collectives of the processes of a run. Only this room knows of other processes; a world of one runs the same code."""
+"""Collectives of the processes of a run. Only this room uses `torch.distributed`; a world of one runs the same code."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from covey.types import Metric, merge_metrics
 T = TypeVar("T")
 R = TypeVar("R")
 _PULSES: dict[int, Heartbeat] = {}
-"""One a process group, by its identity: every world of a process shares it."""
+"""Heartbeat by `id` of the process group, shared by all `World`s of a process."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` processes; every method is collective, so every process must call it."""
+    """Rank and size of the process group; every method is collective, so every process must call it."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
-    """Notices when another process is gone; None: every collective waits as long as torch does."""
+    """Detects lost processes; None: every collective waits as long as torch does."""
 
     @staticmethod
     def of(args: Any) -> World:
-        """The world that `accelerate launch` or `torchrun` set up, seen through `TrainingArguments`."""
+        """The process group of `accelerate launch` or `torchrun`, by `TrainingArguments`."""
         from accelerate import PartialState
 
         device = expect_supported(args.device)  # initialises the process group on first use
@@ -58,7 +58,7 @@ class World:
         return list(items[self.rank :: self.size])
 
     def gather(self, items: Sequence[T]) -> list[list[T]]:
-        """Items of each process, in the order of ranks, on every process. Tensors in them are sent as they are and arrive on the CPU."""
+        """Items of each process, in the order of ranks, on every process. Tensors in them keep their dtype and arrive on the CPU."""
         if self.size == 1:
             return [list(items)]
         own = to_bytes(list(items))
@@ -99,12 +99,12 @@ class World:
         return merge_metrics(part[0] for part in self.gather([dict(metrics)]))
 
     def start_sum(self, x: Tensor) -> Callable[[], None]:
-        """Begin to add `x` over processes in place; `wait_for` what is returned. Every process begins its sums in one order."""
+        """Start an in-place all-reduce (sum) of `x`; pass the result to `wait_for`. All processes must start them in the same order."""
         work = dist.all_reduce(x, async_op=True)
         return lambda: None if work is None else work.wait()
 
     def wait_for(self, waits: Sequence[Callable[[], None]]) -> None:
-        """Wait for sums that were begun with `start_sum`."""
+        """Wait for all-reduces started by `start_sum`."""
         self._meet(lambda: [wait() for wait in waits])
 
     def any(self, flag: bool) -> bool:
@@ -124,7 +124,7 @@ class World:
             self._meet(dist.barrier)
 
     def expect_same(self, facts: Mapping[str, Any]) -> None:
-        """Raise DataError on every process when a fact is not the same on all: they would wait for each other later."""
+        """Raise DataError on every process if a fact differs between processes, which would cause a deadlock later."""
         everyone = [part[0] for part in self.gather([dict(facts)])]
         for name in facts:
             values = [one.get(name) for one in everyone]
@@ -136,18 +136,18 @@ class World:
                     )
 
     def hears_stop(self, is_asked: bool) -> bool:
-        """True if this process (`is_asked`) or another was asked to stop; no collective: each hears of it within seconds."""
+        """True if this process (`is_asked`) or another was asked to stop. Not collective: known to all within seconds."""
         return is_asked if self.heartbeat is None else self.heartbeat.hears_stop(is_asked)
 
     def fails_together(self, error: BaseException) -> bool:
-        """Tell the others of an error that ends the run here; whether all have it, so that they may meet once more."""
+        """Publish an error that ends the run here. Returns True if all processes have one, so that collectives are still possible."""
         return self.heartbeat is None or self.heartbeat.fails_together(error)
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Forward and backward passes of a model that is split, in which torch makes collectives of its own.
+        """Context for forward and backward passes of a sharded model, in which FSDP runs collectives of its own.
 
-        Raises RankError where one breaks because another process has ended. One that hangs is noticed after `ddp_timeout` only.
+        Raises RankError if one breaks because another process has ended. A hang is noticed only after `ddp_timeout`.
         """
         try:
             yield
@@ -158,24 +158,24 @@ class World:
             raise self.heartbeat.broken(error) from error
 
     def _meet(self, call: Callable[[], R]) -> R:
-        """A collective. Raises RankError when another process does not come to it."""
+        """Result of a collective. Raises RankError if another process does not take part."""
         return call() if self.heartbeat is None else self.heartbeat.collective(call)
 
 
 def is_on_cpu_with_others() -> bool:
     """True if a launcher started several processes where there is no accelerator.
 
-    Unless it is told that a CPU is meant, accelerate then takes each process for the only one.
+    Unless `use_cpu` is set, accelerate then treats each process as the only one.
     """
     has_others = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     return has_others and not torch.accelerator.is_available()
 
 
 def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
-    """Make the process group under keys that no earlier attempt of the same launcher wrote; see `covey.process.rendezvous`.
+    """Create the process group under keys unused by earlier attempts of the same launcher; see `covey.process.rendezvous`.
 
-    Does nothing without torchrun's agent (or one that works like it), or where the group is there already. `seconds` is how long a
-    process waits for the others. Raises RankError when one does not come.
+    Does nothing without torchrun's agent (or one that works like it), or if the group exists already. `seconds` is the timeout for
+    the other processes. Raises RankError if one does not arrive.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not dist.is_available() or dist.is_initialized():
         return
@@ -187,12 +187,12 @@ def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
     timeout = timedelta(seconds=seconds)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     own = dist.PrefixStore(f"covey/{agree(store, rank, size, seconds)}", store)
-    cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as transformers decides
+    cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")  # as in transformers
     PartialState(cpu=cpu, backend=backend, timeout=timeout, store=own, rank=rank, world_size=size)  # picks the backend
 
 
 def _pulse_of(rank: int, size: int, patience: float) -> Heartbeat | None:
-    """Heartbeat of this process group, started; None where its store cannot be asked from a second thread."""
+    """Started heartbeat of this process group; None if its store cannot be used from a second thread."""
     group = dist.group.WORLD
     if id(group) not in _PULSES:
         clone = getattr(dist.distributed_c10d._get_default_store(), "clone", None)
@@ -211,9 +211,9 @@ def _pulse_of(rank: int, size: int, patience: float) -> Heartbeat | None:
 
 
 def _of_this_attempt(store: Any) -> Any:
-    """The store without what the processes of an earlier attempt said, for a group that the user's own script made.
+    """The store without the keys of earlier attempts, for a process group that the user's script made.
 
-    Several agents may count their restarts differently; there only `join` helps.
+    Several agents may count restarts differently; only `join` covers that.
     """
     is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") if is_alone else None
@@ -221,17 +221,17 @@ def _of_this_attempt(store: Any) -> Any:
 
 
 def _leave(heartbeat: Heartbeat) -> None:
-    """At the end of the process: say so; one that left a collective behind must not wait for it."""
-    error = getattr(sys, "last_value", None)  # what ended the process uncaught
+    """Exit handler: publish the end; with an abandoned collective, exit without joining threads."""
+    error = getattr(sys, "last_value", None)  # the uncaught exception, if any
     heartbeat.end(f"ended with {type(error).__name__}: {error}" if error is not None else "has ended before the others")
     heartbeat.stop()
     if heartbeat.is_abandoned:
         leave_now()
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        # while Python is still whole: threads of gloo that outlive it abort the process, after a run that ended well
+        # before interpreter shutdown: surviving threads of gloo would abort the process after a successful run
         dist.destroy_process_group()
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Compute in `dtype` where that is safe; None computes in the parameters' own type."""
+    """Autocast context in `dtype`; None: a no-op."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)

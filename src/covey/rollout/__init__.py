@@ -1,4 +1,4 @@
-"""Text out of weights: what to ask of a sampler, and the samplers."""
+"""Samplers (text generation from the policy) and their sampling parameters."""
 
 from covey.errors import Unsupported
 from covey.rollout.backends import Backend, choose_sampler

@@ -1,7 +1,7 @@
 """Rollouts that run ahead: a sampler whose groups are written in other processes while the learner learns.
 
-Which rollouts may run ahead is decided by who calls `ahead` (`covey.training.ahead`); what was ordered is always delivered, so
-nothing that was written is thrown away.
+The caller of `order` decides which rollouts run ahead (`covey.training.ahead`). Every ordered rollout is delivered, so no completion
+is thrown away.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from covey.types import Group, Mean, Metric, Prompt
 logger = logging.getLogger(__name__)
 
 DEATHS_IN_A_ROW = 3
-"""Workers that may end without a single group before the run does."""
+"""Consecutive worker deaths without a single delivered group after which the run fails."""
 _LOOK_SECONDS = 0.05
-"""How often a stop signal is looked for while nothing arrives."""
+"""Polling interval for a stop signal while no message arrives."""
 
 Start = Callable[[Any, int, Callable[[tuple[Any, ...]], None]], Worker]
-"""(model, version, tell) -> a worker that has the model's weights as they are now."""
+"""Worker factory `(model, version, tell)`: the worker starts with the model's current weights."""
 
 
 @dataclass(eq=False)
 class Flight:
-    """A rollout that was ordered: what was asked for, and what has arrived of it."""
+    """An ordered rollout: the request, and the groups that have arrived."""
 
     prompts: tuple[Prompt, ...]
     n: int
     params: SamplingParams
     at_least: int
-    """Version of the oldest weights that may begin a group of it."""
+    """Oldest weight version with which a worker may start a group of this rollout."""
     groups: dict[str, Group] = field(default_factory=dict)
-    """Finished ones, by the uid of their prompt."""
+    """Finished groups by the uid of their prompt."""
     is_delivered: bool = False
 
     @property
@@ -56,10 +56,10 @@ class Flight:
 
 
 class AsynchronousSampler:
-    """A `Sampler` over workers elsewhere. `ahead` orders a rollout; `sample` with the same words delivers it.
+    """A `Sampler` over worker processes. `order` requests a rollout; `sample` with the same arguments delivers it.
 
-    What `sample` is asked for without an order (evaluations, greedy answers) is written behind what was ordered, and waited for.
-    A worker that ends is replaced, and what it had not delivered is drawn again with the same seeds.
+    A call of `sample` without an order (evaluations, greedy answers) is queued behind the orders and waits for its groups.
+    A worker that ends is replaced, and its undelivered groups are drawn again with the same seeds.
     """
 
     def __init__(
@@ -67,28 +67,28 @@ class AsynchronousSampler:
     ) -> None:
         self.model, self.tokenizer, self.start, self.num_workers = model, tokenizer, start, workers
         self.check_stop = check_stop
-        """Called while groups are waited for; what it raises ends the waiting, not the writing."""
+        """Callback while waiting for groups; its exception ends the wait, but the workers go on."""
         self.version = 0
         self.flights: dict[int, Flight] = {}
-        """In the order in which they were ordered."""
+        """Ordered rollouts by number, oldest first."""
         self._orders = 0
         self._workers: list[Worker] = []
         self._inbox: queue.Queue[tuple[int, int, tuple[Any, ...]]] = queue.Queue()
         self._generation = 0
-        """Counts the workers that were started, so that what a former one said is told apart."""
+        """Number of workers started so far: messages of a replaced worker carry an older one and are dropped."""
         self._ids: list[int] = []
         self._unpublished: set[int] = set()
-        """Places of workers that have not been given the newest weights."""
+        """Indices of workers that have not received the newest weights yet."""
         self._loaded_at: dict[int, float] = {}
         self._deaths = 0
         self.replaced = 0
-        """Workers that ended and were replaced, so far."""
+        """Number of workers that ended and were replaced so far."""
         self._clock = _Clock()
 
-    # -- what a sampler does ----------------------------------------------------------------------------------------
+    # -- the sampler interface --------------------------------------------------------------------------------------
 
     def load(self, policy: Any, version: int) -> None:
-        """From now on these are the weights: workers take them between two groups or two tokens, as soon as they can."""
+        """Publish new weights: each worker takes them at its next group or token boundary."""
         if policy is not self.model or version < self.version:
             self.close()
             self.model = policy
@@ -112,7 +112,7 @@ class AsynchronousSampler:
             raise
         if ordered is None:
             del self.flights[number]
-        else:  # it stays until the loop has all that it needs of it: `forget_first`
+        else:  # kept until the loop has consumed it: `forget_first`
             self.flights[number].is_delivered = True
 
     def _delivered(self, number: int, prompts: Sequence[Prompt]) -> Iterator[Group]:
@@ -129,7 +129,7 @@ class AsynchronousSampler:
     # -- running ahead ----------------------------------------------------------------------------------------------
 
     def order(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, at_least: int) -> int:
-        """Ask for groups, to be delivered by `sample` with the same words; returns the order's number."""
+        """Request groups, to be delivered by `sample` with the same arguments. Returns the order's number."""
         number, self._orders = self._orders, self._orders + 1
         self.flights[number] = Flight(tuple(prompts), n, params, at_least)
         if self._workers:
@@ -141,7 +141,7 @@ class AsynchronousSampler:
         return number
 
     def forget_first(self) -> int:
-        """Drop the first order, if there is one. Returns the tokens that were written for it and never delivered."""
+        """Drop the oldest order, if there is one. Returns its number of tokens that were generated and never delivered."""
         if not self.flights:
             return 0
         flight = self.flights.pop(next(iter(self.flights)))
@@ -149,12 +149,12 @@ class AsynchronousSampler:
         return 0 if flight.is_delivered else written
 
     def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait until everything that was ordered has arrived, or until `is_enough()`. Starts no worker."""
+        """Wait until all ordered groups have arrived, or until `is_enough()`. Starts no worker."""
         while self._workers and not is_enough() and any(not flight.is_finished for flight in self.flights.values()):
             self._wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Rollouts that were ordered and not used yet, with the groups that have arrived."""
+        """Orders not consumed yet, with the groups that have arrived."""
         self._pump()
         flights = [
             {
@@ -170,9 +170,9 @@ class AsynchronousSampler:
     def load_state_dict(
         self, state: Mapping[str, Any], again: Callable[[Prompt], Prompt] = lambda prompt: prompt
     ) -> None:
-        """Go on with the rollouts of a checkpoint: groups that had arrived are kept, the others are drawn, with the same seeds.
+        """Resume the orders of a checkpoint: groups that had arrived are kept, the others are drawn with the same seeds.
 
-        `again`: a saved prompt with all its columns.
+        `again` restores all data set columns of a saved prompt.
         """
         self.close()
         self.flights = {}
@@ -184,12 +184,12 @@ class AsynchronousSampler:
             self._orders += 1
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Since the last call: share of time that workers and learner waited, and seconds from new weights to their use."""
+        """Metrics since the last call: idle fractions of workers and learner, and seconds from new weights to their first use."""
         self._pump()
         return self._clock.take(max(1, self.num_workers))
 
     def close(self) -> None:
-        """End the workers; the next order starts new ones."""
+        """Shut the workers down; the next order starts new ones."""
         for worker in self._workers:
             worker.close()
         self._workers, self._ids, self._unpublished = [], [], set()
@@ -201,7 +201,7 @@ class AsynchronousSampler:
             self._start(place)
 
     def _start(self, place: int) -> None:
-        """Start the worker of a place with the newest weights, and send it what it has still to deliver."""
+        """Start worker number `place` with the newest weights, and send it its undelivered share of every order."""
         self._generation += 1
         own = self._generation
         worker = self.start(self.model, self.version, lambda said: self._inbox.put((place, own, said)))
@@ -212,7 +212,7 @@ class AsynchronousSampler:
             self._send(place, number)
 
     def _send(self, place: int, number: int) -> None:
-        """A worker's share of an order: every `num_workers`-th prompt, those left out that have arrived."""
+        """Send a worker its share of an order: every `num_workers`-th prompt, without those that have arrived."""
         flight = self.flights[number]
         share = [p for p in flight.prompts[place :: self.num_workers] if p.uid not in flight.groups]
         if share:
@@ -221,7 +221,7 @@ class AsynchronousSampler:
             self._workers[place].send(Order(number, plain, flight.n, flight.params, at_least))
 
     def _wait(self) -> None:
-        """Until a worker has said something. Raises what `check_stop` raises, and the error of a worker."""
+        """Block until a worker has sent a message. Raises the exceptions of `check_stop`, and the error of a worker."""
         if not self._workers:
             self._start_all()
         started = time.monotonic()
@@ -232,7 +232,7 @@ class AsynchronousSampler:
         self.check_stop()
 
     def _pump(self, seconds: float = 0.0) -> None:
-        """Hear what workers have said, waiting so long for the first word, and hand over weights where they can be taken."""
+        """Process the messages of workers, waiting up to `seconds` for the first, and publish weights to workers that can take them."""
         for place in sorted(self._unpublished):
             if self._workers[place].publish(self.version):
                 self._unpublished.discard(place)
@@ -280,15 +280,15 @@ class AsynchronousSampler:
 
 @dataclass(eq=False)
 class _Clock:
-    """Idle times of learner and sampler since the last look. Seconds of `time.monotonic`, which processes of a machine share."""
+    """Idle times of learner and sampler since the last reading, by `time.monotonic`, which all processes of a machine share."""
 
     since: float = field(default_factory=time.monotonic)
     waited: float = 0.0
     """Seconds that the learner waited for groups."""
     busy: float = 0.0
-    """Seconds that workers wrote, together."""
+    """Seconds of generation, summed over workers."""
     running: dict[int, float] = field(default_factory=dict)
-    """When the order that a worker is at was begun, or last looked at."""
+    """Start time of each worker's current order, or the last time that it was read."""
     lags: list[float] = field(default_factory=list)
 
     def begin(self, place: int, when: float) -> None:

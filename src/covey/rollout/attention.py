@@ -217,7 +217,7 @@ class AttentionPart:
     bias: Tensor
     """[B, K], 0 for a visible key, `HIDDEN` for a masked one."""
     wide_bias: Tensor
-    """[B * H, 1, K], the same repeated for each head."""
+    """[B * H, 1, K], `bias` repeated for each head."""
 
 
 def wide(bias: Tensor, heads: int) -> Tensor:
@@ -263,7 +263,7 @@ def by_flash(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it gives."""
+    """Each part in one call of torch's CPU kernel, merged by the log-sum-exps that it returns."""
     if softcap is not None or sinks is not None:
         return by_one_softmax(query, own, shared, row_map, scale, softcap, sinks)
     repeats = query.shape[2]
@@ -287,7 +287,7 @@ def merged(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor)
 
 
 def best_merge(device: torch.device, dtype: torch.dtype) -> Merge:
-    """The faster merge: flash in float32 on a CPU, with a quarter of the calls; one softmax elsewhere.
+    """Faster merge: flash in float32 on a CPU, with a quarter of the calls; one softmax elsewhere.
 
     In bfloat16 the matrix products are up to 2.5 times faster than flash (128 rows of 100 keys on a Zen 5 core).
     """

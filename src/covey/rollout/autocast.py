@@ -1,4 +1,4 @@
-"""Sampling in another precision than the weights': forward passes under autocast, as the learner's."""
+"""Sampling in another precision than the weights': forward passes under autocast, as in the learner."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from covey.rollout.forward import ModulesForward, refuse_known
 from covey.rollout.kv_cache import LayerShape
 
 SamplerPrecision = Literal["auto", "float32", "bfloat16", "float16"]
-"""Type that a sampler computes in; "auto": the weights' own type."""
+"""Compute dtype of a sampler; "auto": the weights' own dtype."""
 
 
 def expect_precision(model: Any, dtype: str) -> SamplerPrecision:
-    """`dtype`, once it is one that this model can be sampled from in. Raises ConfigError."""
+    """`dtype`, checked. Raises ConfigError if this model cannot be sampled in it."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {dtype!r} is not known to the sampler; take auto, float32, bfloat16 or float16.")
     own = _dtype_of(model)
@@ -79,12 +79,12 @@ class AutocastForward(ModulesForward):
             return super()._layers()
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        # without autocast's own cache, which a captured step must not fill
+        # autocast's weight cache is off: a captured step must not fill it
         return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
 
 def _copied(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Put copies in `dtype` in the places of weights that products read; yields each weight [.., N, K] with its copy."""
+    """Replace the weights of matmuls by copies in `dtype`; yields each weight [.., N, K] with its copy."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             continue

@@ -20,7 +20,7 @@ Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-se
 
 
 class SplitSampler(NativeSampler):
-    """The native engine for what it can compute; prompts with images that it cannot are written by plain transformers."""
+    """The native engine, except for prompts with images that it cannot compute: plain transformers samples those."""
 
     _other: TransformersSampler | None = None
 
@@ -62,7 +62,7 @@ def choose_sampler(
     """The fastest sampler that is exact for this model.
 
     `auto` takes the native engine and falls back to plain transformers with a warning that names the reason;
-    `native` raises `Unsupported` instead. `options` go to the constructor of the sampler that is asked for.
+    `native` raises `Unsupported` instead. `options` go to the constructor of the chosen sampler.
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"sampler backend {backend!r} does not exist; take one of {', '.join(get_args(Backend))}.")

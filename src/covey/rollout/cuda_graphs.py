@@ -1,4 +1,4 @@
-"""Steps that are captured once and replayed: CUDA graphs, and what happens where a step cannot be captured."""
+"""CUDA graphs: decode steps captured once and replayed, with eager execution where a step cannot be captured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Records a step without running it; what it returns runs the recorded step on the same tensors, and gives its result."""
+"""Capture function: records a step without running it. The returned callable replays it on the same tensors and returns its result."""
 
 
 class Eager:
-    """Every step runs as it is written."""
+    """Eager execution of every step, without capture."""
 
     def run(self, key: Hashable, epoch: int, step: Callable[[], Result]) -> Result:
         """The result of `step`."""
@@ -24,22 +24,22 @@ class Eager:
 
 
 class Captured:
-    """Steps by key: the first of a key runs as written (kernels are compiled then), the second is captured, the rest replayed.
+    """Captured steps by key: the first run of a key is eager (kernels are compiled then), the second is captured, later ones replay.
 
-    A new epoch makes all captures void. When a step cannot be captured, all run as they are written from then on.
+    A new epoch invalidates all captures. Once a step cannot be captured, all later steps run eagerly.
     """
 
     def __init__(self, capture: Capture, refused: Callable[[], None] = lambda: None) -> None:
-        """`refused` is called when a step cannot be captured."""
+        """Takes the capture function; `refused` is called when a step cannot be captured."""
         self.capture, self.refused = capture, refused
         self.reason: str | None = None
-        """Why nothing is captured any more."""
+        """Reason why steps are no longer captured; None while they are."""
         self.epoch = -1
         self.known: dict[Hashable, Callable[[], Any] | None] = {}
         self.num_captured = self.num_replayed = 0
 
     def run(self, key: Hashable, epoch: int, step: Callable[[], Result]) -> Result:
-        """The result of `step`, whose tensors keep their places within an epoch and whose work hangs on `key` alone."""
+        """The result of `step`, whose tensors keep their addresses within an epoch and whose kernels depend on `key` alone."""
         if self.reason is not None:
             return step()
         if epoch != self.epoch:
@@ -57,7 +57,7 @@ class Captured:
     def _captured(self, key: Hashable, step: Callable[[], Any]) -> Callable[[], Any] | None:
         try:
             replay = self.capture(step)
-        except RuntimeError as error:  # memory that runs out too: the step as written has just fitted
+        except RuntimeError as error:  # also out of memory: the eager step has just fitted
             self.reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self.known = {}
             self.refused()
@@ -70,18 +70,18 @@ class Captured:
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """One a device: cuBLAS keeps a workspace for each stream that it has seen."""
+    """The capture stream, one per device: cuBLAS keeps a workspace for each stream that it has seen."""
     return torch.cuda.Stream(device)
 
 
 class CudaCapture:
-    """Captures on one device into one pool of memory, on a stream of its own. What is captured does not run."""
+    """CUDA graph capture on one device into one memory pool, on a stream of its own. Captured work does not run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, _stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.last: Any = None
-        """A pool whose graphs have all died cannot be used again."""
+        """The last captured graph: a memory pool cannot be used again once all its graphs are freed."""
 
     def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
         # torch.cuda.graph would also empty the allocator's cache; "thread_local" lets rewards and loaders use the device.
@@ -105,7 +105,7 @@ class CudaCapture:
 
 
 def _abandon(graph: Any) -> None:
-    """End a capture that failed; the driver says again that it did."""
+    """End a failed capture, for which the driver reports the error a second time."""
     try:
         graph.capture_end()
     except RuntimeError as error:

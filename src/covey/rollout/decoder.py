@@ -1,7 +1,7 @@
-"""Decoders of the Llama shape computed without their modules: the same arithmetic in a quarter of the calls.
+"""Decoders of the Llama architecture computed without their modules: the same arithmetic in a quarter of the calls.
 
-The model's own precision reads the live weights. Another one reads a copy of the linear layers, which every `load` refreshes; the
-residual stream, norms, rotary embeddings and softmax stay in float32, as under the learner's autocast.
+In the model's own precision the live weights are read; another precision reads a copy of the linear layers, refreshed by every
+`load`. The residual stream, norms, rotary embeddings and softmax stay in float32, as under the learner's autocast.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Hooks that transformers and PEFT put on embeddings for gradient checkpointing; they only call `requires_grad_`."""
 
 WRITTEN_OUT = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models of one layer shape: norm, rotary attention, norm, gated SiLU."""
+"""Model classes with one layer structure: norm, rotary attention, norm, gated SiLU MLP."""
 
 PACKED = 64
-"""Prefill computes multiples of this many tokens: each new number of rows costs oneDNN 3 ms to build a kernel."""
+"""Token count of a prefill is padded to a multiple of this: oneDNN takes 3 ms to build a kernel for each new number of rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class _Layer:
 
 
 class DecoderForward:
-    """The decoders of `WRITTEN_OUT`, in the model's own precision or in a copy of 16 bits."""
+    """Forward pass of the decoders in `WRITTEN_OUT`, in the model's own precision or on a 16-bit copy."""
 
     def __init__(self, model: Any, dtype: torch.dtype, float32_head: bool = False) -> None:
         """Raises Unsupported, with the reason, for a model outside the family."""
@@ -83,7 +83,7 @@ class DecoderForward:
         self._take()
 
     def refresh(self) -> bool:
-        """Read the current weights. False when a layer has become of another kind."""
+        """Read the current weights. False when the type of a layer has changed."""
         try:
             self._take()
         except Unsupported:

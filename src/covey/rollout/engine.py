@@ -35,7 +35,7 @@ from covey.types import Group, Prompt
 logger = logging.getLogger(__name__)
 
 BFLOAT16_FROM = 4_000_000
-"""Parameters from which "auto" trades exactness for speed: 2.5 times at 10 million, 1.6 times of very little at 1 million."""
+"""Parameter count from which "auto" samples in bfloat16: 2.5 times as fast at 10 million; at 1 million a step is short anyway."""
 
 
 def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False) -> Forward:
@@ -76,26 +76,26 @@ class NativeSampler:
         float32_head: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`eos_ids` default to those that the model's generation config and the tokenizer name.
+        """`eos_ids` default to those of the model's generation config and the tokenizer.
 
-        `dtype` is what is computed in: the model's own with "auto", except that a CPU which multiplies bfloat16 in
+        `dtype` is the compute dtype: the model's own with "auto", except that a CPU which multiplies bfloat16 in
         hardware uses a bfloat16 copy of a float32 model that is not tiny. "float32" never copies and is exact; "bfloat16" and
-        "float16" copy the weights of a float32 model's products, at 2 bytes each, and are what the learner computes under autocast.
+        "float16" copy the linear weights of a float32 model, at 2 bytes each, and match the learner under autocast.
 
-        At most `max_rows` completions, and groups that can hold at most `cache_bytes` of keys and values, are in flight
+        At most `max_rows` completions, and groups that can hold at most `cache_bytes` of KV cache, are decoded
         at once (but always one group). By default `cache_fraction` of the memory that is free when sampling begins, and
         256 rows on a CPU, on an accelerator as many as those bytes hold with their logits.
 
-        `float32_head` computes the output layer in float32 where the rest is computed in less.
+        `float32_head` computes the output layer in float32 while the rest runs in lower precision.
 
-        `environment` is asked whenever a completion ends by itself, and may answer with tokens that enter its context.
+        `environment` is called whenever a completion ends by itself, and may reply with tokens that enter its context.
 
         On CUDA, decode steps are replayed as CUDA graphs unless `cuda_graphs` is False or the variable COVEY_CUDA_GRAPHS
         is 0, and attend with Triton's kernels where these run, with PyTorch's otherwise or with `attention="torch"`.
 
-        On a CPU, what lies between the matrix products of a step runs in kernels that the machine's own C++ compiler makes
-        once, and in PyTorch's operations where that cannot be, with COVEY_CPU_KERNELS=0 or with `attention="torch"`;
-        `attention="compiled"` raises ConfigError, with the reason, where it cannot be.
+        On a CPU, all operations of a decode step but its matmuls run in C++ kernels, compiled once on this machine. PyTorch's
+        operations replace them where they cannot run, with COVEY_CPU_KERNELS=0 or with `attention="torch"`;
+        `attention="compiled"` raises ConfigError, with the reason, where they cannot run.
         """
         if not 0 < cache_fraction <= 1:
             raise ConfigError(f"cache_fraction is {cache_fraction}; give a share in (0, 1].")
@@ -111,24 +111,24 @@ class NativeSampler:
         self.max_rows, self.cache_bytes, self.cache_fraction = max_rows, cache_bytes, cache_fraction
         self.environment = environment
         self.check_stop = check_stop
-        """Called between tokens; what it raises ends the sampling."""
+        """Callback between tokens; its exception ends the sampling."""
         self.asked_graphs, self.asked_attention, self.float32_head = cuda_graphs, attention, float32_head
         self._take(model)
         self.version = 0
         self._running: Callable[[], Scheduler | None] = lambda: None
 
     def _take(self, model: Any) -> None:
-        """Find the fastest way to run this model that gives its logits."""
+        """Choose the fastest forward pass and kernels that reproduce this model's logits."""
         self.forward = best_forward(model, self.dtype, self.float32_head)
         device = self.forward.device
         self.cuda_graphs = captures(self.asked_graphs, device)
-        """Whether decode steps are captured. False once one could not be."""
+        """True if decode steps are captured as CUDA graphs. False after a failed capture."""
         self.attention: Attention = "torch"
-        """Whose kernels attend while decoding."""
+        """Decode attention: Triton's kernels or PyTorch's operations."""
         self.is_static = device.type == "cuda" or self.asked_attention == "triton"
-        """Whether steps run on buffers that keep their places, which only a GPU gains from."""
+        """True if decode steps use static buffers (fixed addresses), which only pay on a GPU."""
         self.kernels: DecodeKernels | None = None
-        """What a CPU decodes with, instead of PyTorch's operations."""
+        """C++ decode kernels for a CPU; None: PyTorch's operations decode."""
         if self.is_static:
             self.attention = verified_attention(self.forward, model, self.asked_attention)
         else:
@@ -139,7 +139,7 @@ class NativeSampler:
         self._images_reason: tuple[str | None] | None = None
 
     def load(self, policy: Any, version: int) -> None:
-        """Sample with this model, as it is now, from now on."""
+        """Sample with the current weights of this model from now on."""
         if policy is not self.model or not self.forward.refresh():
             self._take(policy)
         self.version = version
@@ -150,7 +150,7 @@ class NativeSampler:
         return self._running() is not None
 
     def change_weights(self, version: int) -> None:
-        """The completions that are being written go on with the model's weights as they are now: PipelineRL's in-flight updates.
+        """In-flight weight update (PipelineRL): running completions continue with the model's current weights.
 
         Their cached keys and values stay. Piché et al. 2025, <https://arxiv.org/abs/2509.19128>.
         """
@@ -221,12 +221,12 @@ class NativeSampler:
             self._halve(n, rows, held, failed)
 
     def _give_back(self) -> None:
-        """What graphs had for themselves the allocator gives to nobody else before its cache is emptied."""
+        """Release cached memory: that of freed CUDA graphs is reusable only after `empty_cache()`."""
         if self.cuda_graphs and self.forward.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _halve(self, n: int, rows: int, held: int, said: str) -> None:
-        """Run half as many rows at once from now on. Each completion has its own seed, so none of them changes."""
+        """Halve the number of rows decoded at once. Each completion has its own seed, so none of them changes."""
         if rows <= n:
             raise MemoryLimitError(
                 f"One group of {n} completions does not fit in memory while it is drawn ({said.splitlines()[0]}); lower "
@@ -236,11 +236,11 @@ class NativeSampler:
         logger.warning("Memory ran out with %d completions in flight; from now on at most %d.", rows, self.max_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """What memory has taught this process."""
+        """Batch limits found by running out of memory."""
         return {"max_rows": self.max_rows, "cache_bytes": self.cache_bytes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sizes that were found to fit; those that were given win where they are smaller."""
+        """Restore the batch limits found to fit; smaller ones given to the constructor win."""
         smaller = lambda *bounds: min((bound for bound in bounds if bound is not None), default=None)
         self.max_rows = smaller(self.max_rows, state["max_rows"])
         self.cache_bytes = smaller(self.cache_bytes, state["cache_bytes"])
@@ -265,17 +265,17 @@ class NativeSampler:
         )
 
     def _new_steps(self) -> Eager | Captured:
-        """Each scheduler captures its own graphs, because its buffers are its own and are freed with it."""
+        """Runner of decode steps for a new scheduler, which captures its own graphs: its buffers are freed with it."""
         return Captured(self.new_capture(), self._refuse_graphs) if self.cuda_graphs else Eager()
 
     def _refuse_graphs(self) -> None:
         self.cuda_graphs = False
 
     def rows_at_once(self, requests: Sequence[GroupRequest], budget: int) -> int:
-        """Completions in flight: `max_rows`, or on an accelerator as many as `budget` holds with their logits.
+        """Completions decoded at once: `max_rows`, or on an accelerator as many as `budget` holds with their logits.
 
-        A row takes its share of the largest group's keys and values, and four float32 numbers of each word of the vocabulary.
-        Rounded down to a number of rows that steps are captured for.
+        A row takes its share of the largest group's KV cache, and four float32 numbers per vocabulary entry.
+        Rounded down to a captured batch size.
         """
         if self.max_rows is not None:
             return self.max_rows
@@ -286,7 +286,7 @@ class NativeSampler:
         return max(n, bucket_below(budget // a_row))
 
     def budget(self) -> int:
-        """Bytes of keys and values that may be held."""
+        """Upper bound of the KV cache in bytes."""
         if self.cache_bytes is not None:
             return self.cache_bytes
         return int(self.cache_fraction * free_on(self.forward.device))

@@ -16,7 +16,7 @@ from covey.types import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Turn of a completion that has just ended by itself."""
+    """A completion that has just ended by itself, as the environment sees it."""
 
     prompt: Prompt
     sample: int
@@ -31,7 +31,7 @@ Reply: TypeAlias = "str | Sequence[int] | None"
 """Text (encoded without adding special tokens) or token ids to append to the completion; None ends it."""
 
 Environment: TypeAlias = "Callable[[Sequence[Turn]], Sequence[Reply]]"
-"""One reply for each turn. All completions that end in one step are asked together, so that tools can run side by side.
+"""One reply for each turn. All completions that end in one decode step come in one call, so that tools can run concurrently.
 
 Example, with ChatML: `lambda turns: [f"\\n<|im_start|>tool\\n{run(t.text)}<|im_end|>\\n<|im_start|>assistant\\n" if calls(t.text) else None for t in turns]`.
 """

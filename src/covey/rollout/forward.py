@@ -1,4 +1,4 @@
-"""Forward passes of the native engine through transformers' own modules, and a check that their logits are the model's."""
+"""Forward passes of the native engine through transformers' own modules, and a check of their logits against the model's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from covey.rollout.stopping import context_of
 from covey.types import Prompt
 
 UNLIMITED = 2**31
-"""Context of a model whose config names none."""
+"""Context length of a model without one in its config."""
 
 
 class Forward(Protocol):
@@ -58,7 +58,7 @@ class ModulesForward:
     def __init__(self, model: Any, float32_head: bool = False, dtype: torch.dtype | None = None) -> None:
         """`dtype` is that of keys and values, the weights' own by default.
 
-        Raises Unsupported, with the reason, for a model that this cannot run exactly.
+        Raises Unsupported, with the reason, for a model that it cannot run exactly.
         """
         self.float32_head = float32_head
         refuse_known(model)
@@ -91,7 +91,7 @@ class ModulesForward:
         return logits
 
     def prefill_images(self, prompt: Prompt, batch: PrefillBatch) -> int:
-        """Prefill one prompt with images, all but its last token, and return the position of that one."""
+        """Prefill one prompt with images except its last token. Returns the position of that token."""
         read = embed(self.model, prompt)
         end = len(prompt.token_ids) - 1
         with our_attention(self.model):
@@ -125,7 +125,7 @@ class ModulesForward:
 
 @contextmanager
 def head_in_float32(model: Any) -> Iterator[None]:
-    """Context in which the output layer computes in float32, without gradient. Raises Unsupported for one that is not linear."""
+    """Context in which the output layer computes in float32, without gradient. Raises Unsupported if it is not a linear layer."""
     layer = unwrapped(model).get_output_embeddings()
     with torch.no_grad():
         product = SamplerLinear.in_float32(layer)
@@ -147,7 +147,7 @@ def head_in_float32(model: Any) -> Iterator[None]:
 @contextmanager
 def our_attention(model: Any) -> Iterator[None]:
     """Context in which the model attends through `attention_forward`."""
-    config = model.config.get_text_config()  # not that of a vision tower
+    config = model.config.get_text_config()  # the text model's, never a vision tower's
     before = config._attn_implementation
     config._attn_implementation = NAME
     try:
@@ -199,7 +199,7 @@ def refuse_known(model: Any) -> None:
 
 
 NewCache = Callable[[Forward, int], KVCache]
-"""A cache for a forward pass and a context."""
+"""Factory of a KV cache from a forward pass and a context length."""
 
 
 def plain_cache(forward: Forward, context: int, kernels: DecodeKernels | None = None) -> KVCache:
@@ -210,7 +210,7 @@ def verify(forward: Forward, model: Any, tolerance: float | None = None, new_cac
     """Compare the engine's logits with the model's plain forward on a few random tokens.
 
     Two prompts of different lengths, two rows each, three steps. The measure is the median over the positions of
-    `|a - b| / |b - mean(b)|`; another algorithm gives about 1. Raises Unsupported when it is above `tolerance`,
+    `|a - b| / |b - mean(b)|`; a wrong forward pass gives about 1. Raises Unsupported when it is above `tolerance`,
     by default 1e-3 in float32 and 0.1 in less precise types.
     """
     inner = unwrapped(model)

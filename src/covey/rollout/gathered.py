@@ -1,4 +1,4 @@
-"""Sampling with the weights of a model that is split over processes: gathered once a rollout, never once a token, and freed after."""
+"""Sampling from a model sharded over processes: its weights are gathered once a rollout, not once a token, and freed after it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from covey.types import Group
 
 
 class GatheredSampler:
-    """Another sampler over the whole copy of a split model, whose weights are in memory while completions are drawn only."""
+    """A sampler over the full weights of a sharded model, gathered for each call of `sample` and freed after it."""
 
     def __init__(self, shards: Shards, make: Callable[[Any], Sampler]) -> None:
-        """`make(model)` gives the sampler; it sees the weights, which are freed afterwards."""
+        """`make(model)` returns the inner sampler. It is called with gathered weights, which are freed afterwards."""
         self.shards, self.version = shards, 0
         self.sampler = make(shards.whole)
         shards.free()
 
     @property
     def check_stop(self) -> Callable[[], None]:
-        """Called between tokens; what it raises ends the sampling."""
+        """Callback between tokens; its exception ends the sampling."""
         return self.sampler.check_stop
 
     def load(self, policy: Any, version: int) -> None:
@@ -30,7 +30,7 @@ class GatheredSampler:
         self.version = version
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
-        """One group of `n` completions for each prompt. Every process must begin it, also one without prompts."""
+        """One group of `n` completions for each prompt. Collective: a process without prompts must call it too."""
         with self.shards.gathered() as model:
             self.sampler.load(model, self.version)
             yield from self.sampler.sample(prompts, n, params)

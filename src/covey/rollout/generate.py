@@ -1,4 +1,4 @@
-"""A sampler over transformers' `generate`, for what the other samplers do not know: beams, length penalty, bans, biases."""
+"""A sampler over transformers' `generate`, for options that the other samplers lack: beams, length penalty, bans, biases."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from covey.rollout.stopping import StopStrings, checked_eos_ids, completion, con
 from covey.types import Completion, Group, Prompt
 
 NO_SIBLINGS = ("num_return_sequences", "max_length", "prompt_lookup_num_tokens", "assistant_model")
-"""Arguments that would change how many completions there are, or what a limit means."""
+"""Refused arguments: they change the number of completions or the meaning of a limit."""
 
 
 class GenerateSampler:
-    """`sample` as the other samplers have it, each batch one call of `generate` with `generate` as further arguments.
+    """A `Sampler` that draws each batch by one call of transformers' `generate`; the argument `generate` holds further options of it.
 
     Completions carry no log-probabilities: with beams or penalties they are not drawn from the policy's own distribution. One seed
     draws a whole batch, so a completion depends on its neighbours, as in TRL.
@@ -44,7 +44,7 @@ class GenerateSampler:
         float32_head: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises ConfigError for an argument that cannot be handed on, and for tools or environments."""
+        """Raises ConfigError for an argument that `generate` cannot take here, and for tools or environments."""
         for name in NO_SIBLINGS:
             if name in generate:
                 raise ConfigError(
@@ -87,7 +87,7 @@ class GenerateSampler:
                 )
 
     def _generate(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> Tensor:
-        """[len(prompts) * n, T] tokens behind the prompts."""
+        """[len(prompts) * n, T] generated tokens, without the prompts."""
         from transformers import GenerationConfig, StoppingCriteriaList
 
         device = next(self.model.parameters()).device
@@ -119,7 +119,7 @@ class GenerateSampler:
         return self.eos_ids[0] if pad is None else int(pad)
 
     def _config(self, params: SamplingParams) -> dict[str, Any]:
-        """The common options by the names of `generate`."""
+        """Sampling parameters by their names in `generate`."""
         config: dict[str, Any] = {
             "max_new_tokens": params.max_tokens,
             "do_sample": not params.is_greedy,
@@ -133,12 +133,12 @@ class GenerateSampler:
         return config | ({"stop_strings": list(params.stop)} if params.stop else {})
 
     def _interrupted(self, ids: Tensor, scores: Any, **given: Any) -> Tensor:
-        """A stopping criterion that stops nothing: between tokens the run may be asked to stop."""
+        """A stopping criterion that is always False; it calls `check_stop` between tokens."""
         self.check_stop()
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     def _completion(self, row: Tensor, prompt: Prompt, params: SamplingParams) -> Completion:
-        """The tokens [T] up to their end, where what is behind it is padding."""
+        """Completion from the tokens [T] up to its end; padding follows."""
         context = context_of(unwrapped(self.model))
         room = params.max_tokens if context is None else min(params.max_tokens, context - len(prompt.token_ids))
         row = row[:room]

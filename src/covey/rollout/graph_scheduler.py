@@ -1,7 +1,7 @@
-"""Scheduler for a GPU: a decode step on static buffers, replayed as a CUDA graph, looked at by the host only now and then.
+"""Scheduler for a GPU: decode steps on static buffers, replayed as a CUDA graph; the host reads results every few steps.
 
-A step reads and writes tensors that keep their places, for the rows of a bucket. Rows that have ended stay in the batch and
-change nothing until the host, every few steps, takes them out. What a completion is does not hang on any of this.
+A step reads and writes tensors at fixed addresses, for the rows of a bucket. Finished rows stay in the batch without effect
+until the host removes them. Completions do not depend on the bucket or on when the host looks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_
 from covey.types import Group
 
 WINDOW = 4
-"""Steps between two looks of the host at who has ended."""
+"""Decode steps between two checks of the host for finished rows."""
 FEW = 32
-"""Rows that have ended are taken out when they are more than 1 of this many, ..."""
+"""Finished rows are removed when they are more than 1 of this many, ..."""
 PATIENCE = 16
-"""... and at the latest after this many looks."""
+"""... and at the latest after this many checks."""
 
 
 class GraphScheduler(Scheduler):
-    """`Scheduler` whose steps are runs of `steps`: as they are written, or captured."""
+    """`Scheduler` whose decode steps are run by `steps`: eagerly, or captured as CUDA graphs."""
 
     def __init__(self, *args: Any, steps: Eager | Captured, attention: Attention = "torch", **options: Any) -> None:
-        """As `Scheduler`; `steps` runs them, `attention` says whose kernels."""
+        """Arguments of `Scheduler`, the runner of decode steps, and the attention kernels."""
         self.attention: Attention = attention
         self.cache: StaticKVCache
         super().__init__(*args, **options)
@@ -38,14 +38,14 @@ class GraphScheduler(Scheduler):
         self.window = 1 if self.environment is not None or self.params.stop else WINDOW
         self.looks = 0
         device, rows = self.forward.device, rows_for(self.max_rows, self.max_rows)
-        self.nobody = torch.tensor(len(self.tokens), device=device)  # an output row for what is written in vain
+        self.nobody = torch.tensor(len(self.tokens), device=device)  # output row for the tokens of padding rows
         self.tokens, self.logprobs, self.uniforms = map(_with_one_more, (self.tokens, self.logprobs, self.uniforms))
         self.outside = None if self.outside is None else _with_one_more(self.outside, -1)
         self.rows = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.seen = None if self.seen is None else self.seen.new_zeros(rows, self.seen.shape[1])
-        self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # running, and not ended
+        self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # running and not finished
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # ended by itself
-        self.said = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token is an environment's
+        self.said = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token comes from an environment
 
     def _new_cache(self, longest: int) -> StaticKVCache:
         forward = self.forward
@@ -65,10 +65,10 @@ class GraphScheduler(Scheduler):
         super()._place(request, slot)
         self.live[rows], self.stopped[rows] = True, False
 
-    # -- a few tokens -----------------------------------------------------------------------------------------------
+    # -- decode steps -----------------------------------------------------------------------------------------------
 
     def _step(self) -> list[Group]:
-        """`window` more tokens for every row. Returns the groups that are seen to be finished."""
+        """Decode `window` more tokens of every row. Returns the groups found finished."""
         cache = self.cache
         cache.reserve(self.window)
         rows = cache.num_computed
@@ -78,7 +78,7 @@ class GraphScheduler(Scheduler):
         if self.window == 1:
             self._judge()
         ends = ~self.live[: self.num_rows]
-        num_ended = int(ends.sum())  # the host waits for the device here, and nowhere else
+        num_ended = int(ends.sum())  # the only synchronization of host and device
         self.looks += 1
         if not num_ended or (num_ended <= self.num_rows // FEW and self.looks < PATIENCE):
             return []
@@ -86,26 +86,26 @@ class GraphScheduler(Scheduler):
         return self._retire(ends, self.stopped[: self.num_rows].clone())
 
     def _one(self, rows: int, epoch: int) -> None:
-        """A step of the first `rows` rows. Top-p looks at its own results, so with it only the forward pass is captured."""
+        """One decode step of the first `rows` rows. Top-p needs values on the host, so with it only the forward pass is captured."""
         if self.params.top_p < 1 and not self.params.is_greedy:
             self._write(self.steps.run(rows, epoch, lambda: self._forward(rows)), rows)
         else:
             self.steps.run(rows, epoch, lambda: self._write(self._forward(rows), rows))
 
     def _forward(self, rows: int) -> Tensor:
-        """[rows, V] logits. Tensors only: nothing here may ask the device for a value."""
+        """[rows, V] logits. Tensors only: no synchronization, so that it can be captured."""
         self.cache.begin_step()
         logits = self.forward.decode(self.rows[TOKEN, :rows], self.rows[POSITION, :rows], DecodeBatch(self.cache))
         self.cache.end_step()
         return logits
 
     def _write(self, logits: Tensor, rows: int) -> None:
-        """Draw and note one token for each live row. Tensors only."""
+        """Draw and store one token for each live row. Tensors only."""
         row, live = self.rows[:, :rows], self.live[:rows]
         output_row, written = (
             torch.where(live, row[OUTPUT_ROW], self.nobody),
             row[WRITTEN] * live,
-        )  # a plain 0 would come from the host
+        )  # a Python 0 would be copied from the host
         seen = None if self.seen is None else self.seen[:rows]
         uniforms = self.uniforms[output_row, written]
         if self.banned is not None:
@@ -122,12 +122,12 @@ class GraphScheduler(Scheduler):
         row[TOKEN] = tokens
         row[POSITION : WRITTEN + 1] += live
         self.stopped[:rows] |= self.is_eos[tokens] & live & ~self.said[:rows]
-        if self.window > 1:  # otherwise the host has a word in it
+        if self.window > 1:  # otherwise the host decides on stop strings and environments
             live &= ~(self.stopped[:rows] | (row[WRITTEN] >= row[LIMIT]))
             self.cache.first[:rows].masked_fill_(~live, NEVER)
 
     def _judge(self) -> None:
-        """What only the host can say of the last token: stop strings, and whether an environment answers."""
+        """Checks of the last token on the host: stop strings and replies of an environment."""
         count = self.num_rows
         live, is_full = self.live[:count], self.rows[WRITTEN, :count] >= self.rows[LIMIT, :count]
         stops = self.stopped[:count] & live

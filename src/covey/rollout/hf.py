@@ -1,4 +1,4 @@
-"""A sampler for every causal LM: our own loop over the model's plain forward, with transformers' cache."""
+"""A sampler for every causal LM: a decoding loop over the model's plain forward, with transformers' cache."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from covey.rollout.stopping import StopStrings, check_finite, checked_eos_ids, c
 from covey.types import Completion, Group, Prompt, widest_float
 
 SHRINK_BELOW = 0.8
-"""Finished rows leave the batch when fewer than this fraction of it still writes; each time copies the cache."""
+"""Finished rows are dropped when less than this fraction of the batch is running; each drop copies the cache."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One completion to write."""
+    """A completion to generate."""
 
     group: int
     prompt: Prompt
@@ -38,7 +38,7 @@ class _Row:
 class TransformersSampler:
     """Samples with any causal LM of transformers, adapters included; all completions of a batch decode together.
 
-    The prompt is computed once for its completions. The model is used as it is, in eval mode, and given back as it was.
+    The prompt is computed once for its completions. The model runs in eval mode; its training mode is restored afterwards.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class TransformersSampler:
         float32_head: bool = False,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`eos_ids` default to those that the model's generation config and the tokenizer name.
+        """`eos_ids` default to those of the model's generation config and the tokenizer.
 
         `dtype` runs the forward of a float32 model under autocast, `float32_head` the output layer in float32. Raises ModelError
-        for a model that cannot write text.
+        for a model that cannot generate text.
         """
         if max_rows is not None and max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1.")
@@ -64,7 +64,7 @@ class TransformersSampler:
         self.max_rows = max_rows or DEFAULT_ROWS
         self.dtype, self.float32_head = expect_precision(model, dtype), float32_head
         self.check_stop = check_stop
-        """Called between tokens; what it raises ends the sampling."""
+        """Callback between tokens; its exception ends the sampling."""
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
@@ -111,7 +111,7 @@ class TransformersSampler:
 
 
 class _Batch:
-    """The state of one batch of B completions while they are written. Row b of everything is completion `alive[b]`."""
+    """Decoding state of a batch of B completions. Row b of every tensor is completion `alive[b]`."""
 
     def __init__(self, sampler: TransformersSampler, rows: list[_Row], params: SamplingParams, device: Any) -> None:
         self.sampler, self.rows, self.params, self.device = sampler, rows, params, device
@@ -177,7 +177,7 @@ class _Batch:
         return logits[index]
 
     def _read(self, ids: Tensor, positions: Tensor, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
-        """[P, V] logits after the prompts, their images computed, and [P] the position of the token that follows each."""
+        """Prefill with images: [P, V] logits after the prompts, and [P] the position of each prompt's next token."""
         model, width = self.sampler.model, ids.shape[1]
         images = image_inputs(model, prompts, width, [width - len(prompt.token_ids) for prompt in prompts])
         if not images:
@@ -189,7 +189,7 @@ class _Batch:
         return logits, seen[0][-3:].amax(0)[:, -1].to(self.device) + 1
 
     def _barred(self, logits: Tensor) -> Tensor:
-        """`logits` [B, V] without the tokens that stand for images."""
+        """`logits` [B, V] with image placeholder tokens masked out."""
         if self.sampler.banned:
             logits = logits.index_fill(-1, torch.tensor(self.sampler.banned, device=logits.device), -torch.inf)
         return logits
@@ -200,7 +200,7 @@ class _Batch:
         return DynamicCache(config=unwrapped(self.sampler.model).config)
 
     def _forward(self, ids: Tensor, positions: Tensor | None, grow: bool = True, **images: Tensor) -> Tensor:
-        """[B, V] logits after the last of `ids` [B, L], which enter the cache; `positions` None: the model's own."""
+        """[B, V] logits after the last of `ids` [B, L], which enter the KV cache; `positions` None: computed by the model."""
         model = self.sampler.model
         if grow:
             self.mask = torch.nn.functional.pad(self.mask, (0, ids.shape[1]), value=1)
@@ -212,7 +212,7 @@ class _Batch:
         return logits
 
     def _end(self, tokens: Tensor, t: int) -> None:
-        """Mark the completions that end with `tokens` [B now], their token number `t`."""
+        """Mark the completions that end with `tokens` [B now] at step `t`."""
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
         is_writing = self.ended[self.alive] == 0
@@ -230,7 +230,7 @@ class _Batch:
         return found
 
     def _keep(self, index: Tensor, tokens: Tensor) -> Tensor:
-        """Drop all rows but `index` from the batch; their last tokens come back."""
+        """Keep only the rows `index` of the batch. Returns their last tokens."""
         self.alive, self.mask = self.alive[index], self.mask[index]
         self.cache.reorder_cache(index)
         self.seen = None if self.seen is None else self.seen[index]
@@ -238,7 +238,7 @@ class _Batch:
 
     def _completions(self) -> list[Completion]:
         tokens, logprobs = self.tokens.cpu(), self.logprobs.cpu()
-        # The batch goes on beyond a completion's end.
+        # Finished rows stay in the batch for a while.
         is_own = torch.arange(logprobs.shape[1]) < self.ended.cpu()[:, None]
         check_finite(logprobs[is_own])
         ends = zip(self.ended.tolist(), self.stopped.tolist(), strict=True)

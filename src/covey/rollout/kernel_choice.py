@@ -1,4 +1,4 @@
-"""Which kernels decode, and whether steps are captured: found out once, when a sampler gets its model."""
+"""Choice of decode kernels and CUDA graphs, made once when a sampler gets its model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from covey.rollout.static_kv_cache import Attention, StaticKVCache
 logger = logging.getLogger(__name__)
 AttentionChoice = Literal["auto", "torch", "triton", "compiled"]
 SWITCH = "COVEY_CUDA_GRAPHS"
-"""The environment's word on CUDA graphs, 0 or 1, where the sampler's argument says nothing."""
+"""Environment variable that turns CUDA graphs off (0) or on (1) where the sampler's argument is None."""
 
 
 def captures(asked: bool | None, device: torch.device) -> bool:
-    """Whether decode steps are to be captured as CUDA graphs. Raises ConfigError when that is asked for elsewhere."""
+    """True if decode steps are captured as CUDA graphs. Raises ConfigError if that is requested for another device than CUDA."""
     said = os.environ.get(SWITCH, "").strip()
     if said not in ("", "0", "1"):
         raise ConfigError(f"{SWITCH} is {said!r}; give 1 to decode with CUDA graphs, 0 to decode without.")
@@ -37,9 +37,9 @@ def captures(asked: bool | None, device: torch.device) -> bool:
 
 
 def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> DecodeKernels | None:
-    """The kernels of `compiled.py` for a model on a CPU where they give its own logits; None where PyTorch's operations decode.
+    """C++ decode kernels for a model on a CPU, if they reproduce its logits; None where PyTorch's operations decode.
 
-    Raises ConfigError when they are asked for and cannot run, Unsupported when PyTorch's operations differ from the model too.
+    Raises ConfigError when they are requested and cannot run, Unsupported when PyTorch's operations differ from the model too.
     """
     shapes = {layer.width for layer in forward.layers}
     kernels = (
@@ -64,9 +64,9 @@ def verified_kernels(forward: Forward, model: Any, asked: AttentionChoice) -> De
 
 
 def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> Attention:
-    """The fastest kernels that give the model's own logits on static buffers: Triton's, or PyTorch's with a warning that says why.
+    """Fastest attention that reproduces the model's logits on static buffers: Triton's, or PyTorch's with a warning.
 
-    Raises ConfigError when Triton's are asked for and cannot run, Unsupported when PyTorch's differ from the model too.
+    Raises ConfigError when Triton's kernels are requested and cannot run, Unsupported when PyTorch's differ from the model too.
     """
     if asked != "torch":
         reason = TritonDecode.unavailable_reason(forward.device)
@@ -82,7 +82,7 @@ def verified_attention(forward: Forward, model: Any, asked: AttentionChoice) -> 
 
 
 def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> str | None:
-    """None when Triton's kernels compile, run and agree with the model."""
+    """Reason against Triton's kernels; None if they compile, run and agree with the model."""
     try:
         verify(forward, model, new_cache=_cache_with("triton"))
     except Unsupported as error:

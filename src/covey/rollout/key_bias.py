@@ -1,4 +1,4 @@
-"""Biases added to the scores of a decode step's keys: 0 for a key that a row may see, `HIDDEN` for one that it may not."""
+"""Additive attention mask of a decode step: 0 for a visible key, `HIDDEN` for a masked one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from covey.rollout.attention import HIDDEN, wide
 
 @dataclass(frozen=True, eq=False)
 class KeyBias:
-    """Biases of P prompts' keys and of R rows' own keys, and the same repeated for each head, by number of heads."""
+    """Biases of P prompts' keys and of R rows' own keys, also repeated for each head, by number of heads."""
 
     prefix: Tensor
     """[P, columns]"""
     suffix: Tensor
     """[R, columns]"""
     wide_prefix: dict[int, Tensor]
-    """[P * H, 1, columns] by H, filled as layers ask."""
+    """[P * H, 1, columns] by H, filled on first use."""
     wide_suffix: dict[int, Tensor]
-    """[R * H, 1, columns] by H, filled as layers ask."""
+    """[R * H, 1, columns] by H, filled on first use."""
 
     def before_hidden(self, first_of_prompts: Tensor, first_of_rows: Tensor) -> KeyBias:
-        """The same with the columns before `first_of_prompts` [P] and `first_of_rows` [R or more] hidden too."""
+        """A copy with the columns before `first_of_prompts` [P] and `first_of_rows` [R or more] hidden too."""
         rows = first_of_rows[: len(self.suffix)]
         return KeyBias(_hidden_before(self.prefix, first_of_prompts), _hidden_before(self.suffix, rows), {}, {})
 

@@ -19,19 +19,19 @@ from covey.rollout.attention import HIDDEN, AttentionPart, RowMap, best_merge, c
 from covey.rollout.key_bias import KeyBias
 
 STEP = 32
-"""Columns are allocated in multiples of this; kernels are fastest on whole blocks, and few shapes occur."""
+"""Granularity of allocated columns: kernels are fastest on whole blocks, and few shapes occur."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads and width of the keys (and values) of one layer, and the window in which its queries see them."""
+    """Number of key/value heads, head width and attention window of one layer."""
 
     heads: int
     width: int
     window: Window | None = None
 
     def window_within(self, positions: int) -> Window | None:
-        """The window, if it hides a key in a text of `positions` tokens."""
+        """The window, if it masks a key in a sequence of `positions` tokens; else None."""
         return self.window if self.window is not None and self.window.hides(positions) else None
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -39,7 +39,7 @@ class LayerShape:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows to compute for `rows`, from few sizes: each new size costs oneDNN about 3 ms to build a kernel."""
+    """`rows` padded to one of few sizes: oneDNN takes about 3 ms to build a kernel for each new size."""
     block = 1 if rows <= 2 else 4 if rows <= 16 else 8
     return -(-rows // block) * block
 
@@ -68,7 +68,7 @@ class KVCache:
         self.suffix = [self._zeros(layer, 0, 0) for layer in layers]  # each [2, R, Hkv, columns, D]
         self.prefix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [P, columns]
         self.suffix_bias = torch.zeros(0, 0, device=device, dtype=dtype)  # [R, columns]
-        self.prompt_lengths: list[int] = []  # of the P prompts in flight
+        self.prompt_lengths: list[int] = []  # of the P running prompts
         self.starts: list[int] = []  # first column of each of the R rows
         self.step_column = 0
         self.wide_prefix, self.wide_suffix = dict[int, Tensor](), dict[int, Tensor]()  # by heads; see KeyBias
@@ -79,9 +79,9 @@ class KVCache:
         )  # positions of the longest text, and biases, of this step
         self.owners: list[int] = []  # the prompt slot of each row
         self._row_map: RowMap | None = None
-        # starts, owners and prompt lengths for the kernels; void after `set_row_owners` and `_resize`
+        # starts, owners and prompt lengths for the kernels; invalid after `set_row_owners` and `_resize`
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
-        self._cache_tables: CacheTables | None = None  # void where `prefix` or `suffix` become other tensors
+        self._cache_tables: CacheTables | None = None  # invalid once `prefix` or `suffix` are reallocated
 
     def _zeros(self, layer: LayerShape, rows: int, columns: int) -> Tensor:
         shape = (2, rows, layer.heads, columns, layer.width)
@@ -95,7 +95,7 @@ class KVCache:
 
     @property
     def num_computed(self) -> int:
-        """Rows that a decode step computes: the running ones, padded to one of few sizes; results of the padding are not read."""
+        """Batch size of a decode step: the running rows, padded to one of few sizes. Results of the padding are not read."""
         return padded_rows(self.num_rows)
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
@@ -121,10 +121,10 @@ class KVCache:
         self._resize(old)
 
     def _resize(self, old: int) -> None:
-        """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new ones added."""
+        """Reallocate the suffixes: columns that none of the first `old` rows reads are dropped, and new columns added."""
         first = min(self.starts[:old], default=self.step_column)
         used = self.step_column - first
-        # kernels read used columns only, and pages never written take no memory
+        # kernels read used columns only, and untouched pages take no memory
         soon = min(used // 2, 4 * STEP) if self.kernels is not None else 0
         columns = rounded(used + max(STEP, used // 8, soon))
         for i, layer in enumerate(self.layers):
@@ -216,7 +216,7 @@ class KVCache:
         return [lengths[owner] + now - start for owner, start in zip(self.owners, self.starts, strict=True)]
 
     def window_of(self, layer: int) -> Window | None:
-        """The layer's window, if it hides a key from a row that is running."""
+        """The layer's window, if it masks a key of a running row; else None."""
         return self.layers[layer].window_within(self.reach)
 
     @property
@@ -237,7 +237,7 @@ class KVCache:
         return torch.tensor(prompts, device=self.device), torch.tensor(rows, device=self.device)
 
     def biases(self, layer: int, rows: int) -> KeyBias:
-        """Biases of the prompts' keys and of the own keys of `rows` rows, made once a step for all layers of one window."""
+        """Biases of the prompts' keys and of the own keys of `rows` rows, computed once a step for layers with the same window."""
         window = self.window_of(layer)
         everything = KeyBias(self.prefix_bias, self.suffix_bias[:rows], self.wide_prefix, self.wide_suffix)
         if window is not None and window not in self.in_window:
@@ -354,7 +354,7 @@ class PrefillBatch:
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, beyond)) if beyond else out
 
     def keep_end_to_end(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store `key` and `value` [M, Hkv, D], all that prefill needs of the last layer."""
+        """Store `key` and `value` [M, Hkv, D]; prefill needs nothing else of the last layer."""
         count, start = sum(self.lengths), 0
         if self.cache.device.type != "cpu":  # one call costs less than a loop over prompts
             self._keep(layer, self._padded(key[:count]), self._padded(value[:count]))
@@ -365,7 +365,7 @@ class PrefillBatch:
             start += length
 
     def _keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """`key` and `value` [A, Hkv, L, D]"""
+        """Store `key` and `value` [A, Hkv, L, D] of padded prompts."""
         buffer = self.cache.prefix[layer][:, self.slots.start : self.slots.stop, :, : key.shape[2]]
         buffer[0], buffer[1] = key, value
 

@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from covey.rollout.engine import NativeSampler
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""Of the model itself, or of the distribution that was drawn from; vLLM's names."""
+"""Log-probabilities of the model's own logits, or of the distribution after temperature and truncation; vLLM's names."""
 Top = tuple[tuple[int, float], ...]
 """Likeliest tokens and their log-probabilities, the likeliest first."""
 
 
 class Listener(Protocol):
-    """Hears of a request's tokens as they are drawn, on the thread that decodes."""
+    """Callbacks for a request's tokens, called on the decoding thread."""
 
     def token(self, sample: int, token: int, logprob: float, top: Top) -> None:
         """Completion number `sample` has one more token."""
         ...
 
     def ended(self, sample: int, *, stopped: bool) -> None:
-        """Completion number `sample` is over: by itself, or at its limit."""
+        """Completion number `sample` has ended, by itself (`stopped`) or at its token limit."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class LiveRequest(GroupRequest):
-    """A group to write, with its own sampling parameters. `params.max_tokens` and `params.seed` are not read: see `limit`, `keys`."""
+    """A group to generate, with its own sampling parameters; `limit` and `keys` replace `params.max_tokens` and `params.seed`."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     listener: Listener | None = None
     num_top: int | None = None
-    """Likeliest tokens that the listener hears of, 0: only the drawn one's log-probability. None: that of the draw, which
-    costs nothing."""
+    """Number of likeliest tokens reported to the listener. 0: only the drawn token's log-probability. None: the one already computed
+    for the draw, at no cost."""
     logprobs: LogprobsMode = "raw_logprobs"
     ignores_eos: bool = False
 
@@ -67,15 +67,15 @@ class _Row:
 
 
 class LiveScheduler(Scheduler):
-    """`Scheduler` that requests join and leave while it runs. `add`, then `step` until `is_busy` is False; `cancel` at any time.
+    """`Scheduler` whose requests join and leave while it runs. `add`, then `step` until `is_busy` is False; `cancel` at any time.
 
-    A completion is what `NativeSampler.sample` writes with the same key and parameters, whoever its neighbours are. CUDA
+    A completion equals that of `NativeSampler.sample` with the same key and parameters, in any batch. CUDA
     graphs are not used: a captured step has one set of sampling parameters.
     """
 
     @staticmethod
     def of(sampler: NativeSampler) -> LiveScheduler:
-        """With the weights that `sampler` has now; valid until its next `load`."""
+        """A scheduler over the current weights of `sampler`; valid until its next `load`."""
         return LiveScheduler(
             sampler.forward,
             deque(),
@@ -117,7 +117,7 @@ class LiveScheduler(Scheduler):
         self.unfinished.append(request)
 
     def step(self) -> list[tuple[LiveRequest, Group]]:
-        """Admit what fits, and write one more token of every running row. Returns the requests that it finished."""
+        """Admit requests that fit, and decode one more token of every running row. Returns the finished requests."""
         self._admit()
         if self.num_rows:
             self._step()
@@ -125,7 +125,7 @@ class LiveScheduler(Scheduler):
         return finished
 
     def cancel(self, request: LiveRequest) -> None:
-        """Take a request out of the queue or its rows out of the batch; nothing more is heard of it."""
+        """Remove a request from the queue, or its rows from the batch; its listener gets no further calls."""
         if request in self.requests:
             self.requests.remove(request)
             self.unfinished = [one for one in self.unfinished if one is not request]
@@ -167,7 +167,7 @@ class LiveScheduler(Scheduler):
         return drawn
 
     def _reports(self, logits: Tensor, seen: Tensor | None) -> dict[int, Tensor]:
-        """[V] log-probabilities to report of each row that asks for them."""
+        """Log-probabilities [V] by row, for rows whose request asks for them."""
         found = {}
         for i, row in enumerate(self.running):
             request = row.request

@@ -1,4 +1,4 @@
-"""A worker as an actor of a Ray cluster, on this machine or another. The only file that imports Ray, and only when it is asked for."""
+"""A sampler worker as a Ray actor, on this machine or another. The only file that imports Ray, when it is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.002
 
 
 class Actor:
-    """Actor's body: orders one after the other in one thread, new weights from another."""
+    """Body of the Ray actor: one thread generates orders in turn, another receives new weights."""
 
     def __init__(self, content: bytes, setup: Setup, version: int) -> None:
         self.waiting: tuple[int, Mapping[str, Tensor]] | None = None
@@ -33,11 +33,11 @@ class Actor:
         return os.getpid()
 
     def put(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Weights to be taken at the next chance; those that wait already are forgotten."""
+        """Queue weights for the next group or token boundary; weights still waiting are replaced."""
         self.waiting = (version, weights)
 
     def write(self, order: Order) -> Iterator[bytes]:
-        """("took", version), ("began",), ("group", group) and ("done",), pickled, as they come."""
+        """("took", version), ("began",), ("group", group) and ("done",), pickled, as they occur."""
         while self.writer.version < order.at_least:
             self.writer.take_newest()
             time.sleep(_LOOK_SECONDS)
@@ -56,7 +56,7 @@ class Actor:
 
 
 class RayWorker:
-    """The run's side of an actor; see `covey.rollout.worker_process.Worker`."""
+    """Proxy of the Ray actor in the training process; see `covey.rollout.worker_process.Worker`."""
 
     def __init__(self, model: Any, tokenizer: Any, version: int, setup: Setup, tell: Tell) -> None:
         """Start an actor in the cluster of RAY_ADDRESS, or in one on this machine. Raises ConfigError without Ray."""
@@ -83,7 +83,7 @@ class RayWorker:
         threading.Thread(target=self._work, name="covey-ray", daemon=True).start()
 
     def publish(self, version: int) -> bool:
-        """Put the weights into Ray's object store, for the actor to take at its next chance."""
+        """Put the weights into Ray's object store; the actor takes them at its next group or token boundary."""
         weights = {name: value.cpu().clone() for name, value in trained(self.model).items()}
         self.actor.put.remote(version, self.ray.put(weights))
         return True
@@ -101,7 +101,7 @@ class RayWorker:
         try:
             while (order := self.orders.get()) is not None:
                 for reference in self.actor.write.options(num_returns="streaming").remote(order):
-                    said = pickle.loads(self.ray.get(reference))  # from an actor of the run's own
+                    said = pickle.loads(self.ray.get(reference))  # trusted: from an actor that this run started
                     self._say(order.number, said)
         except self.ray.exceptions.RayTaskError as error:
             if not self.is_closed:
@@ -111,7 +111,7 @@ class RayWorker:
                 self.tell(("gone", f"the actor that samples ended ({_first_line(error)})"))
 
     def _say(self, number: int, said: tuple[Any, ...]) -> None:
-        now = time.monotonic()  # of this machine: clocks of others mean nothing here
+        now = time.monotonic()  # clocks of other machines are not comparable
         match said:
             case ("group", group):
                 self.tell(("group", number, group))
@@ -123,7 +123,7 @@ class RayWorker:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts; a run has its own way to stop."""
+    """Context that keeps this process's signal handlers: Ray replaces that of SIGTERM when it starts."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if threading.current_thread() is threading.main_thread():
@@ -131,7 +131,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _plain(error: Any) -> CoveyError:
-    """Error of the actor, as itself where Covey raised it."""
+    """Error of the actor: the original exception if Covey raised it."""
     cause = error.cause
     if isinstance(cause, CoveyError):
         return cause

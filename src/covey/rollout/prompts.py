@@ -17,7 +17,7 @@ PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
 def as_prompts(
     prompts: Sequence[PromptLike], tokenizer: Any, context: int | None, vocabulary: int | None = None
 ) -> list[Prompt]:
-    """Prompts with their token ids. One that is not yet a `Prompt` gets its place in the sequence as uid.
+    """Prompts with their token ids. The uid of an input that is not yet a `Prompt` is its index in the sequence.
 
     Raises DataError for an empty prompt, for one that leaves no room in a context of `context` tokens, and for one with a
     token id that is not below `vocabulary`, the model's embeddings.

@@ -1,4 +1,4 @@
-"""What a sampler is, and what can be asked of one."""
+"""The `Sampler` interface and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from covey.rollout.prompts import PromptLike
 from covey.types import Group, Metric
 
 DEFAULT_ROWS = 256
-"""Completions that are written at once unless one says otherwise."""
+"""Default number of completions decoded at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How completions are drawn. `SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=1)`.
+    """Sampling parameters. `SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=1)`.
 
     The distribution is processed in this order: repetition penalty, temperature, top-k, top-p, min-p.
-    Log-probabilities are those of what is left of it. A seed gives the same completions whatever the batch they are in.
+    Log-probabilities are those of the resulting distribution. A seed gives the same completions in any batch.
     """
 
     max_tokens: int = 256
@@ -81,20 +81,20 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are left out of the distribution."""
+        """True if top-k, top-p or min-p removes tokens from the distribution."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
 
 
 class Sampler(Protocol):
-    """Text out of weights. A sampler that runs ahead, or elsewhere, is another one of these."""
+    """Generator of completions from the policy's weights; asynchronous and remote samplers have the same interface."""
 
     @property
     def check_stop(self) -> Callable[[], None]:
-        """Called between tokens; what it raises ends the sampling."""
+        """Callback between tokens; its exception ends the sampling."""
         ...
 
     def load(self, policy: Any, version: int) -> None:
-        """From now on sample with these weights; completions carry `version`."""
+        """Sample with these weights from now on; completions carry `version`."""
         ...
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
@@ -103,7 +103,7 @@ class Sampler(Protocol):
 
 
 def sampler_metrics(sampler: Any) -> dict[str, Metric]:
-    """Metrics of a sampler since the last call, where it measures anything; each sampler inside another is asked too."""
+    """Metrics of a sampler and of the samplers that it wraps since the last call; empty if they measure none."""
     take = getattr(sampler, "take_metrics", None)
     if take is None:
         inner = getattr(sampler, "sampler", None)

@@ -1,6 +1,6 @@
 """From logits to tokens: one pass in fp32, one uniform a token, log-probability and entropy on the way.
 
-A uniform depends on (seed, prompt, which completion, position) and on nothing else, so a completion does not change
+A uniform depends on (seed, prompt, index of the completion, position) and on nothing else, so a completion does not change
 with the batch it is in. The draw inverts the cumulative distribution by blocks of the vocabulary instead of calling
 `multinomial`, which walks the vocabulary once more for each row.
 """
@@ -19,9 +19,9 @@ from covey.rollout.sampler import SamplingParams
 from covey.types import precise
 
 BLOCK = 256
-"""Tokens whose weights are summed before the drawn one is looked for among them."""
+"""Tokens per block: the draw picks a block by its summed weight, then a token within it."""
 HEAD = 512
-"""Tokens that top-p sorts before it sorts the whole vocabulary, for the rows whose mass is not in them."""
+"""Tokens that top-p sorts at first; rows that need more sort the whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Draw:
     logprobs: Tensor
     """[B] float32, under the distribution the token was drawn from."""
     entropy: Tensor | None = None
-    """[B] float32, in nats, of that distribution. None: not asked for."""
+    """[B] float32, in nats, of that distribution. None: not requested."""
 
 
 def draw(
@@ -156,7 +156,7 @@ def fresh_seed(params: SamplingParams) -> int:
 
 
 def sequence_key(seed: int, uid: str, occurrence: int, sample: int) -> int:
-    """A signed 64-bit key of one completion: the same for the same words on every machine, unrelated to all others."""
+    """RNG key of a completion, a signed 64-bit hash of the arguments: equal on every machine."""
     words = f"{seed}\0{occurrence}\0{sample}\0{uid}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little", signed=True)
 

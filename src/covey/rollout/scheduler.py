@@ -1,4 +1,4 @@
-"""Scheduler of running groups: admitted while there is room, their prompts computed once, decoded together, gone when finished."""
+"""Continuous batching of groups: admitted while there is room, prompts prefilled once, rows decoded together, removed when finished."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from covey.rollout.stopping import StopStrings, check_finite, completion
 from covey.types import Completion, Group, Prompt, widest_float
 
 PREFILL_TOKENS = 8192
-"""Prompts are computed together up to this many tokens, padding included, which bounds the memory of activations."""
+"""Tokens of a prefill batch, padding included; bounds the memory of activations."""
 CPU_PREFILL_TOKENS = 1024
-"""The same on a CPU, which is no faster with more."""
+"""Tokens of a prefill batch on a CPU, which is no faster with more."""
 
 OUTPUT_ROWS_PER_ROW = 4
-"""Completions whose tokens are kept, for each that can be decoded at once: finished ones wait here for their group."""
+"""Rows of the output table per decoded row: finished completions wait there for the rest of their group."""
 
 TOKEN, POSITION, WRITTEN, LIMIT, OUTPUT_ROW, SLOT = range(6)
-"""What is known of each row: the token to feed and its position, tokens written so far and at most, where they are
-written, and the prompt's place in the cache."""
+"""Columns of the row table: next input token, its position, tokens generated, token limit, output row, and the prompt's slot in
+the KV cache."""
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """A group to write."""
+    """A group to generate."""
 
     prompt: Prompt
     keys: tuple[int, ...]
-    """One for each of its completions."""
+    """RNG key of each completion."""
     limit: int
-    """Tokens that a completion may have."""
+    """Most tokens of a completion."""
 
     def cache_bytes(self, forward: Forward) -> int:
-        """The most it can hold: its prompt once, and every completion at full length."""
+        """Upper bound of its KV cache in bytes: the prompt once, and every completion at full length."""
         per_token = sum(layer.bytes_per_token(forward.dtype) for layer in forward.layers)
         return per_token * (rounded(len(self.prompt.token_ids)) + len(self.keys) * rounded(self.limit))
 
@@ -58,13 +58,13 @@ class RunningGroup:
     written: dict[int, tuple[int, bool]]
     """Length of each finished completion by output row, and whether it ended by itself."""
     version: int
-    """Of the weights that began it."""
+    """Version of the weights with which it started."""
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Where other weights took over, by output row."""
+    """Weight changes during generation, by output row."""
 
 
 class Scheduler:
-    """One call of `sample`: the queue, the running rows (R of them, the first R of every table), and the cache."""
+    """State of one call of `sample`: request queue, R running rows (the first R of every table), and KV cache."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Scheduler:
         self.is_eos = torch.zeros(self.forward.vocab_size, dtype=torch.bool, device=device)
         self.is_eos[list(eos_ids)] = True
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None  # never drawn
-        self.outside = torch.full_like(self.tokens, -1) if environment is not None else None  # what an environment said
+        self.outside = torch.full_like(self.tokens, -1) if environment is not None else None  # an environment's reply
         self.stop = StopStrings.of(params.stop, tokenizer, self.forward.vocab_size)
         self.enders = self.stop.enders.to(device)
         self.seen: Tensor | None = None
@@ -112,12 +112,12 @@ class Scheduler:
             self.seen = torch.zeros(self.max_rows, self.forward.vocab_size, dtype=torch.bool, device=device)
 
     def _table_rows(self, max_rows: int) -> tuple[int, int]:
-        """Rows that are decoded at once, and rows of the tables of what they wrote."""
+        """Number of rows decoded at once, and number of output rows."""
         rows = min(max(max_rows, self.n), len(self.requests) * self.n)
         return rows, min(len(self.requests), OUTPUT_ROWS_PER_ROW * rows // self.n) * self.n
 
     def _new_cache(self, longest: int) -> KVCache:
-        """For rows of at most `longest` tokens."""
+        """A KV cache for rows of at most `longest` tokens."""
         return plain_cache(self.forward, self.context, self.kernels)
 
     @property
@@ -125,7 +125,7 @@ class Scheduler:
         return bool(self.requests or self.num_rows)
 
     def change_weights(self, version: int) -> None:
-        """Rows that are running go on with the forward's new weights; keys and values computed so far stay."""
+        """Continue running rows with the new weights of the forward pass; their KV cache stays."""
         self.version = version
         for slot, output_row, written in self.rows[[SLOT, OUTPUT_ROW, WRITTEN], : self.num_rows].T.tolist():
             group = self.open[slot]
@@ -141,10 +141,10 @@ class Scheduler:
             finished = self._step()
         return finished
 
-    # -- in ---------------------------------------------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Take groups from the queue while there is room, and compute their prompts."""
+        """Admit groups from the queue while there is room, and prefill their prompts."""
         taken: list[GroupRequest] = []
         room = min(self.max_rows - self.num_rows, len(self.free_output_rows))
         while self.requests and room >= len(self.requests[0].keys):
@@ -165,7 +165,7 @@ class Scheduler:
         self._set_row_owners()
 
     def _place(self, request: GroupRequest, slot: int) -> None:
-        """Rows for the completions of a group; their first token is the prompt's last, computed in the first step."""
+        """Create rows for the completions of a group; their first input token is the prompt's last."""
         ids, n = request.prompt.token_ids, len(request.keys)
         output_rows = [self.free_output_rows.pop() for _ in range(n)]
         self.open.append(RunningGroup(request, slot, output_rows, {}, self.version))
@@ -181,7 +181,7 @@ class Scheduler:
         self.num_rows += n
 
     def _prefill(self, requests: list[GroupRequest], slots: range) -> None:
-        """Keys and values of all but the last token of the prompts, in batches of bounded size."""
+        """Prefill the prompts except their last tokens, in batches of bounded size."""
         start, most = 0, CPU_PREFILL_TOKENS if self.forward.device.type == "cpu" else PREFILL_TOKENS
         while start < len(requests):
             stop, longest = start, 0
@@ -199,8 +199,8 @@ class Scheduler:
             start = stop
 
     def _prefill_images(self, prompt: Prompt, slots: range) -> None:
-        """One prompt with images, by the model's own modules; its rows go on from the position that images leave."""
-        assert isinstance(self.forward, ModulesForward)  # those written out are of text
+        """Prefill a prompt with images through the model's own modules; its rows continue at the position after them."""
+        assert isinstance(self.forward, ModulesForward)  # `DecoderForward` takes text only
         position = self.forward.prefill_images(prompt, PrefillBatch(self.cache, slots))
         rows = self.rows[:, : self.num_rows]
         rows[POSITION, rows[SLOT] == slots.start] = position
@@ -217,10 +217,10 @@ class Scheduler:
         device = self.forward.device
         self.forward.prefill(ids.to(device), positions.to(device), PrefillBatch(self.cache, slots))
 
-    # -- one token --------------------------------------------------------------------------------------------------
+    # -- decode step ------------------------------------------------------------------------------------------------
 
     def _step(self) -> list[Group]:
-        """One more token for every row. Returns the groups that are finished by it."""
+        """Decode one more token of every row. Returns the groups that it finishes."""
         rows, computed = self.rows[:, : self.num_rows], self.rows[:, : self.cache.num_computed]
         self.cache.begin_step()
         logits = self.forward.decode(computed[TOKEN], computed[POSITION], DecodeBatch(self.cache))[: self.num_rows]
@@ -254,12 +254,12 @@ class Scheduler:
         return draw(logits, uniforms, self.params, seen=seen, in_place=True)
 
     def _stops(self, tokens: Tensor) -> Tensor:
-        """[R] bool, the rows that end by themselves with these tokens."""
+        """[R] bool, rows that end by EOS or a stop string with these tokens."""
         stops = self.is_eos[tokens]
         return stops | self._completes_stop_string(tokens) if self.params.stop else stops
 
     def _continues(self, stops: Tensor) -> Tensor:
-        """[R] bool, which of the completions that `stops` marks go on because the environment answered them."""
+        """[R] bool, rows among `stops` that continue because the environment replied."""
         continues = torch.zeros_like(stops)
         asked = stops.nonzero().squeeze(-1).tolist()
         if not asked or self.environment is None or self.outside is None:
@@ -295,10 +295,10 @@ class Scheduler:
             found[row] = self.stop.is_reached(self.tokens[output_row, :written].tolist())
         return found
 
-    # -- out --------------------------------------------------------------------------------------------------------
+    # -- completion -------------------------------------------------------------------------------------------------
 
     def _retire(self, ends: Tensor, stops: Tensor) -> list[Group]:
-        """Take the rows that ended out of the batch; the last rows move into their places."""
+        """Remove finished rows from the batch; the last rows move into their places."""
         ended = ends.nonzero().squeeze(-1)
         columns = self.rows[:, ended].T.tolist()
         finished = []
@@ -316,7 +316,7 @@ class Scheduler:
             self.rows[:, freed] = self.rows[:, moved]
             if self.seen is not None:
                 self.seen[freed] = self.seen[moved]
-        self.rows[:, left : self.num_rows] = 0  # rows that are computed in vain must still be valid
+        self.rows[:, left : self.num_rows] = 0  # padding rows are computed, so they must be valid
         self.cache.drop_rows(freed, moved, left)
         self.num_rows = left
         self._set_row_owners()
@@ -333,12 +333,12 @@ class Scheduler:
         return Group(prompt=group.request.prompt, completions=completions)
 
     def _completions(self, group: RunningGroup) -> tuple[Completion, ...]:
-        """Of a group whose last has ended, copied, for others write to their output rows next."""
+        """Completions of a finished group, copied: its output rows are reused next."""
         longest = max(length for length, _ in group.written.values())
         own = lambda table: table[group.output_rows, :longest].cpu()
         tokens, logprobs = own(self.tokens), own(self.logprobs)
         mask = None if self.outside is None else own(self.outside) < 0
-        check_finite(logprobs)  # beyond a completion's end are zeros, or what a former one was checked for
+        check_finite(logprobs)  # beyond a completion's end stand zeros, or values that were checked before
         return tuple(
             completion(
                 tokens[i, :length].clone(),
@@ -369,9 +369,9 @@ class Scheduler:
             group.slot = slot
 
     def _set_row_owners(self) -> None:
-        """Tell the cache which row belongs to which prompt; prompts without rows are dropped when they are many."""
+        """Pass the prompt slot of each row to the cache; prompts without rows are dropped when they are many."""
         gone = sum(group is None for group in self.open)
-        if gone > len(self.open) // (4 if self.kernels is None else 2):  # kernels do not look at them
+        if gone > len(self.open) // (4 if self.kernels is None else 2):  # the kernels skip them
             self._drop_finished_prompts()
         if self.num_rows:
             self.cache.set_row_owners(self.rows[SLOT, : self.num_rows].tolist())

@@ -1,7 +1,7 @@
-"""Keys and values in buffers that stay where they are, so that a captured decode step can be replayed on them.
+"""KV cache in static buffers (fixed addresses), so that a captured decode step can be replayed on them.
 
-The layout is that of `KVCache`. What a step needs to know it reads from tensors: the step column, each row's first column,
-which rows belong to which prompt. Buffers grow by buckets; only then do they move, and `epoch` tells so.
+The layout is that of `KVCache`. A decode step reads its indices from tensors: the step column, each row's first column, and the
+rows of each prompt. Buffers grow by buckets; only then do they move, which increments `epoch`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from covey.rollout.attention import HIDDEN, RowMap
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
 
 Attention = Literal["torch", "triton"]
-"""Whose kernels attend: PyTorch's, or those of `triton_attention.py`."""
+"""Decode attention: PyTorch's operations, or the Triton kernels of `triton_attention.py`."""
 
 SMALLEST = 8
-"""Rows of the smallest bucket, and what every number of rows is a multiple of where buckets are cut short."""
+"""Rows of the smallest bucket; a bucket that is cut short is a multiple of it."""
 NEVER = 2**30
 """First column of a row that sees none of its own keys."""
 
 
 def bucket(count: int) -> int:
-    """8, 12, 16, 24, 32, 48, ...: at most half more than what is asked for, and few numbers in all."""
+    """`count` rounded up to 8, 12, 16, 24, 32, 48, ...: at most half more, and few sizes."""
     size = SMALLEST
     while size < count:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -34,7 +34,7 @@ def bucket(count: int) -> int:
 
 
 def bucket_below(count: int) -> int:
-    """The largest bucket of at most `count`, or the smallest there is."""
+    """The largest bucket of at most `count`, else the smallest bucket."""
     size = SMALLEST
     while bucket(size + 1) <= count:
         size = bucket(size + 1)
@@ -42,17 +42,17 @@ def bucket_below(count: int) -> int:
 
 
 def rows_for(rows: int, most: int) -> int:
-    """Rows to compute for `rows` of at most `most`."""
+    """Bucket for `rows` rows, at most `most`."""
     return min(bucket(rows), -(-most // SMALLEST) * SMALLEST)
 
 
 def columns_for(columns: int) -> int:
-    """64, 96, 128, 192, 256, ...: the same buckets in blocks of columns."""
+    """`columns` rounded up to 64, 96, 128, 192, 256, ...: buckets of column blocks."""
     return bucket(-(-columns // STEP) * 4) * STEP // 4
 
 
 class StaticKVCache(KVCache):
-    """`KVCache` whose tensors keep their places: the rows of a bucket are computed, whether in use or not."""
+    """`KVCache` with tensors at fixed addresses: all rows of a bucket are computed, also unused ones."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class StaticKVCache(KVCache):
         longest: int,
         attention: Attention = "torch",
     ) -> None:
-        """At most `most_rows` rows, each at most `longest` steps old; at most `group_size` of them share a prompt."""
+        """For at most `most_rows` rows of at most `longest` decode steps; at most `group_size` rows share a prompt."""
         super().__init__(layers, device, dtype, context)
         self.group_size, self.most_rows, self.attention = group_size, most_rows, attention
         self.longest = longest
         self.most_columns = rounded(longest + max(longest // 8, 2 * STEP))
         self.epoch = 0
-        """Counts how often buffers have moved; what was captured before is void."""
-        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step column, where kernels see it
+        """Number of reallocations so far; CUDA graphs captured in an earlier epoch are invalid."""
+        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step column, read by kernels
         self.first = self._table(0)  # [rows] int32, first column of each
         self.lengths = self._table(0)  # [prompts] int32, keys of each
         self._new_owners(0, 0)
@@ -110,7 +110,7 @@ class StaticKVCache(KVCache):
         return range(old, prompts)
 
     def _reach_to(self, positions: int) -> None:
-        """Rows may come up to so many positions. Steps captured before one of the windows hid anything are void."""
+        """Raise the longest position to `positions`. Steps captured before a window masked any key become invalid."""
         active = {window for window in self.windows if window.hides(positions) and not window.hides(self.reach)}
         self.epoch += bool(active)
         self.reach = max(self.reach, positions)
@@ -154,7 +154,7 @@ class StaticKVCache(KVCache):
         self.first[left:] = NEVER
 
     def reserve(self, steps: int) -> None:
-        """Columns for this many more decode steps. Those that no row sees any more are given up first."""
+        """Allocate columns for this many more decode steps. Columns that no row reads any more are dropped first."""
         columns = self.suffix_bias.shape[1]
         if self.step_column + steps <= columns:
             return
@@ -207,23 +207,23 @@ class StaticKVCache(KVCache):
     # -- one step: tensors only, so that it can be captured ----------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Every row sees the step column from now on. Nothing grows in a step."""
+        """Make the step column visible to every row. No buffer grows in a step."""
         self.suffix_bias.index_fill_(1, self.now, 0.0)
         self.wide_prefix, self.wide_suffix, self.in_window = {}, {}, {}
 
     def _window_firsts(self, window: Window) -> tuple[Tensor, Tensor]:
-        """As `KVCache`'s, from tensors, for every place of a prompt and a row; means nothing for those not in use."""
+        """`KVCache._window_firsts` from tensors, for every prompt slot and row; arbitrary for unused ones."""
         oldest = self.first[self.members[:, 0]]
         of_prompts = window.first(self.lengths + self.now - oldest)
         position = self.lengths[self.back // self.group_size] + self.now - self.first
         return of_prompts, window.first(position) - position + self.now
 
     def end_step(self) -> None:
-        """Move the kernels' step column on by one; the host's follows in `advance`."""
+        """Increment the step column on the device; the host's copy follows in `advance`."""
         self.now.add_(1)
 
     def advance(self, steps: int) -> None:
-        """So many steps have been computed."""
+        """Advance the host's step column by `steps` computed steps."""
         self.step_column += steps
 
     def attend_decode(

@@ -40,7 +40,7 @@ class StopStrings:
 
     @staticmethod
     def of(stop: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStrings:
-        """Every token is a candidate where a string ends in a character beyond ASCII, which several tokens may spell."""
+        """Stop strings with their table. A last character beyond ASCII makes every token a candidate: several tokens may spell it."""
         last = {text[-1] for text in stop}
         if not stop:
             enders = torch.zeros(vocab_size, dtype=torch.bool)
@@ -62,7 +62,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=2)
 def _texts_of(tokenizer: Any, count: int) -> tuple[str, ...]:
-    """Text of each of the first `count` tokens, decoded once: every new set of stop strings looks at all of them."""
+    """Text of each of the first `count` tokens, decoded once and cached for all sets of stop strings."""
     return tuple(tokenizer.decode([token]) for token in range(count))
 
 
@@ -85,7 +85,7 @@ def completion(
     versions: Sequence[tuple[int, int]] = (),
     mask: Tensor | None = None,
 ) -> Completion:
-    """A finished completion, its text without special tokens. Of its spans `versions` those that hold a token stay."""
+    """A finished completion, its text without special tokens. Empty spans of `versions` are dropped."""
     text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
     spans = tuple((start, step) for start, step in versions if start < len(token_ids))
     return Completion(

@@ -1,9 +1,9 @@
-"""A sampler in a process of its own, with its own copy of the weights: takes orders, writes groups, takes new weights between tokens.
+"""A sampler in a separate process with its own copy of the weights: takes orders, generates groups, reloads weights between tokens.
 
     python -m covey.rollout.worker DESCRIPTOR
 
-serves the connection whose file descriptor is given until it is closed; `covey.rollout.worker_process` starts it. What is written here
-knows nothing of how orders and weights arrive, so the same `Writer` runs in a Ray actor.
+serves the connection with this file descriptor until it is closed; `covey.rollout.worker_process` starts it. `Writer` does not
+depend on how orders and weights arrive, so it also runs in a Ray actor.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from covey.rollout.sampler import Sampler, SamplingParams
 from covey.types import Group, Prompt
 
 ALIGNMENT = 64
-"""Bytes that a tensor's place in the shared memory is a multiple of."""
+"""Alignment of tensors in the shared memory, in bytes."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Groups that a worker is asked for."""
+    """Request to a worker for groups."""
 
     number: int
     prompts: tuple[Prompt, ...]
-    """Without the columns that only rewards need."""
+    """Prompts without the columns that only rewards need."""
     n: int
     params: SamplingParams
     at_least: int
-    """The version of the oldest weights that may begin them."""
+    """Oldest weight version with which a group may start."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class Setup:
     """Keyword arguments of `choose_sampler`."""
     device: str
     threads: int
-    """Of its arithmetic, on a CPU."""
+    """Intra-op threads of torch on a CPU."""
     in_flight: bool
-    """True if completions that are being written go on under newer weights."""
+    """True if running completions continue with newer weights (in-flight updates)."""
 
 
 class Writer:
-    """A sampler that looks for newer weights between groups, and between tokens where its completions can go on under them."""
+    """A sampler that polls for newer weights between groups, and between tokens with in-flight updates."""
 
     def __init__(
         self, packed: bytes, setup: Setup, version: int, newest: Callable[[], tuple[int, Mapping[str, Tensor]] | None]
     ) -> None:
-        """`newest()`: version and weights that are newer than those taken, or None. It is called between tokens."""
+        """`newest()`, called between tokens, returns version and weights newer than the current ones, or None."""
         torch.set_num_threads(setup.threads)
         self.model, tokenizer = unpacked(packed, setup.device)
         self.places = dict(self.model.named_parameters())
@@ -79,7 +79,7 @@ class Writer:
         self.sampler.load(self.model, version)
 
     def take_newest(self) -> None:
-        """Sample with the newest weights from now on; nothing may be written meanwhile."""
+        """Sample with the newest weights from now on; not to be called during a forward pass."""
         if (found := self.newest()) is not None:
             self._put(*found)
             self.sampler.load(self.model, self.version)
@@ -103,11 +103,11 @@ class Writer:
         self.version = version
 
 
-# -- the model on its way ---------------------------------------------------------------------------------------------
+# -- serialization of the model ---------------------------------------------------------------------------------------
 
 
 def _left_out(*_: Any, **__: Any) -> None:
-    """In place of a function that only training calls, and that cannot leave its process."""
+    """Placeholder for an unpicklable function that only training calls."""
 
 
 def _its_place() -> Any:
@@ -115,7 +115,7 @@ def _its_place() -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Functions made within functions stay behind: hooks of gradient checkpointing, which sampling has no use for."""
+    """Pickler without local functions: hooks of gradient checkpointing, which sampling does not need."""
 
     def reducer_override(self, value: Any) -> Any:
         is_local = isinstance(value, FunctionType) and "<" in value.__qualname__
@@ -127,7 +127,7 @@ _PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="covey.rollout.worker")
 
 
 def packed(model: Any, tokenizer: Any) -> bytes:
-    """Model and tokenizer as they are now, for another process. Raises ModelError for a model that cannot leave this one."""
+    """Current model and tokenizer, serialized. Raises ModelError for a model that cannot be pickled."""
     file = io.BytesIO()
     try:
         torch.save({"model": model, "tokenizer": tokenizer}, file, pickle_module=_PICKLE)
@@ -139,11 +139,11 @@ def packed(model: Any, tokenizer: Any) -> bytes:
 
 
 def unpacked(sent: bytes, device: str) -> tuple[Any, Any]:
-    """Contents of what `packed` packed, the model on `device`."""
+    """Model, on `device`, and tokenizer from the bytes of `packed`."""
     from transformers.dynamic_module_utils import init_hf_modules
 
-    init_hf_modules()  # code that came with a model is found by its name
-    found = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)  # bytes of the run itself
+    init_hf_modules()  # makes remote code of a model importable by its name
+    found = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)  # trusted: written by this run
     model = found["model"].requires_grad_(False).eval()
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -153,7 +153,7 @@ def unpacked(sent: bytes, device: str) -> tuple[Any, Any]:
 
 
 def layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, int], int]:
-    """The byte at which each tensor begins in one block of memory, and the bytes of all."""
+    """Offset of each tensor in one block of memory, and the size of the block, in bytes."""
     starts: dict[str, int] = {}
     end = 0
     for name, (shape, dtype) in shapes.items():
@@ -190,7 +190,7 @@ class _Served:
         connection.send(("ready", time.monotonic()))
 
     def serve(self) -> None:
-        """Until the connection is closed."""
+        """Serve orders until the connection is closed."""
         while True:
             while not self.orders:
                 self._receive()
@@ -224,19 +224,19 @@ class _Served:
 
 
 def _sendable(group: Group) -> bytes:
-    """Pickled with the bytes of its tensors: torch's own way to send them would hand over descriptors of files."""
+    """The group pickled with the bytes of its tensors: torch would send file descriptors instead."""
     return pickle.dumps(group)
 
 
 def main() -> None:
     """Serve the connection whose file descriptor is the first argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the training process
     connection = Connection(int(sys.argv[1]))
     try:
         _Served(connection).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # the run has ended, however that happened
-    except BaseException as error:  # noqa: BLE001 - told to the run, which stops with it
+        os._exit(0)  # the training process has ended
+    except BaseException as error:  # noqa: BLE001 - sent to the training process, which raises it
         said = error if isinstance(error, CoveyError) else None
         connection.send(
             ("failed", type(error).__name__, str(error), type(said) if said else None, traceback.format_exc())
@@ -245,6 +245,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from covey.rollout import worker  # pickled names are those of the module, not of __main__
+    from covey.rollout import worker  # pickle needs classes of the module, not of __main__
 
     worker.main()

@@ -1,4 +1,4 @@
-"""The run's side of a sampler process: how it is started, gets weights through shared memory, and is heard."""
+"""Proxy of a sampler process in the training process: start, weights through shared memory, messages."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from covey.errors import CoveyError
 from covey.rollout.worker import Order, Setup, layout, packed, views
 
 Tell = Callable[[tuple[Any, ...]], None]
-"""Called, from any thread, with ("ready", t), ("took", version, t), ("began", number, t), ("group", number, Group),
+"""Message callback, called from any thread with ("ready", t), ("took", version, t), ("began", number, t), ("group", number, Group),
 ("done", number, t), ("failed", error) or ("gone", words); t in seconds of `time.monotonic`."""
 
 
 class Worker(Protocol):
-    """A sampler elsewhere: a process, or an actor on another machine."""
+    """A remote sampler: a process, or an actor on another machine."""
 
     def publish(self, version: int) -> bool:
-        """Hand over the weights as they are now. False, and nothing happens, while the former ones are not taken yet."""
+        """Publish the current weights. Returns False, without effect, while the worker has not taken the previous ones."""
         ...
 
     def send(self, order: Order) -> None:
-        """Ask for groups, behind those that were asked for before."""
+        """Queue an order for groups."""
         ...
 
     def close(self) -> None:
-        """End it; what it was writing is lost."""
+        """Terminate the worker; unfinished groups are lost."""
         ...
 
 
 def trained(model: Any) -> dict[str, Tensor]:
-    """The weights that an update changes, by name; with an adapter those of the adapter alone."""
+    """Trainable weights by name; with an adapter, only the adapter's."""
     return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
 
 
 class ProcessWorker:
-    """A worker in a process on this machine. New weights go through memory that both processes see."""
+    """A worker process on this machine. New weights go through shared memory."""
 
     def __init__(self, model: Any, tokenizer: Any, version: int, setup: Setup, tell: Tell) -> None:
-        """Start it with the model as it is now. Raises ModelError where that cannot leave this process."""
+        """Start the process with the current model. Raises ModelError for a model that cannot be pickled."""
         content, self.model, self.tell = packed(model, tokenizer), model, tell
         weights = trained(model)
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
@@ -81,7 +81,7 @@ class ProcessWorker:
         threading.Thread(target=self._hear, name="covey-sampler", daemon=True).start()
 
     def publish(self, version: int) -> bool:
-        """Copy the weights into the shared memory and say so; see `Worker`."""
+        """Copy the weights into the shared memory and notify the worker; see `Worker`."""
         if not self.is_free:
             return False
         for name, value in trained(self.model).items():
@@ -102,7 +102,7 @@ class ProcessWorker:
             self.connection.close()
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener tells of its end
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener thread reports its end
             self.connection.send(message)
 
     def _hear(self) -> None:
@@ -112,12 +112,12 @@ class ProcessWorker:
                 if message[0] == "took":
                     self.is_free = True
                 if message[0] == "group":
-                    message = (*message[:2], pickle.loads(message[2]))  # from a process of the run's own
+                    message = (*message[:2], pickle.loads(message[2]))  # trusted: from a process that this run started
                 if message[0] == "failed":
                     self.tell(("failed", _error(message)))
                     return
                 self.tell(message)
-        except (EOFError, OSError, TypeError):  # TypeError: closed meanwhile by this process
+        except (EOFError, OSError, TypeError):  # TypeError: this process has closed it meanwhile
             if not self.is_closed:
                 self.tell(("gone", f"the process that samples ended with exit code {self.process.wait()}"))
 
@@ -131,12 +131,12 @@ def _start(theirs: Connection) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             env={**os.environ, "PYTHONPATH": search},
-            start_new_session=True,  # Ctrl-C is the run's to handle
+            start_new_session=True,  # Ctrl-C is handled by the training process
         )
 
 
 def _error(message: tuple[Any, ...]) -> CoveyError:
-    """Cause of the worker's end, as the error it was where Covey raised it."""
+    """Cause of the worker's end: the original exception if Covey raised it."""
     _, kind, said, known, told = message
     error = known(said) if known is not None else CoveyError(f"the process that samples ended with {kind}: {said}")
     error.__cause__ = Exception(f"in the process that samples:\n{told}")
@@ -144,12 +144,12 @@ def _error(message: tuple[Any, ...]) -> CoveyError:
 
 
 def _roomy(size: int) -> str | None:
-    """A folder in memory with room for so many bytes, or None for the system's own place for temporary files."""
+    """A folder on a RAM disk with `size` bytes free; None: the system's folder for temporary files."""
     memory = Path("/dev/shm")
     is_usable = memory.is_dir() and os.access(memory, os.W_OK)
     return str(memory) if is_usable and shutil.disk_usage(memory).free > 2 * size else None
 
 
 def halves(threads: int) -> tuple[int, int]:
-    """Threads of the learner and of the worker, of those that arithmetic has."""
+    """Intra-op threads of the learner and of the worker, half each."""
     return max(1, threads - threads // 2), max(1, threads // 2)

@@ -1,1 +1,1 @@
-"""The training loop, what it is built of, and what it writes."""
+"""The training loop, its parts, and its records on disk."""

@@ -37,7 +37,7 @@ class Agents:
 
     @staticmethod
     def of(tools: Any, environment_factory: Any, rollout_func: Any) -> Agents:
-        """The same by TRL's arguments; each function may be an import path. Raises ConfigError for what cannot be used."""
+        """Agents from TRL's arguments; each function may be an import path. Raises ConfigError for unusable ones."""
         tools = [own for one in tools for own in _tools(one)] if isinstance(tools, (list, tuple)) else tools
         if isinstance(environment_factory, dict):
             environment_factory = {name: environment(one) for name, one in environment_factory.items()}
@@ -59,17 +59,17 @@ class Agents:
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
-        """Rewards that environments give themselves."""
+        """Reward functions of environments that score their own episodes."""
         return [] if self.environments is None else self.environments.rewards
 
     def columns(self, own: Sequence[str] | None) -> list[str] | None:
-        """Columns that rewards receive, those of the data set `own` among them; None where they are known only later."""
+        """Columns that rewards receive, including those of the data set (`own`); None if not known yet."""
         if own is None or self.rollout_func is not None:
             return None
         return [*own, *(["environments"] if self.environments is not None else [])]
 
     def template_options(self, args: GRPOConfig) -> dict[str, Any]:
-        """Keyword arguments of the chat template: the run's own, and the schemas of tools that every prompt shows."""
+        """Keyword arguments of the chat template: those of the run, and the schemas of tools for every prompt."""
         chosen = args.chat_template_kwargs if isinstance(args.chat_template_kwargs, dict) else {}
         shown = list(self.tools)
         if self.environments is not None and None in self.environments.tools:
@@ -79,7 +79,7 @@ class Agents:
     def sampler(
         self, make: Callable[..., Sampler], args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
     ) -> Sampler:
-        """The sampler that `make(environment=...)` builds, writing episodes where there are tools or environments."""
+        """The sampler built by `make(environment=...)`; it generates episodes if there are tools or environments."""
         if self.rollout_func is not None:
             return RolloutFuncSampler(make(), self.rollout_func, trainer, tokenizer, eos_ids)
         if not self.are_used:
@@ -98,7 +98,7 @@ class Agents:
 
 
 def environment(given: Any) -> Any:
-    """A factory as it is, or by text: `file.py:Class`, `openenv:URL`, `gymnasium:ID`."""
+    """An environment factory, unchanged or loaded from text: `file.py:Class`, `openenv:URL`, `gymnasium:ID`."""
     kind, _, rest = given.partition(":") if isinstance(given, str) else ("", "", "")
     if kind == "openenv":
         return openenv_environment(rest)
@@ -106,7 +106,7 @@ def environment(given: Any) -> Any:
 
 
 def _tools(given: Any) -> list[Any]:
-    """A tool as it is, or by text: `file.py:function`, or all of an MCP server as `mcp:COMMAND` or `mcp:URL`."""
+    """Tools: a function unchanged, or from text: `file.py:function`, or all tools of an MCP server as `mcp:COMMAND` or `mcp:URL`."""
     if isinstance(given, str) and given.startswith("mcp:"):
         return list(mcp_tools(given.removeprefix("mcp:")))
     return [_loaded(given, "tool")]
@@ -117,7 +117,7 @@ def _loaded(given: Any, kind: str) -> Any:
 
 
 def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
-    """Calls of tools by completion and by tool, by TRL's names where it has one; empty for single turns."""
+    """Tool call metrics per completion and per tool, under TRL's names where they exist; empty for single turns."""
     if all(one.messages is None for one in completions):
         return {}
     calls = [call for one in completions for call in one.tool_calls]
@@ -140,9 +140,9 @@ def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
 
 
 def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
-    """The data set with a column `prompt`, empty where an environment's `reset` writes it; rows of their own without a set.
+    """The data set with a column `prompt`, empty if an environment's `reset` writes it; generated rows without a data set.
 
-    Raises ConfigError where several environments, or no `max_steps`, need a data set.
+    Raises ConfigError without a data set if there are several environments or no `max_steps`.
     """
     empty = [{"role": "user", "content": ""}]
     if agents.environments is None:
@@ -164,7 +164,7 @@ def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
 
 
 def with_own_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents) -> tuple[Any, Any]:
-    """The rewards and their tokenizers with those that environments give themselves at the end, weight 1 each."""
+    """Rewards and their tokenizers, followed by the environments' own rewards with weight 1 each."""
     if not agents.rewards:
         return reward_funcs, processing_classes
     many = (

@@ -1,7 +1,7 @@
-"""Rollouts ahead of the learner: which may be ordered, whose prompts come next, and how stale their tokens are.
+"""Asynchronous rollouts: ordering under a staleness limit, their prompts, and staleness metrics.
 
-Paced, not discarded: a rollout is ordered only once its first update will be at most `max_staleness` updates behind the newest
-weights, so everything that is ordered is used.
+A rollout is ordered only if its first update will be at most `max_staleness` updates behind the newest
+weights, so every ordered rollout is used and none is discarded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from covey.types import Group, Max, Mean, Metric, Prompt, Sum
 
 
 def order_ahead(parts: Parts, state: TrainState) -> None:
-    """Order the coming rollouts that staleness and depth allow, before the learner begins its next update."""
+    """Order further rollouts, as far as staleness and depth allow, before the learner's next update."""
     sampler = parts.sampler
     if not isinstance(sampler, AsynchronousSampler) or not state.pending:
         return
@@ -35,14 +35,14 @@ def order_ahead(parts: Parts, state: TrainState) -> None:
 
 
 def next_prompts(parts: Parts, state: TrainState) -> Sequence[Prompt]:
-    """The prompts of the rollout that was ordered first, or the next ones of the data."""
+    """Prompts of the oldest ordered rollout, or the next prompts of the data set."""
     if isinstance(parts.sampler, AsynchronousSampler) and parts.sampler.flights:
         return next(iter(parts.sampler.flights.values())).prompts
     return take(parts.prompts, parts.prompts_per_rollout, state.set_aside)
 
 
 def used(parts: Parts) -> dict[str, Metric]:
-    """Called once a rollout has all that it needs: its order is dropped. Returns what there is to tell of the time."""
+    """Drop the order of a consumed rollout. Returns the timing metrics of the sampler."""
     sampler = parts.sampler
     if not isinstance(sampler, AsynchronousSampler):
         return {}
@@ -51,7 +51,7 @@ def used(parts: Parts) -> dict[str, Metric]:
 
 
 def staleness(parts: Parts, batch: Sequence[Group], step: int) -> dict[str, Metric]:
-    """Updates between the weights that wrote a token and those that learn from it, over the tokens of a batch."""
+    """Staleness metrics: optimizer updates between sampling and training, over the tokens of a batch."""
     if not isinstance(parts.sampler, AsynchronousSampler):
         return {}
     ages = [step - one.token_versions[one.written] for group in batch for one in group.completions]
@@ -65,7 +65,7 @@ def staleness(parts: Parts, batch: Sequence[Group], step: int) -> dict[str, Metr
 
 
 def in_flight(parts: Parts) -> dict[str, Any] | None:
-    """The rollouts that are ahead, for a checkpoint: waited for, unless the run was asked to stop. None: nothing runs ahead."""
+    """State of the ordered rollouts for a checkpoint, after waiting for them unless the run is stopping. None: synchronous sampler."""
     if not isinstance(parts.sampler, AsynchronousSampler):
         return None
     parts.sampler.finish(parts.interruption.is_asked)
@@ -73,7 +73,7 @@ def in_flight(parts: Parts) -> dict[str, Any] | None:
 
 
 def restore_in_flight(parts: Parts, saved: Mapping[str, Any] | None) -> None:
-    """Go on with the rollouts that were ahead at a checkpoint. Raises CheckpointError where nothing can run ahead now."""
+    """Resume the ordered rollouts of a checkpoint. Raises CheckpointError if the sampler is synchronous now."""
     if isinstance(parts.sampler, AsynchronousSampler):
         parts.sampler.load_state_dict(saved or {"flights": []}, parts.prompts.again)
     elif saved and saved["flights"]:

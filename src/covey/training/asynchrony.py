@@ -1,4 +1,4 @@
-"""The sampler of a run whose rollouts run ahead, from its options."""
+"""The asynchronous sampler of a run, from its options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sampler_ahead(
     agents: Agents,
     check_stop: Callable[[], None],
 ) -> AsynchronousSampler:
-    """Raises ConfigError for what cannot be sampled elsewhere, before any worker is started."""
+    """The asynchronous sampler. Raises ConfigError for options that workers cannot honour, before any is started."""
     options = {"eos_ids": tuple(eos_ids), **sampler_options(args, world)}
     _refuse(args, options, agents)
     setup = Setup(
@@ -72,7 +72,7 @@ def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
 
 
 def _device(asked: str | None, learner: torch.device) -> str:
-    """Where the workers' weights are. Raises ConfigError for a device that is not there."""
+    """Device of the workers. Raises ConfigError for an absent device."""
     if asked is None:
         if learner.type != "cuda":
             return str(learner)
@@ -86,7 +86,7 @@ def _device(asked: str | None, learner: torch.device) -> str:
 
 
 def _threads(args: GRPOConfig, device: torch.device) -> int:
-    """Of a worker: all where learner and worker take turns, else its share of half of them."""
+    """Intra-op threads of a worker: all if learner and worker alternate, else its share of half of them."""
     own = torch.get_num_threads()
     if device.type != "cpu" or not args.max_staleness:
         return own

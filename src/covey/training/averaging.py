@@ -1,4 +1,4 @@
-"""Averaged weights of a run (`ema_decay`, `soup_steps`): evaluated in place of its own, saved, and kept at the end."""
+"""Averaged weights of a run (`ema_decay`, `soup_steps`): used for evaluation, saved, and final at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def average_of(args: Any, model: Any) -> WeightAverage | None:
-    """Average that `ema_decay` or `soup_steps` asks for; None for neither."""
+    """Weight average of `ema_decay` or `soup_steps`; None without these options."""
     if args.ema_decay is None and args.soup_steps is None:
         return None
     return WeightAverage(model, decay=args.ema_decay, every=args.soup_steps)
@@ -24,7 +24,7 @@ def average_of(args: Any, model: Any) -> WeightAverage | None:
 
 @contextmanager
 def averaged(parts: Parts, step: int) -> Iterator[None]:
-    """Within it the model and the sampler have the averaged weights, where there are any."""
+    """Context in which model and sampler have the averaged weights, if there are any."""
     if parts.average is None or parts.average.is_empty:
         yield
         return
@@ -35,7 +35,7 @@ def averaged(parts: Parts, step: int) -> Iterator[None]:
 
 
 def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
-    """The average of a checkpoint; one that was saved without begins with its weights."""
+    """Restore the average of a checkpoint; a checkpoint without one starts it from its weights."""
     if parts.average is None:
         return
     if saved:
@@ -46,7 +46,7 @@ def restore_average(parts: Parts, saved: Mapping[str, Any]) -> None:
 
 
 def end_with_average(parts: Parts, args: Any, state: Any, *, is_whole: bool) -> None:
-    """The run ends with its averaged weights: those of the best evaluation with `load_best_model_at_end`. One that was stopped does not."""
+    """Load the averaged weights at the end of a run (of the best evaluation with `load_best_model_at_end`), unless it was stopped."""
     if parts.average is None or not is_whole:
         return
     best = parts.world.broadcast(state.best_model_checkpoint)

@@ -1,4 +1,4 @@
-"""Options to parts: the only reader of the whole configuration."""
+"""Construction of the parts of a run: the only reader of the whole configuration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from covey.training.teaching import build_supervised, build_teacher
 
 @dataclass(frozen=True, eq=False)
 class RunInputs:
-    """What the user brought, loaded and checked."""
+    """User inputs of a run, loaded and checked."""
 
     args: GRPOConfig
     model: Any
@@ -57,12 +57,12 @@ class RunInputs:
     world: World
     agents: Agents = field(default_factory=Agents)
     processor: Any = None
-    """Of a vision-language model."""
+    """Processor of a vision-language model."""
     trainer: Any = None
-    """Trainer that a rollout function is handed beside its prompts."""
+    """Trainer, passed to a rollout function with its prompts."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
-    """Called around each optimizer step."""
+    """Callback after each optimizer step."""
 
 
 def build_scorer(
@@ -76,7 +76,7 @@ def build_scorer(
 ) -> Scorer:
     """One scorer over callables, reward models and names, with the limits of the configuration.
 
-    The last `num_own` rewards are those of environments, which `reward_weights` leaves out: their weight is 1.
+    The last `num_own` rewards are those of environments, not covered by `reward_weights`: their weight is 1.
     """
     if reward_funcs is None:
         raise RewardError(
@@ -106,7 +106,7 @@ def build_scorer(
 
 
 def advice_for(args: GRPOConfig, model: Any) -> list[str]:
-    """Remarks on values far from what is known to work, each with its source. Loss options count only where they act."""
+    """Warnings about values far from published ones, each with its source. Loss options without effect are skipped."""
     acts = args.algorithm is None
     found = advise(
         learning_rate=args.learning_rate,
@@ -142,19 +142,19 @@ def build_policy(given: RunInputs) -> Policy:
     if args.cast_lm_head_to_fp32:
         policy.expect_float32_head()
     if args.shared_attention != "auto":
-        policy.shares_prompts()  # what was asked for and cannot be had is refused before any work
+        policy.shares_prompts()  # refuses an impossible request before any work
     return policy
 
 
 def compute_dtype(args: GRPOConfig) -> torch.dtype | None:
-    """The type that matrix products run in, None for the parameters' own."""
+    """Compute dtype of matmuls (autocast); None for the parameters' own."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else None
 
 
 def auxiliary_coefficient(args: GRPOConfig, model: Any) -> float:
-    """Weight of a mixture-of-experts model's balancing loss; 0 for every other model."""
+    """Weight of a mixture-of-experts model's load-balancing loss; 0 for other models."""
     config = model.config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)
     if own is None and args.router_aux_loss_coef:
@@ -187,23 +187,23 @@ def build_prompts(
 
 
 def checkpoint_once(policy: Policy) -> bool:
-    """Compute activations again from now on; False when that is done already."""
+    """Enable activation checkpointing; False if it is enabled already."""
     if policy.is_checkpointing:
         return False
     checkpoint_activations(policy.model)
-    policy.model.train()  # blocks in evaluation mode would not do it
+    policy.model.train()  # blocks in eval mode ignore checkpointing
     return True
 
 
 def build_guard_policy(args: GRPOConfig) -> GuardPolicy:
-    """What numbers gone bad lead to: the options of the same names."""
+    """Update guard's options, from the options of the same names."""
     return GuardPolicy(**{item.name: getattr(args, item.name) for item in fields(GuardPolicy)})
 
 
 def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
-    """The policy and what stands beside it, split over processes where the run asks for it; `optimizer`: the user's own.
+    """Policy, reference and critic, sharded over processes if the run is; `optimizer`: the user's own.
 
-    Raises ConfigError for what does not work with a model that is split.
+    Raises ConfigError for options that do not work with a sharded model.
     """
     args = given.args
     if args.sharding is not None and given.world.size > 1:
@@ -266,7 +266,7 @@ def build_learner(
 
 
 def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) -> Sampler:
-    """Sampler of the run: here, from weights that are gathered where they are split, or ahead in processes of its own."""
+    """Sampler of the run: in this process (with gathered weights if sharded), or asynchronous in worker processes."""
     args, shards = given.args, policy.shards
     if args.async_rollouts:
         return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
@@ -278,7 +278,7 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
 
     sampler = given.agents.sampler(make, args, given.tokenizer, given.eos_ids, given.trainer)
     if shards is not None:
-        shards.free()  # where nothing is drawn
+        shards.free()  # the full weights, which only building the sampler needed
     return sampler
 
 
@@ -289,7 +289,7 @@ def build_parts(
     num_prompts: int | None,
     stop: StopSignal,
 ) -> Parts:
-    """Everything the loop calls. `session` makes the session once the learner, the steps and the epoch length are known."""
+    """Parts of the training loop. `session` creates the session from learner, number of steps and epoch length."""
     args = given.args
     if given.algorithm.needs.greedy and given.scorer.combiner.changes:
         raise ConfigError(
@@ -341,7 +341,7 @@ def build_parts(
 
 
 def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
-    """Evaluation with the parts of training, on completions drawn with a fixed seed."""
+    """Evaluator over the parts of training, with a fixed sampling seed."""
     args = given.args
     return Evaluator(
         sampler=parts.sampler,
@@ -358,7 +358,7 @@ def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
 
 
 def checked_eval(given: Any, args: GRPOConfig) -> Any:
-    """The evaluation set, or every set of a dict, once it is known to hold prompts."""
+    """The evaluation set, or every set of a dict, checked for prompts."""
     if given is None:
         return None
     if isinstance(given, Mapping):
@@ -367,5 +367,5 @@ def checked_eval(given: Any, args: GRPOConfig) -> Any:
 
 
 def checked_dataset(dataset: Any, name: str, args: GRPOConfig) -> Any:
-    """The data set, once it is known to hold prompts, without the columns that `remove_unused_columns` takes from rewards."""
+    """The data set, checked for prompts, without the columns dropped by `remove_unused_columns`."""
     return check_dataset(dataset, name, prompt_only=bool(args.remove_unused_columns))

@@ -1,4 +1,4 @@
-"""Which algorithm a run trains with: what the options name, or what the trainer was given."""
+"""Choice of the algorithm of a run, from its options or the trainer's argument."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from covey.errors import ConfigError
 
 
 def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
-    """The algorithm that `given` or `args.algorithm` names, or the one that TRL's loss options compose.
+    """The algorithm named by `given` or `args.algorithm`, else composed from TRL's loss options.
 
-    A name, an import path, a preset function or an Algorithm will do. Raises ConfigError for anything else.
+    Takes a name, an import path, a preset function or an Algorithm. Raises ConfigError for anything else.
     """
     chosen = args.algorithm if given is None else given
     if isinstance(chosen, str):
@@ -34,7 +34,7 @@ def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
 
 
 def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
-    """The constructor's `algorithm` by the rules of the option of that name, or what the options say where it is None."""
+    """The constructor's `algorithm`, under the rules of the option of that name; None: the algorithm of the options."""
     if algorithm is None:
         return build_algorithm(args)
     if args.algorithm is not None:
@@ -49,7 +49,7 @@ def given_algorithm(args: GRPOConfig, algorithm: Any) -> Algorithm:
 
 
 def refuse_small_groups(algorithm: Algorithm, num_generations: int) -> None:
-    """ConfigError where the advantage compares more completions of a prompt (`least_group`) than a group has."""
+    """Raise ConfigError if the advantage needs more completions per prompt (`least_group`) than a group has."""
     least = getattr(algorithm.advantage, "least_group", 1)
     if num_generations < least:
         raise ConfigError(

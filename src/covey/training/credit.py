@@ -1,4 +1,4 @@
-"""From scored groups to groups with advantages, and what is worth knowing of a rollout."""
+"""Advantages of scored groups, and metrics of a rollout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
 def with_advantages(
     groups: Sequence[Group], algorithm: Algorithm, weights: Tensor, scaled: Sequence[Group] | None = None
 ) -> list[Group]:
-    """The groups with `advantages` [G] or [G, T], `totals` [G] (and the critic's `returns`), judged over the whole rollout.
+    """The groups with `advantages` [G] or [G, T], `totals` [G] (and the critic's `returns`), computed over the whole rollout.
 
-    `scaled`: the same groups with the rewards that advantages are made of, where those are not the ones that are kept.
+    `scaled`: the same groups with the rewards for the advantages, if these differ from the recorded ones.
     """
     column = getattr(algorithm.advantage, "column", None)
-    units = questions(groups)  # each group by itself, but for one question in several languages
+    units = questions(groups)  # each group alone, except for one question in several languages
     judging = [joined([(scaled or groups)[place] for place in places]) for places in units]
     own = judging if scaled is None else [joined([groups[place] for place in places]) for places in units]
     scores = Scores.of(judging, weights, kl=reward_kl(own, algorithm), slice_column=column)
@@ -43,7 +43,7 @@ def with_advantages(
 
 
 def outcomes(groups: Sequence[Group], weights: Tensor) -> dict[str, Outcome]:
-    """What became of each prompt, by its uid, for an order that learns from it."""
+    """Outcome of each prompt by uid, for a curriculum."""
     return {group.prompt.uid: Outcome(mean_score(group, weights), has_signal(group, weights)) for group in groups}
 
 
@@ -58,7 +58,7 @@ def with_greedy_rewards(groups: Sequence[Group], answers: Sequence[Group]) -> li
 
 
 def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:
-    """[P, G, T], the penalty of an algorithm whose KL is in the reward; None for all others."""
+    """KL penalty [P, G, T] of an algorithm with the KL in the reward; None for others."""
     if algorithm.kl is None or algorithm.kl.where != "reward":
         return None
     old = stack_tokens(groups, lambda completion: completion.old_logp)
@@ -68,7 +68,7 @@ def reward_kl(groups: Sequence[Group], algorithm: Algorithm) -> Tensor | None:
 
 
 def completion_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Lengths of the completions in tokens that the model wrote, by TRL's names. Terminated: it ended by itself."""
+    """Lengths of completions in generated tokens, under TRL's names. Terminated: ended by itself, not by the length limit."""
     lengths = torch.tensor([float(c.written.sum()) for group in groups for c in group.completions])
     truncated = torch.tensor([c.is_truncated for group in groups for c in group.completions])
     ended = lengths[~truncated]

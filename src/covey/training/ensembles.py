@@ -1,4 +1,4 @@
-"""Ensembles in a run: members loaded beside the policy, their completions in its groups, what they teach it."""
+"""Ensembles in a run: member models, their completions in the policy's groups, and the resulting training data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covey.types import Completion, Group, Metric
 
 
 def given_ensemble(ensemble: Any, agents: Agents, args: GRPOConfig) -> Ensemble | None:
-    """The ensemble that a user gave to `GRPOTrainer`, or its members. Raises ConfigError for one that cannot act."""
+    """The ensemble that a user gave to `GRPOTrainer`, or its members. Raises ConfigError for one without effect."""
     made = Ensemble.of(ensemble)
     if made is None:
         return None
@@ -62,24 +62,24 @@ def with_ensemble(parts: Parts, ensemble: Ensemble | None, given: Any) -> Parts:
 
 
 def own(groups: Sequence[Group]) -> list[Group]:
-    """The groups with the policy's own completions alone."""
+    """Groups with the policy's own completions only."""
     return [group if all(map(is_own, group.completions)) else group.take(_places(group)) for group in groups]
 
 
 def is_own(completion: Completion) -> bool:
-    """True unless a member wrote it: supervised fine-tuning's completions are of the data."""
+    """True unless an ensemble member generated it; completions of supervised fine-tuning count as own."""
     return completion.source in ("policy", "data")
 
 
 def asked_again(parts: Parts, groups: Sequence[Group], sampling: SamplingParams) -> list[Group]:
-    """The rescuers' answers to the prompts of those scored groups in which the policy failed throughout."""
+    """Rescuers' answers to the prompts whose completions by the policy all failed."""
     if parts.ensemble is None:
         return []
     return parts.ensemble.rescues(groups, parts.scorer.weights, sampling)
 
 
 def rescued(parts: Parts, groups: Sequence[Group], answers: Sequence[Group]) -> list[Group]:
-    """The groups with the right ones of the rescuers' scored answers."""
+    """Groups with the correct ones of the rescuers' scored answers added."""
     if parts.ensemble is None:
         return list(groups)
     by_prompt = {answer.prompt.uid: answer for answer in answers}
@@ -93,7 +93,7 @@ def rescued(parts: Parts, groups: Sequence[Group], answers: Sequence[Group]) -> 
 
 
 def taught(parts: Parts, groups: Sequence[Group]) -> tuple[list[Group], dict[str, Metric]]:
-    """Groups with advantages as the learner gets them: siblings weighed, baselines gone; and what each member contributed."""
+    """Groups with advantages for the learner (siblings importance-weighted, baselines removed), and metrics per member."""
     ensemble = parts.ensemble
     if ensemble is None:
         return list(groups), {}
@@ -109,7 +109,7 @@ def taught(parts: Parts, groups: Sequence[Group]) -> tuple[list[Group], dict[str
 
 
 def _weighed(parts: Parts, groups: Sequence[Group]) -> list[Group]:
-    """Siblings' completions with their importance weights, from the policy's own log-probabilities of them now."""
+    """Groups with importance weights for siblings' completions, from the current policy's log-probabilities."""
     assert parts.ensemble is not None
     roles, weight = parts.ensemble.roles, parts.ensemble.weight
     is_sibling = lambda one: roles.get(one.source) == "sibling"

@@ -1,4 +1,4 @@
-"""How good is the policy on prompts it does not train on? The rewards of training, on completions drawn with a fixed seed."""
+"""Evaluation on held-out prompts: the rewards of training, on completions drawn with a fixed seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covey.types import Group, Metric, merge_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Draws `num_generations` completions of every prompt of a data set and scores them."""
+    """Samples `num_generations` completions for every prompt of a data set and scores them."""
 
     sampler: Sampler
     scorer: Scorer
@@ -31,7 +31,7 @@ class Evaluator:
     sampling: SamplingParams
     num_generations: int
     batch_size: int
-    """Completions in flight at a time in this process."""
+    """Completions decoded at a time in this process."""
     seed: int
     slices: Slices = field(default_factory=lambda: Slices(()))
     """Metrics by the values of a column."""
@@ -46,8 +46,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Metrics of the first `count` prompts by TRL's names, each with `prefix` (such as `eval`).
 
-        The same seed every time: two evaluations differ by the policy alone. Rewards that fail are left out of the
-        means, as in training; `<prefix>_loss` is the algorithm's loss on these completions. `keep` is given every scored
+        The seed is fixed: two evaluations differ by the policy alone. Failed rewards are left out of the
+        means, as in training; `<prefix>_loss` is the algorithm's loss on these completions. `keep` receives every scored
         group, in order.
         """
         started = time.perf_counter()
@@ -71,12 +71,12 @@ class Evaluator:
             sliced = self.slices(groups, self.scorer.weights, scales)
             own = self.world.merge(self.scorer.take_metrics())
             parts.append({**losses, **rewards, **own, **completion_metrics(groups), **sliced})
-        self.learner.policy.release()  # the model may be looked at now, by a callback or by the user
+        self.learner.policy.release()  # callbacks and the user may use the model now
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
 
     def _scored(self, prompts: Sequence[Any], n: int, sampling: SamplingParams) -> list[Group]:
         mine = self.world.share(prompts)
-        groups = self.sampler.sample(mine, n, replace(sampling, seed=self.seed))  # scored while others are written
+        groups = self.sampler.sample(mine, n, replace(sampling, seed=self.seed))  # scored while others are decoded
         scored = self.scorer.score(groups)
         self.scorer.check_first(self.world.any)
         return self.world.interleave(scored)

@@ -1,4 +1,4 @@
-"""Hooks of TRL's trainer in a subclass: honoured where the loop has the same point, else refused when the class is made."""
+"""Hooks of TRL's trainer in a subclass: honoured where the loop has an equivalent, else refused when the class is defined."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ _BY_COMPONENT: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 INSTEAD: Mapping[str, str] = {name: component for component, names in _BY_COMPONENT.items() for name in names}
-"""Hooks of TRL 1.16's GRPOTrainer and transformers' Trainer that nothing here calls, and what to use instead."""
+"""Unsupported hooks of TRL 1.16's GRPOTrainer and transformers' Trainer, with their replacements."""
 
 
 def refuse_dead_hooks(made: type, trainer: type) -> None:
-    """Raise ConfigError where `made`, a subclass of `trainer`, replaces a hook that training would never call."""
+    """Raise ConfigError if `made`, a subclass of `trainer`, overrides a hook that training never calls."""
     for name, owner in _own_names(made, trainer):
         if name in INSTEAD:
             where = made.__name__ if owner is made else f"{owner.__name__}, a base of {made.__name__},"
@@ -96,7 +96,7 @@ def refuse_dead_hooks(made: type, trainer: type) -> None:
 
 
 def _own_names(made: type, trainer: type) -> Iterator[tuple[str, type]]:
-    """Attributes that come from the subclass or its mixins, not from the trainer or its bases."""
+    """Attributes of the subclass and its mixins, without those of the trainer and its bases."""
     known = set(trainer.__mro__)
     for owner in made.__mro__:
         if owner not in known:

@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face hub beside training: `push_to_hub`, `hub_strategy` and the other hub options of transformers."""
+"""Uploads to the Hugging Face hub during training: `push_to_hub`, `hub_strategy` and the other hub options of transformers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _STAGED = ".upload-"
 _NOT_OF_THE_MODEL = frozenset(
     {f"{checkpoint.STATE}.json", f"{checkpoint.STATE}.safetensors", checksums.NAME, "trainer_state.json"}
 )
-"""Files of a checkpoint beside model and tokenizer."""
+"""Files of a checkpoint that belong neither to model nor tokenizer."""
 _REFUSED = frozenset({400, 401, 403, 404, 409})
-"""Answers of the hub that no later try mends."""
+"""HTTP status codes of the hub for which a retry is useless."""
 _PATIENCE_SECONDS = 30.0
-"""How long the end of a run that was stopped waits for an upload."""
+"""Seconds that a stopped run waits for an upload at its end."""
 
 
 class UploadError(CoveyError):
-    """The hub did not take an upload that was asked for by `push_to_hub()`; the files are in the output folder."""
+    """Failed upload of `push_to_hub()`; the files are in the output folder."""
 
     exit_code = 69
 
 
 class Hub:
-    """The repository of a run. Uploads go one after the other on threads of their own, from files that cannot change meanwhile.
+    """Hub repository of a run. Uploads run one at a time in background threads, from files that cannot change meanwhile.
 
-    During training an upload that fails is a warning and an event `upload_failed`; the run goes on, and the next one is tried
-    again. Only the main process may upload.
+    During training a failed upload is a warning and an event `upload_failed`; the run goes on, and later uploads are tried
+    as usual. Only the main process may upload.
     """
 
     def __init__(self, args: Any, output_dir: Path, tell: Callable[[Event], None]) -> None:
@@ -52,7 +52,7 @@ class Hub:
 
     @property
     def strategy(self) -> str:
-        """end, every_save, checkpoint or all_checkpoints."""
+        """Hub strategy: end, every_save, checkpoint or all_checkpoints."""
         return str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
 
     @property
@@ -60,9 +60,9 @@ class Hub:
         return any(not upload.done() for _, upload in self._uploads)
 
     def open_early(self) -> None:
-        """Make the repository before work is spent. Raises ConfigError where the hub refuses it; one that does not answer is told.
+        """Create the repository before work is spent. Raises ConfigError if the hub refuses; warns if it does not answer.
 
-        Leftovers of uploads that were killed go.
+        Leftovers of killed uploads are removed.
         """
         for left in self.output_dir.glob(f"{_STAGED}*") if self.output_dir.is_dir() else ():
             shutil.rmtree(left, ignore_errors=True)
@@ -83,7 +83,7 @@ class Hub:
         logger.warning("push_to_hub=True, but %s; training begins, and every upload tries again.", why)
 
     def open(self, token: str | None = None, private: bool | None = None) -> str:
-        """Make the repository unless it is there; its full name, with the owner's."""
+        """Create the repository if missing. Returns its full name, with the owner's."""
         if self.repo_id is None:
             from huggingface_hub import HfApi
 
@@ -94,9 +94,9 @@ class Hub:
         return self.repo_id
 
     def checkpoint_saved(self, path: Path, message: str, card: Callable[[], str]) -> None:
-        """Upload a checkpoint as `hub_strategy` says: its model, and for two of them the whole of it.
+        """Upload a checkpoint by `hub_strategy`: its model, or with two of the strategies the full checkpoint.
 
-        While an upload goes on, the next is left out unless `hub_always_push`.
+        During an upload the next one is skipped unless `hub_always_push`.
         """
         if not self.args.push_to_hub or self.strategy == "end" or (self.is_busy and not self.args.hub_always_push):
             return
@@ -116,7 +116,7 @@ class Hub:
         place: str = "",
         **given: Any,
     ) -> Future[Any]:
-        """Begin to upload these files of `folder`, as they are now, and a model card; the commit to come.
+        """Start an upload of these files of `folder`, in their current state, and a model card. Returns a future of the commit.
 
         `given`: `token`, `revision` and `private` where they differ from the options.
         """
@@ -127,7 +127,7 @@ class Hub:
             try:
                 with self._one_at_a_time:
                     result.set_result(self._commit(staged, message, place, **given))
-            except BaseException as error:  # noqa: BLE001 - carried to whoever waits
+            except BaseException as error:  # noqa: BLE001 - set on the future
                 result.set_exception(error)
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -137,7 +137,7 @@ class Hub:
         return result
 
     def poll(self) -> None:
-        """Tell of uploads that have failed."""
+        """Report failed uploads."""
         done = [one for one in self._uploads if one[1].done()]
         self._uploads = [one for one in self._uploads if one not in done]
         for message, upload in done:
@@ -148,7 +148,7 @@ class Hub:
                 self.tell(Event(kind="upload_failed", said=said, details={"repository": self.repo_id}))
 
     def finish(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the uploads that go on, and tell of those that failed; a stop signal makes the wait short."""
+        """Wait for running uploads and report failed ones; a stop signal shortens the wait."""
         wait([upload for _, upload in self._uploads], timeout=5.0)
         if self.is_busy:
             logger.warning("Waiting for an upload to the hub to end.")
@@ -162,11 +162,11 @@ class Hub:
         self.poll()
 
     def drop(self, upload: Future[Any]) -> None:
-        """The caller that began this upload tells of its failure itself."""
+        """Forget this upload: its caller reports a failure itself."""
         self._uploads = [one for one in self._uploads if one[1] is not upload]
 
     def _staged(self, folder: Path, names: Iterable[str], card: str | None) -> Path:
-        """A folder of links to the files, so that what a later save replaces or deletes is still there."""
+        """A folder of hard links to the files, which keeps files that a later save replaces or deletes."""
         staged = self.output_dir / f"{_STAGED}{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         for name in names:
@@ -176,7 +176,7 @@ class Hub:
             else:
                 _linked(source, staged / name)
         if card is not None:
-            (staged / CARD).unlink(missing_ok=True)  # a link: writing through it would change the other name too
+            (staged / CARD).unlink(missing_ok=True)  # a hard link: writing to it would change the original
             (staged / CARD).write_text(card, encoding="utf-8")
         return staged
 
@@ -206,7 +206,7 @@ class Hub:
 
 
 def raise_refused(error: BaseException, repository: str | None, output_dir: Path) -> NoReturn:
-    """Raise UploadError for an upload that failed, with the way to do it later."""
+    """Raise UploadError for a failed upload, with the command to repeat it later."""
     where = repository or "YOUR_NAME/MODEL"
     raise UploadError(
         f"The model was not uploaded to {where} ({_said(error)}). It is whole in {output_dir}: call push_to_hub() again, or "
@@ -217,7 +217,7 @@ def raise_refused(error: BaseException, repository: str | None, output_dir: Path
 def _linked(source: Any, target: Any) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a disk without hard links
+    except OSError:  # a file system without hard links
         shutil.copy2(source, target)
 
 
@@ -229,5 +229,5 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """The first line of an error, which carries no token."""
+    """First line of an error, which contains no token."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"

@@ -1,4 +1,4 @@
-"""What must hold while a run goes on: looked at whenever it saves, and before the first update of every rollout."""
+"""Invariants of a run, checked at every save and before the first update of every rollout."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Fingerprints = dict[str, str]
 
 @dataclass(eq=False)
 class FrozenWeightsCheck:
-    """Frozen weights stay as they are, and the reference moves by its rule alone.
+    """Check that frozen weights do not change, and that the reference changes by its update rule only.
 
-    Remembers a fingerprint of each. A weight that is trained now is not looked at; one that is frozen later is, from then on.
+    Keeps a fingerprint of each. Trainable weights are skipped; a weight that is frozen later is checked from then on.
     """
 
     learner: Learner
     frozen: Fingerprints = field(default_factory=dict)
     reference: Fingerprints = field(default_factory=dict)
     moves: int = -1
-    """Of the reference, when its fingerprint was taken."""
+    """The reference's number of intended changes when its fingerprint was taken."""
 
     def later(self) -> Callable[[], None]:
-        """What compares with the last look, to be called beside training; done at once where that would not be safe.
+        """Start a check against the last fingerprints. Returns a function to run in the background; runs at once if that is unsafe.
 
-        Raises InvariantError, naming the first weight that differs; so does what is returned.
+        Both raise InvariantError with the name of the first weight that differs.
         """
         moves = self.learner.reference.moves
         if self.learner.policy.device.type != "cpu" or moves != self.moves:
@@ -65,28 +65,28 @@ class FrozenWeightsCheck:
 
 
 _FLOAT_ERROR = 1e-3
-"""Nats a token, on average, that two float32 computations of one log-probability may differ by; measured: below 1e-5."""
+"""Tolerance in nats, mean over tokens, between two float32 computations of log-probabilities; measured: below 1e-5."""
 _ROUNDED_ERROR = 0.2
-"""The same in bfloat16, float16, TF32 or over quantized weights; measured in bfloat16: about 0.01."""
+"""Tolerance in bfloat16, float16, TF32 or with quantized weights; measured in bfloat16: about 0.01."""
 _SAMPLER = "sampling/sampling_logp_difference/mean"
 
 
 @dataclass(frozen=True, eq=False)
 class OnPolicyCheck:
-    """At the first update of a rollout the policy is the one that drew it, so every ratio must be 1 up to float error.
+    """On-policy check: at a rollout's first update the policy is the one that sampled it, so every ratio is 1 up to rounding.
 
-    Looks at the learner's own log-probabilities of the rollout, where they were measured, and at the native sampler's, where it
-    computes in the learner's type. Costs one subtraction a token. A model that draws while it trains (dropout, router noise) is
-    not looked at.
+    Compares with the learner's log-probabilities at the rollout, if computed, and with the native sampler's, if it has the
+    learner's dtype. Costs one subtraction per token. Models that are random in training mode (dropout, router noise) are
+    skipped.
     """
 
     policy: Policy
     sampler: Any
 
     def __call__(self, metrics: Mapping[str, Metric], version: int) -> None:
-        """Raise InvariantError where the merged metrics of such an update say otherwise; every process has the same.
+        """Raise InvariantError if the merged metrics of such an update exceed the tolerance; they are equal on every process.
 
-        `version`: of the weights that drew the batch; one that was drawn with others than the newest may be off-policy.
+        `version`: weight version that sampled the batch; a batch of older weights may be off-policy and is skipped.
         """
         if getattr(self.sampler, "version", version) != version or draws_while_training(self.policy.model):
             return
@@ -117,7 +117,7 @@ class OnPolicyCheck:
 
 
 def draws_while_training(model: torch.nn.Module) -> bool:
-    """Whether two forwards of the model in training mode may differ by what it draws."""
+    """True if the model in training mode is random (dropout, router noise), so that two forward passes may differ."""
     names = ("attention_dropout", "attn_dropout", "hidden_dropout", "activation_dropout", "dropout", "jitter_noise")
     for module in model.modules():
         values = [module.p] if isinstance(module, torch.nn.Dropout) else [getattr(module, name, 0.0) for name in names]
@@ -127,7 +127,7 @@ def draws_while_training(model: torch.nn.Module) -> bool:
 
 
 def expect_same_weights(model: torch.nn.Module, world: World) -> None:
-    """Raise InvariantError on every process unless all hold the same trained weights, bit for bit."""
+    """Raise InvariantError on every process unless the trained weights are bitwise equal on all."""
     if world.size == 1:
         return
     trained = fingerprints({name: p for name, p in model.named_parameters() if p.requires_grad and not is_sharded(p)})
@@ -147,15 +147,13 @@ def frozen_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fingerprints(tensors: Mapping[str, Tensor]) -> Fingerprints:
-    """A short text for each tensor that differs when a bit of it does.
+    """A hash of each tensor's bits, as text.
 
-    xxh3-64 of the bytes in the host's memory; on an accelerator the sum of the bits as integers, which needs no copy there.
+    xxh3-64 of the bytes in host memory; on an accelerator the sum of the bits as integers, which needs no copy.
     """
     own = {name: local(value) for name, value in tensors.items()}
     plain = {name: value.detach().as_subclass(Tensor) for name, value in own.items() if value.numel()}
-    held = {
-        name: value.contiguous() for name, value in plain.items()
-    }  # quantized weights are tensors of their own kind
+    held = {name: value.contiguous() for name, value in plain.items()}  # quantized weights may be tensor subclasses
     sums = {name: _bits(value).sum(dtype=torch.int64) for name, value in held.items() if value.device.type != "cpu"}
     totals = torch.stack([total.cpu() for total in sums.values()]).tolist() if sums else []
     found = {name: f"sum {total}" for name, total in zip(sums, totals, strict=True)}
@@ -163,15 +161,15 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> Fingerprints:
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first name that both have with another value; None when there is none."""
+    """The first common name with different values; None if there is none."""
     return next((name for name, value in now.items() if name in before and before[name] != value), None)
 
 
 def expect_adapter_reloads(model: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
-    """Raise InvariantError unless the adapter in `folder` loads as the one of `model`, bit for bit.
+    """Raise InvariantError unless the adapter in `folder` reloads bitwise equal to that of `model`.
 
     The same tensors under the same options on the same base give the same logits. `weights` as in `write_model`.
-    A model without an adapter is not looked at.
+    A model without an adapter is skipped.
     """
     if not has_adapter(model):
         return
@@ -199,7 +197,7 @@ _OPTIONS = (
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
     *("fan_in_fan_out", "target_modules", "modules_to_save", "layers_to_transform"),
 )
-"""What decides how an adapter's tensors are used."""
+"""Adapter options that affect its output."""
 
 
 def _plain(value: Any) -> Any:
@@ -213,7 +211,7 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """The tensor's memory as integers of 2 bytes, or of 1 where it has no even number."""
+    """The tensor's memory as 16-bit integers, or 8-bit if its size is odd."""
     flat = value.view(-1).view(torch.uint8)
     return flat.view(torch.int16) if flat.numel() % 2 == 0 else flat
 

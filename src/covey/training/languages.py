@@ -1,4 +1,4 @@
-"""`group_languages`: the completions of one question in several languages, judged as one group."""
+"""`group_languages`: completions of one question in several languages share one advantage baseline, as a single group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.types import Group
 
 
 def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
-    """Raise CoveyError where the training set lacks a column that a reward, a slice or a language of a group needs."""
+    """Raise CoveyError if the training set lacks a column needed by a reward, a slice or `group_languages`."""
     if dataset is None:
         return
     columns = dataset.column_names
@@ -26,7 +26,7 @@ def check_columns(args: Any, dataset: Any, agents: Any, scorer: Any) -> None:
 
 
 def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:
-    """The languages that share a group, () for none. Raises ConfigError for options that do not go with them."""
+    """The languages that share a group, () for none. Raises ConfigError for incompatible options."""
     languages = tuple(args.group_languages or ())
     if not languages:
         return ()
@@ -51,7 +51,7 @@ def languages_of(args: Any, algorithm: Any) -> tuple[str, ...]:
 
 
 def questions(groups: Sequence[Group]) -> list[list[int]]:
-    """Places of the groups of each question, in the order of their first ones."""
+    """Indices of the groups of each question, ordered by their first group."""
     found: dict[str, list[int]] = {}
     for place, group in enumerate(groups):
         found.setdefault(question_of(group.prompt.uid), []).append(place)
@@ -59,7 +59,7 @@ def questions(groups: Sequence[Group]) -> list[list[int]]:
 
 
 def joined(groups: Sequence[Group]) -> Group:
-    """The groups of one question as one, for judging only: its prompt is the first one's."""
+    """Groups of one question merged into one, for advantages only; its prompt is the first group's."""
     if len(groups) == 1:
         return groups[0]
     rewards = [group.rewards for group in groups if group.rewards is not None]

@@ -1,4 +1,4 @@
-"""A live training set and its run: who waits for rows, how a wait is ended, and what is never trained on."""
+"""Connection of a live training set to its run: processes, stop signal, time limit, and held-out prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.data.live.order import digest
 
 
 def attach(given: Any, check_stop: Callable[[], None]) -> None:
-    """Hand the live set of a run (`RunInputs`) its processes, its stop signal, its limit, and the prompts it is measured on."""
+    """Give the live data set of a run (`RunInputs`) its process group, stop signal, time limit and evaluation prompts."""
     dataset = given.train_dataset
     if not isinstance(dataset, LiveDataset):
         return

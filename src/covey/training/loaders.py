@@ -1,4 +1,4 @@
-"""The order of training as a torch DataLoader with TRL's batches, for scripts that count them or look at one."""
+"""DataLoaders in the order of training with TRL's batches, for scripts that count or inspect batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from covey.errors import ConfigError
 class Repeated:
     """Batch sampler over one epoch: each row G times in a row, each generation batch as often as TRL's loader repeats it.
 
-    A batch has `per_device_train_batch_size * steps_per_generation` entries; so many are made that there is one for every
+    A batch has `per_device_train_batch_size * steps_per_generation` entries, and there is one for every
     micro-batch of the epoch, as in TRL 1.16. The last generation batch of an epoch is filled up from its beginning.
     """
 
     rows: tuple[int, ...]
     group: int
-    """G, completions a prompt."""
+    """G, completions per prompt."""
     prompts: int
     """Prompts of a generation batch."""
     repeats: int
@@ -40,7 +40,7 @@ class Repeated:
 
 
 class RepeatedStream(IterableDataset[list[Any]]):
-    """The same over a stream, one pass, in the stream's own order."""
+    """`Repeated` for a stream: one pass in the stream's order."""
 
     def __init__(self, rows: Any, group: int, prompts: int, repeats: int) -> None:
         self.rows, self.group, self.prompts, self.repeats = rows, group, prompts, repeats
@@ -58,7 +58,7 @@ class RepeatedStream(IterableDataset[list[Any]]):
 def train_loader(dataset: Any, args: GRPOConfig) -> DataLoader[Any]:
     """One epoch as batches of rows (dicts), in the order in which training draws them.
 
-    Raises ConfigError for a curriculum, whose order follows from what is learnt.
+    Raises ConfigError for a curriculum, whose order depends on training.
     """
     if args.curriculum != "none":
         raise ConfigError(
@@ -75,7 +75,7 @@ def train_loader(dataset: Any, args: GRPOConfig) -> DataLoader[Any]:
 
 
 def eval_loader(dataset: Any, args: GRPOConfig) -> DataLoader[Any]:
-    """The evaluation's rows in their order, `per_device_eval_batch_size` completions a batch."""
+    """Rows of the evaluation set in order, `per_device_eval_batch_size` completions per batch."""
     group = args.num_generations_eval or args.num_generations
     prompts = max(1, args.per_device_eval_batch_size // group)
     if not hasattr(dataset, "__len__"):

@@ -1,4 +1,4 @@
-"""The policy and its tokenizer as training needs them, from what a user gives."""
+"""Loading of policy and tokenizer for training, from names, folders or objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoadedPolicy:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     processor: Any = None
-    """Of a vision-language model."""
+    """Processor of a vision-language model."""
 
 
 def load_for_training(
@@ -35,11 +35,11 @@ def load_for_training(
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> LoadedPolicy:
-    """Load, adapt, place and prepare the policy: what the trainer trains and the doctor tries.
+    """Load the policy, add adapters, move it to its device and prepare it for training; shared by trainer and doctor.
 
-    `model` and `tokenizer` are names, folders or loaded objects; a tokenizer of None is the one beside the model. Of a processor
-    the images are used if the model reads any. A model
-    that was spread by `device_map` stays where it is. Raises ModelError or ConfigError for what cannot be loaded or trained.
+    `model` and `tokenizer` are names, folders or loaded objects; tokenizer None: the model's own. The image
+    part of a processor is used if the model reads images. A model placed by `device_map` is not moved.
+    Raises ModelError or ConfigError for a model that cannot be loaded or trained.
     """
     init_kwargs = as_dict(args.model_init_kwargs)
     if quantization_config is not None:

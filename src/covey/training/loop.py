@@ -28,7 +28,7 @@ from covey.types import Group, Mean, Prompt
 
 
 def run(parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
-    """Train until `parts.total_steps`, or until the session asks to stop. One turn is one optimizer step, and pauses after it."""
+    """Train until `parts.total_steps`, or until the session asks to stop. Yields after every optimizer step."""
     with collecting_new_garbage_only():
         return (yield from turns(parts, state))
 
@@ -42,7 +42,7 @@ def turns(parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
                 with undone_when_stopped(parts):
                     state = roll_out(parts, state)
             state = turn(parts, state, started)
-        except StopNow:  # the session saves what the last whole step left
+        except StopNow:  # the session saves the state after the last complete step
             break
         except NumericsError as error:
             state = after_spoiled(parts, state, error)
@@ -51,9 +51,9 @@ def turns(parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
 
 
 def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
-    """One optimizer step on the next batch of a rollout, and what follows it; `started`: when its time began to count.
+    """One optimizer step on the next batch of a rollout, with logs and saves; `started`: start time of the step.
 
-    Raises SpoiledError when training must go back.
+    Raises SpoiledError when training must roll back.
     """
     order_ahead(parts, state)
     batch, waiting = state.popped()
@@ -66,7 +66,7 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
     report = report.merged({**state.rollout_metrics, **staleness(parts, batch, state.step)})
     seconds["step"] = time.perf_counter() - started
     report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
-    is_lost = is_left_out(report.events)  # its numbers would make NaN of an adaptive coefficient
+    is_lost = is_left_out(report.events)  # its metrics would make an adaptive coefficient NaN
     controllers = state.controllers if is_lost else parts.algorithm.advance(state.controllers, report)
     state = waiting.advanced(report, controllers, drop_pending=algorithm.has_left(report))
     if parts.average is not None and not is_lost:
@@ -80,7 +80,7 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
 
 
 def roll_out(parts: Parts, state: TrainState) -> TrainState:
-    """Draw, score and judge the completions of the next optimizer steps."""
+    """Sample, score and add advantages to the completions of the next optimizer steps."""
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
     with rewound_on_failure(parts.prompts):
@@ -120,7 +120,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
 def answered(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]) -> list[Group]:
     """The prompts with their scored completions, in their order."""
     sampling, sampler = parts.sampling_for(state.num_rollouts), parts.ensemble or parts.sampler
-    scoring = parts.scorer.begin()  # rewards that stream score a group while others are still being written
+    scoring = parts.scorer.begin()  # streaming rewards score a group while others are decoded
     with timed(seconds, "rollout"):
         groups = draw(parts, sampler, prompts, parts.num_generations, sampling, scoring.add)
     with timed(seconds, "reward"):
@@ -135,7 +135,7 @@ def answered(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds
 def with_rescues(
     parts: Parts, groups: Sequence[Group], sampling: SamplingParams, seconds: dict[str, float]
 ) -> list[Group]:
-    """This process's groups with right answers of the ensemble's rescuers, where the policy failed throughout."""
+    """This process's groups, with correct answers of the ensemble's rescuers where all the policy's failed."""
     with timed(seconds, "rollout"):
         answers = asked_again(parts, groups, sampling)
     with timed(seconds, "reward"):
@@ -149,7 +149,7 @@ def added(scoring: Scoring, groups: Sequence[Group]) -> Scoring:
 
 
 def with_signal_first(groups: Sequence[Group], parts: Parts) -> list[Group]:
-    """As many groups as a rollout has, those whose rewards differ before the others: DAPO's dynamic sampling, bounded.
+    """Groups of a rollout, preferring those with differing rewards: DAPO's dynamic sampling, with a bounded number of draws.
 
     Yu et al. 2025, section 3.2, <https://arxiv.org/abs/2503.14476>.
     """
@@ -165,9 +165,9 @@ def draw(
     sampling: SamplingParams,
     each: Callable[[Group], None],
 ) -> list[Group]:
-    """This process's share of the prompts, answered, in their order however the sampler finished them.
+    """Groups for this process's share of the prompts, in the order of the prompts.
 
-    `each` is told of every group as soon as it is finished.
+    `each` is called with every group as soon as it is finished.
     """
     mine = parts.world.share(prompts)
     place = {prompt.uid: i for i, prompt in enumerate(mine)}
@@ -188,7 +188,7 @@ def with_greedy(parts: Parts, groups: Sequence[Group]) -> list[Group]:
 
 
 def score(parts: Parts, groups: Sequence[Group], scoring: Scoring) -> list[Group]:
-    """Scored groups; a reward that ends the run on one process ends it on all, so that none waits for another."""
+    """Scored groups. A reward error that ends the run on one process ends it on all, so that none hangs."""
     failed: RewardError | None = None
     scored: list[Group] = []
     try:
@@ -202,14 +202,14 @@ def score(parts: Parts, groups: Sequence[Group], scoring: Scoring) -> list[Group
 
 
 def without_columns(group: Group) -> Group:
-    """The group without what only its rewards needed, such as environments, which neither pickles nor checkpoints hold."""
+    """The group without the completions' columns, which only rewards need, such as environments, which cannot be pickled."""
     if not any(one.columns for one in group.completions):
         return group
     return replace(group, completions=tuple(replace(one, columns={}) for one in group.completions))
 
 
 def split(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:
-    """The completions of a rollout in `parts` equal batches, whole groups together wherever the sizes allow it."""
+    """The completions of a rollout in `parts` equal batches, with groups kept whole if the sizes allow it."""
     if parts == 1:
         return [list(groups)]
     order = random.Random(seed).sample(range(len(groups)), len(groups))
@@ -229,7 +229,7 @@ def split(groups: Sequence[Group], parts: int, seed: int) -> list[list[Group]]:
 
 @contextmanager
 def rewound_on_failure(prompts: PromptStream) -> Iterator[None]:
-    """Whatever fails between drawing prompts and judging answers leaves the stream where it was."""
+    """Context that restores the position of the prompt stream after an exception."""
     position = prompts.state_dict()
     try:
         yield
@@ -240,7 +240,7 @@ def rewound_on_failure(prompts: PromptStream) -> Iterator[None]:
 
 @contextmanager
 def undone_when_stopped(parts: Parts) -> Iterator[None]:
-    """A stop signal may leave this work at any token or micro-batch; then it is as if it had not begun."""
+    """Context that a stop signal may abort at any token or micro-batch; its effects are then undone."""
     before = rng.snapshot()
     try:
         with parts.interruption.armed():

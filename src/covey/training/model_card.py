@@ -14,7 +14,7 @@ from covey.evaluation.intervals import Difference, Estimate, mean_of_few, paired
 from covey.runs import evaluations, manifest
 
 _TOLD = 60
-"""Characters of an option's value."""
+"""Most characters shown of an option's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Card:
 
     model_name: str
     base_model: str | None
-    """A name on the hub; None: the model was a folder or was made in the script."""
+    """Name on the hub; None: a local folder or a model created in the script."""
     repo_id: str | None
     dataset_name: str | Sequence[str] | None
     algorithm: str
@@ -39,7 +39,7 @@ class Card:
     license: str | None = None
 
     def text(self) -> str:
-        """The whole card, YAML header included. What the run has not recorded is left out."""
+        """Text of the card, YAML header included. Facts that the run has not recorded are left out."""
         record = manifest.read(self.run_dir / manifest.NAME) or {}
         sections = [
             self._intro(),

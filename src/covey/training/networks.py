@@ -1,4 +1,4 @@
-"""The reference and the critic beside a policy, all split over processes where a run asks for it."""
+"""Policy, reference and critic of a run, sharded over processes if configured."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Networks:
     reference: Reference
     critic: Critic
     max_tokens: int | None
-    """Of one forward pass at the start, measured on the model before it was split."""
+    """Initial token limit of a micro-batch, measured before sharding."""
 
 
 def networks_of(
     algorithm: Algorithm, policy: Policy, world: World, sharding: Sharding | None, max_tokens: int | None
 ) -> Networks:
-    """The policy, what its KL is measured against, and what estimates values.
+    """Policy, reference and critic of an algorithm.
 
-    Copies are taken before the policy is split, for then it cannot be copied. Raises ConfigError where it cannot be split.
+    Copies are made before the policy is sharded, after which it cannot be copied. Raises ConfigError if it cannot be sharded.
     """
     if sharding is None or world.size == 1:
         return Networks(policy, build_reference(algorithm, policy), build_critic(algorithm, policy), max_tokens)
@@ -56,7 +56,7 @@ def networks_of(
 
 
 def refuse_unsplit(algorithm: Algorithm, model: Any, optimizer: Any, rollout_func: Any) -> None:
-    """Raise ConfigError for what does not work with a model that is split, or knows it as it was before."""
+    """Raise ConfigError for options that do not work with a sharded model, or that hold its unsharded parameters."""
     for part in algorithm.regularizers:
         if isinstance(part, (Distill, SFT)):
             name = type(part).__name__.lower()
@@ -77,7 +77,7 @@ def refuse_unsplit(algorithm: Algorithm, model: Any, optimizer: Any, rollout_fun
 
 
 def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Reference:
-    """Reference that the KL is measured against: nothing, a copy of an adapter, or a copy of the model."""
+    """Reference of the KL term: none, a copy of the adapter, or a copy of the model."""
     if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
         return NoReference()
     if has_adapter(policy.model):
@@ -86,7 +86,7 @@ def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = 
 
 
 def build_critic(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Critic:
-    """Critic that estimates values: nothing, a head on the policy's hidden states, or a model of its own."""
+    """Critic of the algorithm: none, a value head on the policy's hidden states, or a separate value model."""
     if algorithm.critic is None:
         return no_critic()
     if getattr(algorithm.critic, "model", "head") == "separate":

@@ -1,4 +1,4 @@
-"""What a run is made of: one object a stage, put together by `build.py` and used by `loop.py`."""
+"""Parts of a run: one object per stage, created by `build.py` and used by `loop.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from covey.training.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Everything the loop calls, and the few numbers that it counts by."""
+    """Objects that the loop calls, and the sizes of a rollout."""
 
     prompts: PromptStream
     sampler: Sampler
@@ -29,32 +29,32 @@ class Parts:
     session: Session
     world: World
     interruption: Interruption
-    """Heard by the sampler and the learner, so that a stop signal need not wait for the end of a step."""
+    """Stop signal of sampler and learner, so that a stop need not wait for the end of a step."""
     sampling: SamplingParams
     prompts_per_rollout: int
     num_generations: int
-    """G, completions a prompt."""
+    """G, completions per prompt."""
     dynamic_sampling: int
-    """Times that further prompts are drawn in place of groups without signal."""
+    """Most further draws of prompts to replace groups without signal."""
     batches_per_rollout: int
-    """Optimizer steps that share one rollout, each on its own part of it."""
+    """Batches per rollout, each for one optimizer step."""
     num_iterations: int
-    """How often each part is used."""
+    """Optimizer steps per batch."""
     total_steps: int
     seed: int
     ensemble: EnsembleSampler | None = None
-    """Draws the groups of training, with members' completions in them. None: the policy draws them alone."""
+    """Sampler of training groups with completions of ensemble members. None: the policy alone."""
     average: WeightAverage | None = None
-    """Averaged weights, which evaluations see and the run ends with. None: the policy's own."""
+    """Averaged weights for evaluation and the end of the run. None: the policy's own."""
     has_rewards: bool = True
-    """False where every completion is right by definition, so that metrics of rewards would say nothing."""
+    """False in supervised fine-tuning, where reward metrics are meaningless."""
     max_staleness: int = 0
-    """Updates that the weights may make between the ordering of a rollout and its first use; asynchronous rollouts only."""
+    """Most optimizer updates between the order of a rollout and its first use; asynchronous rollouts only."""
     pipeline_depth: int = 1
-    """Rollouts that may be ordered ahead."""
+    """Most rollouts ordered ahead."""
 
     def close(self) -> None:
-        """Give back what a run holds only while it goes on."""
+        """Release resources that are needed only during the run."""
         if isinstance(self.sampler, AsynchronousSampler):
             self.sampler.close()
         self.learner.policy.release()
@@ -62,5 +62,5 @@ class Parts:
         self.session.display.close()
 
     def sampling_for(self, rollout: int) -> SamplingParams:
-        """The sampling options of the `rollout`-th generation batch: the same draws on any machine, new ones each time."""
+        """The sampling options of the `rollout`-th generation batch: reproducible on any machine, with a new seed for each batch."""
         return replace(self.sampling, seed=(self.seed * 1_000_003 + rollout) % 2**31)

@@ -1,4 +1,4 @@
-"""The prompts of a rollout: those that come next, without the ones that were set aside."""
+"""The prompts of a rollout: the next of the stream, without excluded ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DRAWS_WITHOUT_A_PROMPT = 100_000
 
 
 def take(prompts: PromptStream, n: int, set_aside: Sequence[str]) -> list[Prompt]:
-    """The next `n` prompts that are not set aside. Raises DataError when none is left."""
+    """The next `n` prompts that are not set aside (excluded after bad numbers). Raises DataError when none is left."""
     if not set_aside:
         return prompts.take(n)
     refused, taken = frozenset(set_aside), list[Prompt]()
@@ -28,5 +28,5 @@ def take(prompts: PromptStream, n: int, set_aside: Sequence[str]) -> list[Prompt
 
 
 def row_of(prompt: Prompt) -> str:
-    """The row of the data set, whichever epoch drew it."""
+    """Key of a prompt's row in the data set, independent of the epoch."""
     return prompt.uid.partition(":")[2] or prompt.uid

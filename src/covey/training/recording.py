@@ -1,4 +1,4 @@
-"""Between a running loop and the disk: what a step leaves in the run folder, what a checkpoint holds, how it comes back."""
+"""Records of a run on disk: metrics and rollouts of a step, contents of a checkpoint, and restoring it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any] | None = None) -> None:
-    """Model (or adapter) and tokenizer as transformers writes them, so that any tool can open the folder.
+    """Write model (or adapter) and tokenizer in transformers' format, readable by any tool.
 
-    `weights` (None: the model's own, as they are now): a copy of its `state_dict`. Raises SpoiledError, and writes nothing, for a
-    model of which a weight is not finite.
+    `weights` (None: the model's current ones): a copy of its `state_dict`. Raises SpoiledError, and writes nothing, if a
+    weight is not finite.
     """
     if weights is None:
         expect_finite_end(model)
@@ -44,7 +44,7 @@ def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any
 
 
 def weights_to_write(model: Any, world: World) -> dict[str, Any] | None:
-    """For `write_model`, of a model that is split: its weights put together, on the main process; else None, the model's own.
+    """Weights for `write_model`: full weights of a sharded model on the main process; else None, the model's own.
 
     Every process must call it.
     """
@@ -55,7 +55,7 @@ def weights_to_write(model: Any, world: World) -> dict[str, Any] | None:
 
 
 def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
-    """Everything beside the weights that an exact resume needs."""
+    """State of an exact resume, except the weights."""
     learner = parts.learner
     return {
         "state": state.to_dict(),
@@ -76,7 +76,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
 
 
 def restore_tree(parts: Parts, folder: Path) -> TrainState:
-    """Put back what `checkpoint_tree` holds, and the weights; returns the state to continue from."""
+    """Restore the state of `checkpoint_tree` and the weights. Returns the state to continue from."""
     is_split = are_split(parts.learner.policy.model)
     tree = put_back(checkpoint.load_state(folder), folder, parts.world, is_split=is_split)
     if not tree:
@@ -116,7 +116,7 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
 
 
 def _split_as_now(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state with the tensors of parameters that are split now split as they are."""
+    """Optimizer state with its tensors sharded like their parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     split = lambda value, like: shard_like(value, like) if isinstance(value, Tensor) else value
     known = {
@@ -127,12 +127,12 @@ def _split_as_now(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _mine(parts: Parts, saved: Sequence[Any]) -> Any:
-    """This process's own entry; that of the last one where there are more processes now."""
+    """This process's entry; the last entry if there are more processes now."""
     return saved[min(parts.world.rank, len(saved) - 1)]
 
 
 def _learned_sizes(parts: Parts) -> dict[str, Any]:
-    """How much fits in this process's memory, as far as it has found out."""
+    """Batch sizes found to fit in this process's memory."""
     sampler = parts.sampler.state_dict() if isinstance(parts.sampler, NativeSampler) else {}
     return {"learner": parts.learner.micro_batcher.state_dict(), "sampler": sampler}
 
@@ -144,7 +144,7 @@ def _restore_sizes(parts: Parts, saved: Mapping[str, Any]) -> None:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """The weights of a checkpoint into a model that is in use, in place."""
+    """Load the weights of a checkpoint into a model in place."""
     if has_adapter(model):
         from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
@@ -162,16 +162,16 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
-    """With `load_best_model_at_end`, the weights of the best evaluation's checkpoint into the model; every process calls it.
+    """With `load_best_model_at_end`, load the weights of the best evaluation's checkpoint. Every process must call it.
 
-    Raises SpoiledError where the weights that the run ends with are not finite.
+    Raises SpoiledError if the final weights are not finite.
     """
     _load_best(model, args, state, world)
     expect_finite_end(model, world)
 
 
 def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None:
-    best = world.broadcast(state.best_model_checkpoint)  # only the main process knows what was saved
+    best = world.broadcast(state.best_model_checkpoint)  # only the main process knows the saved checkpoints
     if not args.load_best_model_at_end:
         return
     if best is not None:
@@ -188,7 +188,7 @@ def _load_best(model: Any, args: Any, state: TrainerState, world: World) -> None
 
 
 def expect_finite_end(model: Any, world: World | None = None) -> None:
-    """Raise SpoiledError unless what would be written of the model is finite; with `world`, on every process together."""
+    """Raise SpoiledError unless the weights to be saved are finite; with `world`, on every process together."""
     fault = weight_fault(saved_weights(model))
     if fault is not None or (world is not None and world.any(fault is not None)):
         raise SpoiledError(
@@ -198,12 +198,12 @@ def expect_finite_end(model: Any, world: World | None = None) -> None:
 
 
 def callback_states(handler: Any) -> dict[str, Any]:
-    """What the callbacks that can be saved remember, by class name (early stopping counts, for one)."""
+    """State of the callbacks that can be saved, by class name (such as the counter of early stopping)."""
     return {type(c).__name__: c.state() for c in handler.callbacks if isinstance(c, ExportableState)}
 
 
 def restore_callbacks(handler: Any, states: Mapping[str, Any]) -> None:
-    """Give the callbacks in use the memory of those that were saved; their own options stay as they were given."""
+    """Restore the saved state of callbacks; their options stay as given now."""
     for callback in handler.callbacks:
         saved = states.get(type(callback).__name__)
         if isinstance(callback, ExportableState) and isinstance(saved, Mapping):
@@ -212,7 +212,7 @@ def restore_callbacks(handler: Any, states: Mapping[str, Any]) -> None:
 
 
 def restore_history(session: Session, folder: Path) -> None:
-    """What transformers' trainer state and the callbacks remembered at a checkpoint, into those in use."""
+    """Restore transformers' trainer state and the callbacks from a checkpoint."""
     saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
     for name in ("epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
         setattr(session.trainer_state, name, getattr(saved, name))
@@ -220,7 +220,7 @@ def restore_history(session: Session, folder: Path) -> None:
 
 
 class Recording:
-    """Where a run is written down; on processes other than the main one `folder` is None and nothing is written."""
+    """Writer of a run's records. On processes other than the main one `folder` is None and nothing is written."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class Recording:
         self.rollout_steps, self.rollout_limit, self.with_images = rollout_steps, rollout_limit, with_images
 
     def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """One line of metrics, the events, and now and then the rollouts themselves."""
+        """Write a step's metrics, events and, every `rollout_log_steps`, its rollouts."""
         if self.folder is None:
             return
         self.folder.append_metrics(report.step, logs, report.seconds)
@@ -256,7 +256,7 @@ class Recording:
         weights: Sequence[float],
         evaluate: Callable[[Callable[[Sequence[Group]], None]], dict[str, float]],
     ) -> dict[str, float]:
-        """What `evaluate(keep)` returns; its metrics and what it gave to `keep` are written down, answer by answer."""
+        """Metrics of `evaluate(keep)`, which are written with all groups passed to `keep`."""
         rows: list[dict[str, Any]] = []
         metrics = evaluate(lambda groups: rows.extend(evaluations.rows_of(groups, self.reward_names, weights)))
         if self.folder is not None:
@@ -264,26 +264,26 @@ class Recording:
         return metrics
 
     def bad_step(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
-        """Keep the batch of a step whose update was left out: `covey.training.recovery.bad_batch` reads it back."""
+        """Save the batch of a skipped update, to be read by `covey.training.recovery.bad_batch`."""
         if self.folder is not None:
             metrics = {name: metric.value for name, metric in report.metrics.items()}
             said = [event.said for event in report.events]
             self.folder.write_bad_step(step, {"groups": list(groups), "step": step, "said": said, "metrics": metrics})
 
     def rewind(self, step: int, event: Event) -> None:
-        """Back to a step: later metrics, rollouts and checkpoints go out of the way; the events stay, and this one follows."""
+        """Roll the records back to `step`: later metrics, rollouts and checkpoints are moved away; events stay, `event` is added."""
         if self.folder is not None:
             self.folder.rewind(step, keep_events=True)
             self.folder.append_events(step, [event])
 
     def reward_failed(self, step: int, error: RewardError) -> None:
-        """Keep the events of a reward that ends the run, and name their place in the error."""
+        """Save the events of a reward error that ends the run, and name their file in the error."""
         if self.folder is not None and error.events:
             self.folder.append_events(step, error.events)
             error.args = (f"{error} The tracebacks are in {self.folder.path / 'events.jsonl'}.",)
 
     def event(self, step: int, event: Event) -> None:
-        """Something that happened around a step rather than in it."""
+        """Write an event outside of a step."""
         if self.folder is not None:
             self.folder.append_events(step, [event])
 

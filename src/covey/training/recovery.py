@@ -1,4 +1,4 @@
-"""What follows a step whose numbers went bad: its batch is kept for study, and the run goes back to a good checkpoint."""
+"""Recovery from NaN, infinities and spikes: the batch is saved for study, and the run rolls back to a good checkpoint."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: StepReport) -> TrainState:
-    """The state to go on from: the same one, or an earlier checkpoint's where the guard or an alert asks for it.
+    """State to continue from: the current one, or an earlier checkpoint's if the guard or an alert requests a rollback.
 
-    A batch whose update was left out is written to `bad_steps/`. Raises NumericsError where the run must stop.
+    The batch of a skipped update is written to `bad_steps/`. Raises NumericsError if the run must stop.
     """
     if is_left_out(report.events):
         parts.session.recorder.bad_step(report.step, batch, report)
@@ -41,10 +41,10 @@ def after_step(parts: Parts, state: TrainState, batch: Sequence[Group], report: 
 
 
 def after_spoiled(parts: Parts, state: TrainState, error: NumericsError) -> TrainState:
-    """The state of the newest good checkpoint, where weights hold NaN: no update that is left out mends those.
+    """State of the newest good checkpoint, after weights became NaN, which skipping updates cannot repair.
 
-    Raises SpoiledError with `on_bad_numbers='stop'`, after `roll_backs_limit` returns, and where there is no checkpoint; and
-    `error` itself where the weights are finite.
+    Raises SpoiledError with `on_bad_numbers='stop'`, after `roll_backs_limit` rollbacks, and without a checkpoint; raises
+    `error` itself if the weights are finite.
     """
     if not isinstance(error, SpoiledError):
         fault = weight_fault(saved_weights(parts.learner.policy.model))
@@ -65,7 +65,7 @@ def after_spoiled(parts: Parts, state: TrainState, error: NumericsError) -> Trai
 
 
 def expect_sound_end(parts: Parts, state: TrainState) -> None:
-    """Raise SpoiledError on every process unless the weights that a run ends with are finite."""
+    """Raise SpoiledError on every process unless the final weights of a run are finite."""
     fault = weight_fault(saved_weights(parts.learner.policy.model))
     expect_sound(fault, f"after step {state.step}", anywhere=parts.world.any(fault is not None))
 
@@ -79,11 +79,11 @@ def roll_back(
     set_aside: Iterable[Prompt] = (),
     before: int | None = None,
 ) -> TrainState:
-    """Back to the newest verified checkpoint of this run that is older than the trouble; the state to go on from.
+    """Roll back to the newest verified checkpoint of this run from before the bad steps. Returns the state to continue from.
 
-    Everything returns as on a resume: weights, optimizer, data, random generators, logs. `learning_rate` (None:
+    Everything is restored as on a resume: weights, optimizer, data, random generators, logs. `learning_rate` (None:
     the run's `roll_back_learning_rate`) then multiplies the learning rate and its schedule; the prompts of `set_aside` are not
-    drawn again. `before`: the checkpoint must be of an earlier step (None: older than the updates left out in a row just now).
+    drawn again. `before`: the checkpoint must be of an earlier step (None: older than the last consecutive skipped updates).
     Raises NumericsError when there is no such checkpoint. Every process must call it.
     """
     guard, session = parts.learner.guard, parts.session
@@ -116,11 +116,11 @@ def roll_back(
 
 
 def newest_good(run_dir: Path, last: int, roll_backs: int = 0) -> Path | None:
-    """The newest checkpoint of step `last` or before of which every byte is right and that holds a state to resume from.
+    """The newest checkpoint up to step `last` with correct checksums and a state to resume from.
 
-    One from before the run's last return (it has had `roll_backs`) was gone back to already, and trouble came again before another
-    was saved: it may hold the trouble, as the update that makes a ratio explode is the one before. So the next older one is
-    taken, where there is one.
+    A checkpoint from before the run's last rollback (of `roll_backs`) was used already, and bad numbers came again before another
+    was saved. It may contain the cause, because a ratio explodes after the update that caused it. So the next older one is
+    used, if there is one.
     """
     tried = None
     for path in reversed(checkpoint.checkpoints(run_dir)):
@@ -133,7 +133,7 @@ def newest_good(run_dir: Path, last: int, roll_backs: int = 0) -> Path | None:
 
 
 def lower_learning_rate(learner: Learner, factor: float) -> None:
-    """Multiply the learning rate of every parameter group now, and of every step that the schedule has still to give."""
+    """Multiply the learning rate of every parameter group now, and of all later steps of the schedule."""
     for group in learner.optimizer.param_groups:
         group["lr"] *= factor
         if "initial_lr" in group:
@@ -145,7 +145,7 @@ def lower_learning_rate(learner: Learner, factor: float) -> None:
 
 
 def bad_batch(folder: Path) -> tuple[list[Group], dict[str, Any]]:
-    """The groups of a step that was left out, exactly as they were, and what was said of it. `folder`: `bad_steps/step-N`."""
+    """Groups of a skipped step, bitwise equal, and its record. `folder`: `bad_steps/step-N`."""
     tree = serialization.read(folder / "batch")
     if not isinstance(tree, dict) or "groups" not in tree:
         raise CheckpointError(

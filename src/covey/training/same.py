@@ -1,4 +1,4 @@
-"""Inputs that every process of a run must have alike, in a form that can be compared before a model is loaded."""
+"""Inputs that must be equal on every process of a run, in a form that is compared before a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SECRET = ("hub_token", "alert_webhook")
 _OWN = frozenset(
     ("output_dir", "run_name", "disable_tqdm", "report_to", "log_level", "log_level_replica", "use_cpu", *_SECRET)
 )
-"""Options that may differ: the main process's count, or they concern what a process says."""
+"""Options that may differ: the main process's value is used, or they affect only a process's output."""
 _ROWS = 16
 
 
 def told_options(args: GRPOConfig) -> dict[str, str]:
-    """Every option that changes what a run does, as text; objects and functions, which have no text of their own, are left out."""
+    """Options that affect training, as text, without objects and functions, which have no stable text."""
     found = {name: getattr(args, name) for name in sorted(HONOURED - _OWN)}
     return {name: str(getattr(value, "value", value)) for name, value in found.items() if _is_plain(value)}
 
 
 def told_data(dataset: Any, model: Any) -> dict[str, str]:
-    """The rows of the data set, a digest of some of its prompts, and the model's name. A stream has no rows to look at."""
+    """Number of rows of the data set, a digest of some of its prompts, and the model's name; for a stream the name only."""
     found = {"as model": str(model)} if isinstance(model, str) else {}
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return found

@@ -1,4 +1,4 @@
-"""Options of sampling to what a sampler takes."""
+"""Sampling options of a run as arguments of a sampler."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 _WITHOUT_EFFECT = frozenset(
     {"use_cache", "cache_implementation", "pad_token_id", "bos_token_id", "return_dict_in_generate"}
 )
-"""Arguments of `generate` that change no completion."""
+"""Arguments of `generate` that affect no completion."""
 
 
 def as_dict(option: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A dict option as GRPOConfig leaves it: text has become a dict by then."""
+    """A dict option, typed as a dict: GRPOConfig has parsed text already."""
     return dict(option) if isinstance(option, dict) else {}
 
 
 def sampling_params(args: GRPOConfig) -> SamplingParams:
-    """The sampling options by name; `generation_kwargs` win. Raises ConfigError for a name that nobody knows."""
+    """Sampling parameters from the options; `generation_kwargs` take precedence. Raises ConfigError for an unknown name."""
     options = {
         "max_tokens": args.max_completion_length,
         "temperature": args.temperature,
@@ -40,12 +40,12 @@ def sampling_params(args: GRPOConfig) -> SamplingParams:
 
 
 def generate_options(args: GRPOConfig) -> dict[str, Any]:
-    """`generation_kwargs` that only transformers' `generate` knows, such as `num_beams`."""
+    """`generation_kwargs` that only transformers' `generate` supports, such as `num_beams`."""
     return _split(args)[1]
 
 
 def _split(args: GRPOConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`generation_kwargs` by who takes them: every sampler, or `generate` alone."""
+    """`generation_kwargs` split into those of every sampler and those of `generate` alone."""
     extra = as_dict(args.generation_kwargs)
     if "max_new_tokens" in extra:
         extra["max_tokens"] = extra.pop("max_new_tokens")
@@ -77,7 +77,7 @@ def _refuse_unknown(others: Mapping[str, Any], known: set[str], args: GRPOConfig
 
 
 def sampler_options(args: GRPOConfig, world: World) -> dict[str, Any]:
-    """The sampler and what it is made with, where anything but its own choice is wanted."""
+    """Arguments of `choose_sampler` that differ from its defaults."""
     if others := generate_options(args):
         logger.warning(
             "generation_kwargs has %s: completions are drawn by transformers' generate, which takes longer and gives no "
@@ -104,7 +104,7 @@ def sampler_options(args: GRPOConfig, world: World) -> dict[str, Any]:
 
 
 def _dtype(args: GRPOConfig, world: World) -> str:
-    """Type that the sampler computes in: the learner's, but not float16 on a CPU, which is slow there."""
+    """Compute dtype of the sampler: the learner's, but not float16 on a CPU, which is slow there."""
     if args.rollout_dtype != "auto":
         return args.rollout_dtype
     if args.bf16:

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: the run stands still while memory is copied, and the disk is written beside the steps that follow."""
+"""Asynchronous checkpointing: a run pauses for a copy in memory; the disk is written in the background."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from covey.types import Alert, Event
 logger = logging.getLogger(__name__)
 
 _LOUD_AFTER = 3
-"""Saves in a row that failed before it is an alert."""
+"""Consecutive failed saves before an alert."""
 
 
 @dataclass(eq=False)
 class Saver:
     """Saves the checkpoints of a run, one at a time.
 
-    A disk that refuses is told once, in a sentence and in `events.jsonl`; training goes on with the earlier checkpoints
-    intact, and the next save tries again. Anything else that fails in the background is raised at the next look.
+    A disk error is reported once, as a warning and in `events.jsonl`; training goes on with the earlier checkpoints
+    intact, and the next save tries again. Other errors in the background are raised at the next `poll`.
     """
 
     args: Any
@@ -46,22 +46,22 @@ class Saver:
     """transformers.trainer_callback.CallbackHandler"""
     trainer_state: TrainerState
     when_written: Callable[[Path, int], None] = lambda path, step: None
-    """Told of each checkpoint that is whole on the disk, and its step, before another is begun."""
+    """Callback for each complete checkpoint (path, step), before another is started."""
     background: Background[Path] = field(default_factory=Background)
     watch: FrozenWeightsCheck | None = None
-    """Set at the first look, before the first step."""
+    """Frozen-weights check, set before the first step."""
     has_told_tight: bool = False
     writing: int = 0
-    """The step of the checkpoint that is being written, or was last."""
+    """Step of the current or last checkpoint."""
     drawn: Mapping[str, Any] = field(default_factory=dict)
-    """Where the prompts stood in that checkpoint."""
+    """Position of the prompt stream in that checkpoint."""
     failed: int = 0
-    """Saves in a row that the disk refused."""
+    """Consecutive saves that failed with a disk error."""
 
     def save(self, parts: Parts, state: TrainState) -> None:
-        """Save the run as it is now. Every process must call it; the main one writes.
+        """Save the current state of the run. Every process must call it; the main one writes.
 
-        Raises SpoiledError on all of them, and writes nothing, when a weight or other state holds NaN or infinity.
+        Raises SpoiledError on all of them, and writes nothing, if a weight or other state is not finite.
         """
         tree = {} if self.args.save_only_model else checkpoint_tree(parts, state)
         names = parameter_names(self.model, parts.learner.optimizer)
@@ -88,9 +88,9 @@ class Saver:
         self.writing, self.drawn = step, tree.get("prompts", {})
 
     def _save_split(self, parts: Parts, step: int, tree: dict[str, Any], weights: dict[str, Any]) -> None:
-        """Save a run whose model is split: each process writes its part of the state into the folder that the main one stages.
+        """Save a run with a sharded model: each process writes its shards into the folder that the main one stages.
 
-        All wait for the disk, and must see the folder. `weights` are the main process's.
+        All processes wait for the disk, and must see the folder. `weights`: full weights on the main process.
         """
         world = parts.world
         tree, split = taken_out(tree)
@@ -116,7 +116,7 @@ class Saver:
                 world.broadcast("")
 
     def _is_tight(self, tree: dict[str, Any]) -> bool:
-        """Whether a copy could take the host's last memory. Said once."""
+        """True if a copy might exhaust host memory; warns once."""
         size, free = bytes_to_copy(self.model, tree), free_memory()
         if free is None or size < 0.8 * free:
             return False
@@ -131,7 +131,7 @@ class Saver:
         return True
 
     def poll(self, parts: Parts) -> None:
-        """Take note of a write that has ended, without waiting for one that has not."""
+        """Handle the result of a finished write, without waiting."""
         if parts.world.is_main:
             self._watch(parts)
             if not self.background.is_busy:
@@ -144,11 +144,11 @@ class Saver:
         return self.watch
 
     def finish(self, parts: Parts) -> None:
-        """Wait until nothing is being written."""
+        """Wait for the current write."""
         self._ended(parts, self.background.finish)
 
     def _ended(self, parts: Parts, write: Callable[[], Path | None]) -> None:
-        """Take note of what a write comes to."""
+        """Handle the result of a write."""
         try:
             path = write()
         except StorageError as error:
@@ -163,7 +163,7 @@ class Saver:
             self.trainer_state.best_model_checkpoint = str(path)
 
     def _refused(self, parts: Parts, error: StorageError) -> None:
-        """Tell of a save that the disk refused; of several in a row louder. Raises it again at `save_error_limit`."""
+        """Report a disk error of a save, as an alert after several in a row. Raises it again at `save_error_limit`."""
         self.failed += 1
         logger.error("%s Training goes on; the next save tries again.", error)
         parts.session.recorder.event(self.writing, Event(kind="save_failed", said=str(error)))
@@ -196,7 +196,7 @@ class Saver:
         weights: dict[str, Any] | None = None,
         more: Callable[[Path], None] = lambda folder: None,
     ) -> Callable[[], Path]:
-        """Writer of the checkpoint of this moment: from copies where training goes on meanwhile, and `more` beside it."""
+        """Function that writes the current checkpoint (from copies if training goes on meanwhile) and `more`."""
         best, run_dir = self.trainer_state.best_global_step, Path(str(self.args.output_dir))
         told = replace(self.trainer_state, log_history=list(self.trainer_state.log_history))
         told.stateful_callbacks = copy.deepcopy(told.stateful_callbacks)

@@ -1,4 +1,4 @@
-"""What happens around a step: callbacks, logs, evaluation, checkpoints. The loop calls `record`; the rest follows."""
+"""Session: callbacks, logs, evaluation and checkpoints around the steps of the loop, which calls `record`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
-    """Where a run is written down: the run folder on the main process, nothing on the others."""
+    """Writer of a run's records: the run folder on the main process, nothing on the others."""
 
     def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None: ...
 
@@ -39,7 +39,7 @@ class Recorder(Protocol):
 
 
 class Display(Protocol):
-    """What the person in front of the terminal sees."""
+    """Progress output in the terminal."""
 
     def update(self, report: StepReport, total_steps: int) -> None: ...
 
@@ -55,7 +55,7 @@ class StopSignal(Protocol):
 
 @dataclass(eq=False)
 class Session:
-    """transformers' callback protocol around Covey's loop. Holds no numbers of the mathematics."""
+    """transformers' callback protocol around Covey's loop. Holds no state of the algorithm."""
 
     args: Any
     handler: Any
@@ -69,34 +69,34 @@ class Session:
     save: Callable[[TrainState], None]
     steps_per_epoch: float
     monitor: Monitor = field(default_factory=Monitor)
-    """Sees every step and says what is wrong; by itself it watches nothing."""
+    """Monitor with the alerts of the run; the default has none."""
     lower_learning_rate: Callable[[float], None] = lambda factor: None
-    """Multiplies the learning rate of now and of every step to come."""
+    """Multiplies the learning rate of the current and all later steps."""
     show_completions: Callable[[int, Sequence[Group]], None] = lambda step, groups: None
-    """At each log; shows nothing unless it was asked for."""
+    """Prints completions at each log; the default prints nothing."""
     look_at_saving: Callable[[], None] = lambda: None
-    """Tells of a checkpoint whose writing has ended or failed, without waiting for one."""
+    """Handles the result of a finished checkpoint write, without waiting."""
     finish_saving: Callable[[], None] = lambda: None
-    """Waits until no checkpoint is being written any more."""
+    """Waits for the current checkpoint write."""
     finish_uploads: Callable[[], None] = lambda: None
-    """Waits until no upload to the hub goes on any more."""
+    """Waits for uploads to the hub."""
     announce: Callable[[dict[str, float]], None] | None = None
-    """Where logs go first, such as a trainer's `log`, which hands them on to this session's; None: there at once."""
+    """First receiver of logs, such as a trainer's `log`, which calls this session's `log`; None: this session's `log`."""
     agree: Callable[[bool], bool] = lambda flag: flag
-    """True on every process once it is True on one: a signal reaches processes at different moments, or only some."""
+    """Logical or over processes: a signal reaches processes at different moments, or only some."""
     is_asked_to_stop: bool = False
-    """Whether a signal had reached any process by the end of the last step."""
+    """True if a signal had reached any process by the end of the last step."""
     is_told_to_stop: bool = False
-    """Whether an alert on this process ends the run after this step."""
+    """True if an alert on this process ends the run after this step."""
     roll_back_because: str | None = None
-    """Why the run should go back to a checkpoint after this step; None: it should not."""
+    """Reason for a rollback to a checkpoint after this step; None: no rollback."""
     window: dict[str, Metric] = field(default_factory=dict)
     """Metrics since the last log."""
     window_seconds: list[float] = field(default_factory=list)
     total_loss: float = 0.0
     last_saved: int = -1
     latest: TrainState = field(default_factory=TrainState)
-    """After the last whole step: what a checkpoint in an emergency holds."""
+    """State after the last complete step, for an emergency checkpoint."""
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -104,15 +104,15 @@ class Session:
         return bool(self.is_asked_to_stop or self.control.should_training_stop)
 
     def ask_roll_back(self, why: str) -> None:
-        """For callbacks and alerts: after this step, go back to the newest good checkpoint with a lower learning rate."""
+        """Request a rollback after this step to the newest good checkpoint, with a lower learning rate; for callbacks and alerts."""
         self.roll_back_because = why
 
     def resume_from(self, state: TrainState) -> None:
-        """Go on from here, in the middle of a run: a checkpoint that was just restored."""
+        """Continue a running session from a checkpoint that was just restored."""
         self.latest = state
         self.last_saved = state.step
         if self.trainer_state.global_step >= self.trainer_state.max_steps:
-            self.control.should_training_stop = False  # it was the last step, and is no more
+            self.control.should_training_stop = False  # set at the last step, which is to be repeated
         self.trainer_state.global_step = state.step
         self.trainer_state.num_input_tokens_seen = state.num_tokens
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
@@ -121,7 +121,7 @@ class Session:
             self._call("on_step_begin")
 
     def begin(self, state: TrainState) -> None:
-        """Before the first step: `on_train_begin`, and the evaluation at the start where one is asked for."""
+        """Start of training: `on_train_begin`, and an initial evaluation if configured."""
         self.look_at_saving()
         self.latest = state
         self.trainer_state.global_step = state.step
@@ -129,13 +129,13 @@ class Session:
         self._call("on_train_begin")
         self._call("on_epoch_begin")
         is_best = self.args.eval_on_start and state.step == 0 and self._evaluate()
-        if is_best and self.args.save_strategy == "best":  # training may make it worse, and the run ends with the best
+        if is_best and self.args.save_strategy == "best":  # the untrained model may turn out to be the best
             self._save(state)
         self._hear_signals()
         self._call("on_step_begin")
 
     def record(self, state: TrainState, groups: Sequence[Group], report: StepReport) -> None:
-        """After a step: what it did goes to the run folder, the screen, the callbacks; then evaluate and save when due."""
+        """End of a step: write its records, update the display, call the callbacks, then evaluate and save when due."""
         self.look_at_saving()
         report = self.monitor.with_update(report)
         epoch_before = math.floor((state.step - 1) / self.steps_per_epoch + 1e-9)
@@ -162,7 +162,7 @@ class Session:
             self._call("on_step_begin")
 
     def end(self, state: TrainState) -> dict[str, float]:
-        """After the last step: a checkpoint if the run was interrupted, `on_train_end`, and the run's summary."""
+        """End of training: a checkpoint if the run was interrupted, and `on_train_end`. Returns the run's summary."""
         try:
             return self._end(state)
         except BaseException as error:
@@ -182,7 +182,7 @@ class Session:
             "total_flos": 0.0,
             "train_loss": self.total_loss / max(state.step, 1),
         }
-        summary |= self._window(state)  # what was not logged yet, as when a run is shorter than `logging_steps`
+        summary |= self._window(state)  # metrics not logged yet, if a run is shorter than `logging_steps`
         self._announce(summary)
         self.finish_uploads()
         self._call("on_train_end")
@@ -191,14 +191,14 @@ class Session:
         return summary
 
     def save_after_error(self) -> None:
-        """A checkpoint of the last whole step, where an error ends the run; none of state that is not finite."""
+        """Save a checkpoint of the last complete step after an error, unless its state is not finite."""
         try:
             self.save(self.latest)
         except SpoiledError as spoiled:
             logger.error("%s", spoiled)
 
     def fail(self, error: BaseException) -> None:
-        """An error ends the run: what is being written is finished, and `run.json` says so."""
+        """End the run after an error: finish pending writes, and record the error in `run.json`."""
         if isinstance(error, RewardError):
             self.recorder.reward_failed(self.latest.step, error)
         try:
@@ -208,12 +208,12 @@ class Session:
             self.recorder.close("failed")
 
     def samples_seen(self, state: TrainState) -> float:
-        """Completions trained on."""
+        """Number of completions trained on."""
         per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return float(state.step * per_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next log entry is still collecting."""
+        """Metrics collected for the next log entry."""
         window = {"window": dict(self.window), "seconds": list(self.window_seconds), "total_loss": self.total_loss}
         return {**window, "monitor": self.monitor.state_dict()}
 
@@ -224,7 +224,7 @@ class Session:
             self.monitor.load_state_dict(state["monitor"])
 
     def log(self, logs: Mapping[str, float]) -> None:
-        """Add an entry to `log_history` and hand it to the trackers."""
+        """Add an entry to `log_history` and pass it to the trackers."""
         entry = dict(logs)
         if self.trainer_state.epoch is not None:
             entry["epoch"] = round(self.trainer_state.epoch, 6)
@@ -235,7 +235,7 @@ class Session:
         self.is_asked_to_stop = self.agree(self.stop.requested or self.is_told_to_stop)
 
     def _heed(self, alerts: Sequence[Alert], state: TrainState) -> None:
-        """Do what the run's options attach to these alerts. Times differ between processes, so they agree first."""
+        """Run the configured actions of these alerts, after agreement between processes, whose timings differ."""
         wanted = {self.monitor.action_for(alert): alert for alert in alerts}
         said = {action: f"{alert.rule} at step {state.step}: {alert.said}." for action, alert in wanted.items()}
         has_roll_backs = state.roll_backs < self.args.roll_backs_limit
@@ -252,7 +252,7 @@ class Session:
             told = Event(kind="learning_rate_lowered", said=f"The learning rate is multiplied by {factor:g}: {why}")
             self.recorder.event(state.step, told)
 
-    # -- what the callbacks asked for -------------------------------------------------------------------------------
+    # -- requests of the callbacks ----------------------------------------------------------------------------------
 
     def _follow(self, state: TrainState, groups: Sequence[Group]) -> None:
         if self.control.should_log:
@@ -270,7 +270,7 @@ class Session:
         (self.announce or self.log)(logs)
 
     def _window(self, state: TrainState) -> dict[str, float]:
-        """The metrics of the steps since the last log, which begin anew; empty without such a step."""
+        """Metrics of the steps since the last log, and reset them; empty without such a step."""
         if not self.window_seconds:
             return {}
         logs = plain(self.window)
@@ -284,7 +284,7 @@ class Session:
         return logs
 
     def _evaluate(self) -> bool:
-        """Evaluate now. Returns whether it is the best so far."""
+        """Evaluate now. Returns True if the result is the best so far."""
         metrics = self.evaluate()
         self.display.show(evaluation_line(self.trainer_state.global_step, metrics))
         self.monitor.evaluated(metrics)

@@ -1,4 +1,4 @@
-"""Everything of a run that must survive kill -9, apart from the weights and the optimizer, which keep their own state."""
+"""State of a run that must survive a kill, except weights and optimizer, which have a state_dict of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.types import Group, Metric, StepReport, merge_metrics
 
 
 class Stateful(Protocol):
-    """Whatever has memory and is big: its own `state_dict` goes into the checkpoint."""
+    """Object with a `state_dict` of its own in the checkpoint."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -20,24 +20,24 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Where a run stands. A turn of the loop takes one and returns the next; nothing else remembers."""
+    """Position and counters of a run. Each step of the loop takes one and returns the next."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     pending: tuple[tuple[Group, ...], ...] = ()
-    """Batches already rolled out and scored that still wait for their optimizer step, next one first."""
+    """Sampled and scored batches that wait for their optimizer step, next one first."""
     num_tokens: int = 0
     """Prompt and completion tokens trained on so far."""
     num_rollouts: int = 0
-    """Generation batches so far."""
+    """Number of generation batches so far."""
     controllers: Mapping[str, float] = field(default_factory=dict)
     """Value of each adaptive coefficient."""
     bad_steps: int = 0
-    """Steps in a row whose update was left out for its numbers."""
+    """Consecutive steps whose update was skipped for bad numbers."""
     roll_backs: int = 0
-    """Times that the run went back to a checkpoint."""
+    """Number of rollbacks to a checkpoint."""
     set_aside: tuple[str, ...] = ()
-    """Prompts that led to bad numbers and are not drawn again, by the row of the data set."""
+    """Excluded prompts, which led to bad numbers, by the row of the data set."""
     rollout_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics of the generation batch that the next report carries."""
     rollout_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class TrainState:
         metrics: Mapping[str, Metric],
         seconds: Mapping[str, float],
     ) -> TrainState:
-        """With the batches of a new rollout waiting."""
+        """The state with the batches of a new rollout queued."""
         return replace(
             self,
             pending=(*self.pending, *(tuple(batch) for batch in batches)),
@@ -64,7 +64,7 @@ class TrainState:
     def advanced(
         self, report: StepReport, controllers: Mapping[str, float], *, drop_pending: bool = False
     ) -> TrainState:
-        """One optimizer step later. `drop_pending` leaves the rest of this rollout unused (target-KL early stop)."""
+        """The state after an optimizer step. `drop_pending` discards the rest of this rollout (target-KL early stop)."""
         tokens = report["num_tokens"]
         return replace(
             self,
@@ -78,5 +78,5 @@ class TrainState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Field by field, for the checkpoint."""
+        """Fields as a dict, for the checkpoint."""
         return {item.name: getattr(self, item.name) for item in fields(self)}

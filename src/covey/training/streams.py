@@ -1,4 +1,4 @@
-"""Data sets without length: what training and evaluation need to know before they begin."""
+"""Streaming data sets: checks and conversion before training and evaluation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from covey.config import GRPOConfig
 from covey.errors import ConfigError, DataError
 
 _MOST_ROWS = 100_000
-"""Rows of a streamed evaluation set; a longer one, or one without end, is refused."""
+"""Most rows of a streamed evaluation set; a longer or infinite one is refused."""
 
 
 def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
-    """Raise where there is nothing to train on or evaluate, or where a stream would be trained on without end."""
+    """Raise ConfigError or DataError without data to train on or evaluate, or for training on a stream without an end."""
     if train_dataset is None and eval_dataset is None:
         raise DataError("train_dataset is missing; give a data set with a column 'prompt', or an environment_factory.")
     if isinstance(train_dataset, IterableDataset) and not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
@@ -23,7 +23,7 @@ def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> N
 
 
 def finite(dataset: Any) -> Any:
-    """The evaluation set with a length: one pass over a stream, held in memory. DataError for one that is too long or empty."""
+    """The evaluation set with a length: one pass over a stream, held in memory. Raises DataError if it is too long or empty."""
     if hasattr(dataset, "__len__"):
         return dataset
     rows = list(itertools.islice(iter(dataset), _MOST_ROWS + 1))

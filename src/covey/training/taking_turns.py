@@ -1,4 +1,4 @@
-"""Several runs in one process, a step of each in turn: what a run reads and changes of the process is its own meanwhile."""
+"""Several runs in one process, interleaved step by step; process-wide state is saved and restored for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def to_the_end(turns: Generator[Any, None, T]) -> T:
-    """Every turn, one after another. Returns what the generator returns."""
+    """Exhaust a generator. Returns its return value."""
     while True:
         try:
             next(turns)
@@ -22,7 +22,7 @@ def to_the_end(turns: Generator[Any, None, T]) -> T:
 
 
 class TakesTurns:
-    """The trainer's `train`, which is all of its turns."""
+    """Mixin with `train`, which runs the generator `turns` to its end."""
 
     turns: Callable[..., Generator[None, None, lean.TrainOutput]]
 
@@ -30,14 +30,14 @@ class TakesTurns:
         """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
 
         `resume_from_checkpoint`: True for the newest verified checkpoint in `output_dir`, or a path. Returns
-        transformers' TrainOutput. A reward that failed too often, or numbers that went bad, raise after a checkpoint.
+        transformers' TrainOutput. A reward that fails too often, or bad numbers, raise an error after a checkpoint.
         After a stop signal the checkpoint is saved and KeyboardInterrupt (Ctrl-C) or SystemExit(75) is raised.
         """
         return to_the_end(self.turns(resume_from_checkpoint))
 
 
 class Member(Generic[T]):
-    """One of several runs: its next turn, and between turns its random generators and its stdout and stderr."""
+    """One of several interleaved runs, with its own random generators, stdout and stderr."""
 
     def __init__(self, name: str, turns: Generator[None, None, T]) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Member(Generic[T]):
         self._streams: tuple[Any, Any] | None = None
 
     def turn(self) -> None:
-        """Go on until the next pause or the end. An error ends this run, and is kept in `error`."""
+        """Run until the next pause or the end. An error ends this run, and is kept in `error`."""
         outer = sys.stdout, sys.stderr
         if self._random is not None:
             rng.restore(self._random)
@@ -58,7 +58,7 @@ class Member(Generic[T]):
             next(self.turns)
         except StopIteration as ended:
             self.result, self.has_ended = ended.value, True
-        except Exception as error:  # noqa: BLE001 - kept, and raised or told when the others have ended
+        except Exception as error:  # noqa: BLE001 - kept, and raised or reported when the others have ended
             self.error, self.has_ended = error, True
         finally:
             self._random, self._streams = rng.snapshot(), (sys.stdout, sys.stderr)
@@ -66,9 +66,9 @@ class Member(Generic[T]):
 
 
 def take_turns(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:
-    """A turn of each member, again and again, until all have ended; `ended` is told of each.
+    """Run one step of each member in turn until all have ended; `ended` is called with each.
 
-    The generators of the process are left as they were found. What ends the process (KeyboardInterrupt) closes all members.
+    The random generators of the process are restored. An exception that ends the process (KeyboardInterrupt) closes all members.
     """
     before = rng.snapshot()
     running = list(members)
@@ -86,7 +86,7 @@ def take_turns(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] 
 
 
 class Labelled:
-    """A text stream that begins each line with the name of a run; never a terminal, whose line only one could redraw."""
+    """A text stream that begins each line with the name of a run; never a terminal, so that no progress bar is redrawn."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self._stream, self._name = stream, name

@@ -34,9 +34,9 @@ def build_teacher(
     *,
     trust_remote_code: bool = False,
 ) -> Teacher | None:
-    """The teacher of the algorithm's distillation; None where it has none.
+    """The teacher of the algorithm's distillation; None without a distillation term.
 
-    Raises ConfigError for two of them, or for a teacher of another vocabulary; ModelError for one that cannot be loaded.
+    Raises ConfigError for two distillation terms or another vocabulary, ModelError for a teacher that cannot be loaded.
     """
     parts = [part for part in algorithm.regularizers if isinstance(part, Distill)]
     if not parts:
@@ -64,12 +64,12 @@ def build_teacher(
 
 
 def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trust_remote_code: bool = False) -> None:
-    """ConfigError unless each token of the policy has the same id at the teacher."""
+    """Raise ConfigError unless each token of the policy has the same id in the teacher's vocabulary."""
     name = str(getattr(teacher.config, "_name_or_path", "") or type(teacher).__name__)
     fix = "give a teacher with the policy's tokenizer, or one of the same family"
     try:
         theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code).get_vocab()
-    except ModelError:  # a model made in memory brings no tokenizer
+    except ModelError:  # a model created in memory has no tokenizer
         sizes = [one.get_input_embeddings().num_embeddings for one in (teacher, policy.model)]
         if sizes[0] != sizes[1]:
             raise ConfigError(f"The teacher {name} knows {sizes[0]} tokens and the policy {sizes[1]}; {fix}.") from None
@@ -85,7 +85,7 @@ def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trus
 
 
 def hints_of(group: Group, feedback: str) -> list[str | None]:
-    """Feedback that the teacher reads for each completion: the group's best one, a column that a reward added, or the data set's."""
+    """The teacher's feedback on each completion: the group's best completion, a column of a reward, or one of the data set."""
     if feedback == "best":
         return _best_of(group)
     if feedback in group.extras:
@@ -99,7 +99,7 @@ def hints_of(group: Group, feedback: str) -> list[str | None]:
 
 
 def _best_of(group: Group) -> list[str | None]:
-    """The text of the completion of most reward, for those that earned less."""
+    """Text of the completion with the highest reward, for completions with less; None for the others."""
     if group.totals is None or bool(group.totals.isnan().all()):
         return [None] * group.size
     totals = [float("-inf") if one != one else one for one in group.totals.tolist()]
@@ -108,7 +108,7 @@ def _best_of(group: Group) -> list[str | None]:
 
 
 def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids of the prompt with the hint after it, or after its last message of the user."""
+    """Token ids of the prompt with the hint appended to it, or to its last user message."""
     told = template.replace("{feedback}", hint)
     if prompt.messages is None:
         return tuple(tokenizer(text=f"{prompt.text or ''}{told}")["input_ids"])
@@ -125,7 +125,7 @@ def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options:
 def build_supervised(
     algorithm: Algorithm, policy: Policy, tokenizer: Any, eos_ids: Sequence[int], template: Mapping[str, Any], seed: int
 ) -> Supervised | None:
-    """The examples of the algorithm's supervised term; None where it has none. ConfigError for two of them."""
+    """The examples of the algorithm's supervised term; None without such a term. Raises ConfigError for two of them."""
     parts = [part for part in algorithm.regularizers if isinstance(part, SFT)]
     if not parts:
         return None
@@ -135,7 +135,7 @@ def build_supervised(
         )
     dataset = load_examples(parts[0].dataset)
     example = _encoder(dataset, tokenizer, eos_ids, template)
-    example(0)  # what the template or the columns refuse is told before the first rollout
+    example(0)  # raises errors of template and columns before the first rollout
     return Supervised(
         policy=supervised_policy(policy),
         example=example,

@@ -1,4 +1,4 @@
-"""`covey.train_together`: adapters of several runs on one frozen base, each bit-equal to its run alone."""
+"""`covey.train_together`: adapters of several runs on one frozen base, each bitwise equal to a separate run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from covey.training.trainer import GRPOTrainer
 logger = logging.getLogger(__name__)
 
 _MANY_A_PROCESS = "tensorboard"
-"""The tracker that writes several runs from one process; the others know one at a time."""
+"""The only tracker that can write several runs from one process."""
 
 
 def train_together(
@@ -31,15 +31,15 @@ def train_together(
 ) -> list[GRPOTrainer]:
     """Train several LoRA adapters on one base in one process, a step of each in turn. Returns their trainers, in order.
 
-    `model` is a folder or a hub id, loaded once. Each of `runs` holds what its GRPOTrainer takes beside the model: `args`
-    with an `output_dir` of its own, and whatever differs (`reward_funcs`, `peft_config`, `algorithm`, ...); `common` is what
-    they have in common. Every run writes its own folder, and ends bit-equal to the same run alone.
-    `resume_from_checkpoint`: as in `train()`; "auto" goes on with those that were begun and starts the others.
+    `model` is a folder or a hub id, loaded once. Each of `runs` holds the arguments of its GRPOTrainer except the model: `args`
+    with an `output_dir` of its own, and those that differ (`reward_funcs`, `peft_config`, `algorithm`, ...); `common` holds
+    shared arguments. Every run writes its own folder, and ends bitwise equal to the same run alone.
+    `resume_from_checkpoint`: as in `train()`; "auto" resumes runs with a checkpoint and starts the others.
 
     A run that fails does not end the others; its error is raised after they ended. After a stop signal every run saves a
     checkpoint, and KeyboardInterrupt or SystemExit(75) is raised. Raises ConfigError for runs that cannot share a process.
     """
-    # PEFT writes into the configuration that it is given
+    # PEFT modifies the configuration in place
     together = [{**common, **run} for run in runs]
     together = [{**run, "peft_config": copy.deepcopy(run.get("peft_config"))} for run in together]
     for number, run in enumerate(together):
@@ -70,14 +70,14 @@ def train_together(
 def _turns(
     base: SharedBase, run: Mapping[str, Any], resume: str | bool | None, trainers: dict[int, GRPOTrainer], number: int
 ) -> Generator[None, None, None]:
-    """A run from its beginning: what its making draws at random is its own too."""
+    """Steps of a run, its construction included, so that random initialization uses its own generators."""
     trainer = trainers[number] = GRPOTrainer(base, **run)
     trainer.raises_when_stopped = False
     yield from trainer.turns(resume)
 
 
 def refuse_unshareable(configs: Sequence[GRPOConfig]) -> None:
-    """Raise ConfigError for runs that cannot take turns in one process."""
+    """Raise ConfigError for runs that cannot be interleaved in one process."""
     if not configs:
         raise ConfigError("There is no run to train; give at least one.")
     places = [str(Path(str(config.output_dir)).expanduser().resolve()) for config in configs]

@@ -1,4 +1,4 @@
-"""`GRPOTrainer`: TRL's front door to Covey's loop. Same arguments, same callbacks, same names in the logs."""
+"""`GRPOTrainer`: TRL's interface to Covey's loop, with the same arguments, callbacks and names in the logs."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
     preset's name, an import path, or a `covey.algorithms.Algorithm`; and `ensemble`, a `covey.Ensemble` or its members.
 
-    A subclass may override `log`, `_calculate_rewards`, `evaluate` and what saves or uploads; one that overrides a hook which
-    nothing here calls is refused when its class is made. `TRLInterface` holds the attributes and methods that scripts use.
+    A subclass may override `log`, `_calculate_rewards`, `evaluate` and the methods that save or upload; one that overrides a hook which
+    is never called is refused when its class is defined. `TRLInterface` holds the attributes and methods that scripts use.
 
-    Wrong input raises a `CoveyError` whose message names the input and the fix, before anything is trained.
+    Wrong input raises a `CoveyError` whose message names the input and the fix, before training starts.
     """
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -109,7 +109,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         (lean.enable_full_determinism if self.args.full_determinism else lean.set_seed)(self.args.seed)
         set_verbosity(self.args.get_process_log_level())
         self.world = World.of(self.args)
-        self.args.output_dir = self.world.broadcast(self.args.output_dir)  # chosen ones may differ
+        self.args.output_dir = self.world.broadcast(self.args.output_dir)  # generated names may differ
         self.output_dir = Path(str(self.args.output_dir))
         self.hub = Hub(self.args, self.output_dir, self._record)
         self.world.expect_same(told_options(self.args))
@@ -132,21 +132,21 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
         self.control = lean.TrainerControl()
         self.is_strict, self._restarts = False, False
-        """Refuse an output folder that holds another run, as the command line does, instead of moving that run aside."""
+        """True: refuse an output folder with another run, as on the command line, instead of moving that run aside."""
         self.raises_when_stopped = True
-        """After a stop signal `train` raises, so that a script does not go on as if it had trained; False: `stopped_by` says so."""
+        """True: `train` raises after a stop signal, so that a script does not go on as if it had trained; False: sets `stopped_by`."""
         self.stopped_by: str | None = None
         self.exit_code = 0
         self.started_at = 0
-        """The step that the last `train()` began after; above 0 for a run that was gone on with."""
+        """Number of steps done before the last `train()`; above 0 for a resumed run."""
         self.callback_handler = self._build_callbacks(callbacks)
         self._parts: Parts | None = None
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
-    # -- what a user calls ------------------------------------------------------------------------------------------
+    # -- public methods ---------------------------------------------------------------------------------------------
 
     def turns(self, resume_from_checkpoint: str | bool | None = None) -> Generator[None, None, lean.TrainOutput]:
-        """`train()` that pauses after every step, so that others can take a step meanwhile (`train_together`)."""
+        """`train()` as a generator that yields after every step, so that runs can be interleaved (`train_together`)."""
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
@@ -183,8 +183,8 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     ) -> dict[str, float]:
         """Rewards and lengths on held-out prompts, named `<prefix>_reward`, `<prefix>_rewards/<name>/mean`, ...
 
-        A dict of sets gives `<prefix>_<name>_reward` and so on. `ignore_keys` has no effect on a language model and is
-        there for TRL's signature. The same seed every time, so two evaluations differ by the policy alone.
+        A dict of sets gives `<prefix>_<name>_reward` and so on. `ignore_keys` is there for TRL's signature, without
+        effect on a language model. The seed is fixed, so two evaluations differ by the policy alone.
         """
         given = self.eval_dataset if eval_dataset is None else checked_eval(eval_dataset, self.args)
         if given is None:
@@ -198,7 +198,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add an entry to `state.log_history` and hand it to the callbacks; training itself logs through this method."""
+        """Add an entry to `state.log_history` and pass it to the callbacks; training itself logs through this method."""
         logs.update(self._taken_metrics(logs))
         if self._parts is not None:
             self._parts.session.log(logs)
@@ -207,7 +207,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
 
-    # -- how it is put together -------------------------------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------------------------------
 
     def _take_data(self, train_dataset: Any, eval_dataset: Any, model: Any) -> None:
         train_dataset = with_prompts(train_dataset, self.agents, self.args)
@@ -277,11 +277,11 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         return RunFolder.create(self.output_dir, resume=start, strict=self.is_strict, restarts=self._restarts)
 
     def _parts_without_training(self) -> Parts:
-        """Parts to evaluate a model that has not been trained in this process."""
+        """Parts for an evaluation without training in this process."""
         given = replace(self._given, train_dataset=None)
         stop = StopRequest()
         session = partial(self._build_session, stop=stop, folder=None, meter=None)
-        return build_parts(given, session, self.optimizers, num_prompts=2**20, stop=stop)  # no step is ever taken
+        return build_parts(given, session, self.optimizers, num_prompts=2**20, stop=stop)  # no step is ever run
 
     def _build_session(
         self,
@@ -353,16 +353,16 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         measure()
         self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
 
-    # -- while it runs ----------------------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------------------------
 
     def _run(self, parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
-        """The loop; whatever ends it early on purpose leaves a checkpoint of the last whole step."""
+        """The loop; errors and stop signals leave a checkpoint of the last complete step."""
         parts.session.latest = state
         try:
             parts.session.begin(state)
             return (yield from loop.run(parts, state))
         except BaseException as error:
-            is_shared = self.world.fails_together(error)  # processes that parted cannot meet for a checkpoint
+            is_shared = self.world.fails_together(error)  # out of step, no collective can complete
             saves = isinstance(error, (CoveyError, KeyboardInterrupt)) and not isinstance(error, _NO_CHECKPOINT_AFTER)
             saves = saves and self.args.save_strategy != "no" and parts.session.latest.step > parts.session.last_saved
             if is_shared and saves:

@@ -1,4 +1,4 @@
-"""Interface of TRL's trainer that scripts use beside `train` and `evaluate`: attributes, metrics files, loaders, the hub."""
+"""Interface of TRL's trainer besides `train` and `evaluate`: attributes, metrics files, loaders, the hub."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from covey.training.recording import weights_to_write, write_model
 _TOLD_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
 ) - {"algorithm", "model_init_kwargs"}
-"""Options that a model card shows: those that decide the model, and none that may hold an address or a token."""
+"""Options shown in a model card: those that affect the model, and none that may hold an address or a token."""
 
 
 class _Option:
-    """An attribute that TRL copies from its options: what the options say, never to be set on a trainer."""
+    """Read-only attribute with the value of the option of the same name, as TRL's trainer has."""
 
     def __init__(self, option: str) -> None:
         self.option = option
@@ -56,7 +56,7 @@ class _Option:
 
 
 class TRLInterface:
-    """The part of TRL 1.16's public interface that is no training: every attribute says what this run does."""
+    """TRL 1.16's public interface besides training: attributes and methods, with the values of this run."""
 
     args: GRPOConfig
     world: World
@@ -77,7 +77,7 @@ class TRLInterface:
     _parts: Parts | None
 
     _tag_names: tuple[str, ...] | list[str] = ()
-    """Tags of the model card, as a subclass of TRL's sets them."""
+    """Tags of the model card; a subclass may set them, as in TRL."""
 
     num_generations = _Option("num_generations")
     max_completion_length = _Option("max_completion_length")
@@ -118,16 +118,16 @@ class TRLInterface:
 
     @cached_property
     def accelerator(self) -> Any:
-        """accelerate's `Accelerator` of the processes of this run."""
+        """accelerate's `Accelerator` of this run's process group."""
         return accelerator_of(self.args)
 
     @cached_property
     def _metrics(self) -> dict[str, MutableMapping[str, list[float]]]:
-        """TRL's lists of numbers by mode (`train`, `eval`) and name: a mean of each joins the next log of its mode."""
+        """TRL's lists of values by mode (`train`, `eval`) and name; the mean of each is added to the next log of its mode."""
         return {"train": defaultdict(list), "eval": defaultdict(list)}
 
     def _taken_metrics(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """Means of what `_metrics` collected for the mode that these logs are of; the lists are empty afterwards."""
+        """Means of the lists in `_metrics` for the mode of these logs; the lists are cleared."""
         is_eval = any(name.startswith("eval_") for name in logs)
         lists = self._metrics["eval" if is_eval else "train"]
         taken = {f"eval_{name}" if is_eval else name: fmean(values) for name, values in lists.items() if values}
@@ -140,19 +140,19 @@ class TRLInterface:
 
     @property
     def ref_model(self) -> Any:
-        """The reference model, once training has made it; None where the KL has none or shares the policy's base (PEFT)."""
+        """The reference model, once training has created it; None without a KL term and with PEFT, which shares the base."""
         reference = self._parts.learner.reference if self._parts is not None else None
         return reference.policy.model if isinstance(reference, FrozenCopy) else None
 
     @property
     def beta(self) -> float:
-        """KL coefficient of now."""
+        """Current KL coefficient."""
         kl = self._resolved.kl
         return 0.0 if kl is None else current(kl.coefficient)
 
     @property
     def entropy_coef(self) -> float:
-        """Entropy coefficient of now; an adaptive one also where it is not applied."""
+        """Current entropy coefficient; an adaptive one also while it is not applied."""
         state = self._parts.session.latest.controllers if self._parts is not None else {}
         values = self.algorithm.initial_controllers() | dict(state)
         for index, part in enumerate(self.algorithm.regularizers):
@@ -174,7 +174,7 @@ class TRLInterface:
 
     @property
     def reward_funcs(self) -> list[Any]:
-        """The rewards: functions as they are called, models as modules."""
+        """Rewards: functions, and reward models as modules."""
         calls = [spec.call for spec in self.scorer.rewards]
         return [call.model if isinstance(call, ModelReward) else call for call in calls]
 
@@ -184,12 +184,12 @@ class TRLInterface:
 
     @property
     def reward_weights(self) -> Tensor:
-        """[R], of the step that training has reached."""
+        """Reward weights [R] at the current step."""
         return self.scorer.weights
 
     @property
     def reward_processing_classes(self) -> list[Any]:
-        """The tokenizer of each reward model, None for a function."""
+        """Tokenizer of each reward model, None for a function."""
         calls = [spec.call for spec in self.scorer.rewards]
         return [call.tokenizer if isinstance(call, ModelReward) else None for call in calls]
 
@@ -213,7 +213,7 @@ class TRLInterface:
 
     @property
     def _resolved(self) -> Algorithm:
-        """The algorithm with its adaptive coefficients as they are now."""
+        """The algorithm with the current values of its adaptive coefficients."""
         return self.algorithm.resolve(self._parts.session.latest.controllers if self._parts is not None else {})
 
     # -- methods of transformers' trainer --------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class TRLInterface:
         return train_loader(self.train_dataset, self.args)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """The evaluation set, one of a dict by its name, or the one that is given, as batches of rows."""
+        """The evaluation set, one of a dict by its name, or the given one, as batches of rows."""
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         given = self.eval_dataset[given] if isinstance(given, str) else given
         if given is None or isinstance(given, Mapping):
@@ -283,19 +283,19 @@ class TRLInterface:
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
-        """[N, R], the score of each of this process's completions by each reward, NaN without one.
+        """Scores [N, R] of this process's completions by each reward, NaN if not scored.
 
         A subclass may override it: training calls the override for every generation batch. `inputs` holds each completion's row.
-        Other than in TRL, where it also gathers over processes, every process returns its own completions only.
+        Unlike in TRL, where it also gathers over processes, every process returns its own completions only.
         """
         return self.scorer.calculated(inputs, prompts, completions, completion_ids_list).to(self.world.device)
 
-    # -- the model on the disk and on the hub ----------------------------------------------------------------------------
+    # -- saving and uploading --------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (an adapter, for PEFT) and its tokenizer as transformers would, to `output_dir`.
 
-        With `push_to_hub` they are uploaded too; an upload that fails is told.
+        With `push_to_hub` they are uploaded too; a failed upload is a warning.
         """
         folder = Path(output_dir or self.output_dir)
         names = self._saved(folder)
@@ -304,7 +304,7 @@ class TRLInterface:
             self.hub.finish()
 
     def _saved(self, folder: Path) -> list[str]:
-        """Names of the files and folders that the model and its tokenizer are, written to `folder` on the main process; all must call."""
+        """Write model and tokenizer to `folder` on the main process. Returns the names of the files and folders. Collective."""
         weights = weights_to_write(self.model, self.world)
         if not self.world.is_main:
             return []
@@ -347,7 +347,7 @@ class TRLInterface:
         """Save model, tokenizer and model card to `output_dir` and upload them to the hub.
 
         Returns huggingface_hub's CommitInfo, a Future of it with `blocking=False`, None on other processes. `card`: arguments of
-        `create_model_card`. Raises UploadError when the hub does not take it; everything is in `output_dir` then.
+        `create_model_card`. Raises UploadError if the upload fails; the files are in `output_dir` then.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         names = self._saved(self.output_dir)
@@ -366,7 +366,7 @@ class TRLInterface:
         return upload.result()
 
     def _checkpoint_saved(self, path: Path, step: int) -> None:
-        """After a checkpoint is whole on the disk: what `hub_strategy` says."""
+        """Upload a complete checkpoint, if `hub_strategy` says so."""
         by_epoch = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) == "epoch"
         when = f"epoch {int(self.state.epoch or 0)}" if by_epoch else f"step {step}"
         self.hub.checkpoint_saved(path, f"Training in progress, {when}", lambda: self._card(step=step).text())

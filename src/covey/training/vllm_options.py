@@ -1,4 +1,4 @@
-"""The vllm_ options as arguments of a sampler, for `build.py`."""
+"""The `vllm_*` options as arguments of a sampler, for `build.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.process.world import World
 
 
 def vllm_backend(args: GRPOConfig) -> str:
-    """The name of the sampler that `vllm_mode` means."""
+    """Sampler backend of `vllm_mode`."""
     return "vllm-server" if args.vllm_mode == "server" else "vllm"
 
 

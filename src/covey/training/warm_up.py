@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on Covey's loop: the completions come from a data set instead of a sampler, and are all right."""
+"""Supervised fine-tuning on Covey's loop: completions come from a data set instead of a sampler, each with reward 1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ALGORITHM = "covey.algorithms.examples:supervised"
 DEFAULTS: Mapping[str, Any] = {"learning_rate": 2e-5, "num_train_epochs": 1.0, "rollout_log_steps": 0}
-"""Where they differ from GRPOConfig's; the learning rate is TRL's for supervised fine-tuning."""
+"""Defaults that differ from GRPOConfig's; the learning rate is TRL's for supervised fine-tuning."""
 _WATCHED = (
     "gradient_spike",
     "large_updates",
@@ -36,12 +36,12 @@ _WATCHED = (
     "update_spike",
     "detector_failed",
 )
-"""Alerts that say something of a run without rewards."""
+"""Alerts that apply to a run without rewards."""
 Encode = Callable[[Prompt], Completion]
 
 
 def sft_config(**options: Any) -> GRPOConfig:
-    """A GRPOConfig for `SFTTrainer`: no groups, no sampling, a learning rate of 2e-5. Options as GRPOConfig's."""
+    """A GRPOConfig for `SFTTrainer`: no groups, no sampling, a learning rate of 2e-5. Takes GRPOConfig's options."""
     for name in ("algorithm", "num_generations", "temperature"):
         if name in options:
             raise ConfigError(f"{name} has nothing to act on in supervised fine-tuning; leave it out.")
@@ -59,10 +59,10 @@ def sft_config(**options: Any) -> GRPOConfig:
 class SFTTrainer(GRPOTrainer):
     """Supervised fine-tuning of a causal language model: the loss of completion tokens only, rows packed without padding.
 
-    `train_dataset` has `prompt` and `completion` (text, or messages), or `messages` that end with the assistant's; a name or path
-    will do. `args` are made by `sft_config`. Checkpoints, resuming, evaluation, trackers and memory are GRPOTrainer's; the metric
-    `loss` is the mean negative log-likelihood of a completion token in nats. Of examples of more than `max_length` tokens, or more
-    than the model's context, the first is named in a DataError; `on_long_prompt="drop"` leaves them out.
+    `train_dataset` has `prompt` and `completion` (text, or messages), or `messages` that end with the assistant's; or is a name
+    or path. `sft_config` creates `args`. Checkpoints, resuming, evaluation, trackers and memory work as in GRPOTrainer; the metric
+    `loss` is the mean negative log-likelihood of a completion token in nats. An example of more than `max_length` tokens, or
+    longer than the model's context, raises a DataError; `on_long_prompt="drop"` leaves such examples out.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SFTTrainer(GRPOTrainer):
                 kept = self._measured(dataset, name, encode, template, limit, longest)
                 setattr(self, name, kept)
         room = longest[1] if context is None else min(longest[1], max(1, context - longest[0]))
-        self.args.max_completion_length = room  # of what is there; prompts are held to the rest of the context
+        self.args.max_completion_length = room  # longest completion of the data; prompts get the rest of the context
 
     def _measured(
         self,
@@ -117,7 +117,7 @@ class SFTTrainer(GRPOTrainer):
         limit: int | None,
         longest: list[int],
     ) -> Any:
-        """The set without examples that are too long, where they may go; `longest` takes the lengths of prompt and completion."""
+        """The data set without too long examples, if they may be dropped; updates the lengths of prompt and completion in `longest`."""
         fitting = []
         for index in range(len(dataset)):
             where = f"row {index} of {name}"
@@ -154,7 +154,7 @@ class SFTTrainer(GRPOTrainer):
 
 
 def learnt(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1 for every completion: the data says that it is right."""
+    """Reward 1 for every completion of the data."""
     return [1.0] * len(completions)
 
 
@@ -172,14 +172,14 @@ class Examples(Agents):
 
 
 class Recorded:
-    """A sampler whose completions are known."""
+    """A sampler that returns the completions of the data set."""
 
     def __init__(self, encode: Encode) -> None:
         self.encode, self.version = encode, 0
         self.check_stop: Callable[[], None] = lambda: None
 
     def load(self, policy: Any, version: int) -> None:
-        """Completions carry `version`."""
+        """Set the version of completions; weights are not used."""
         self.version = version
 
     def sample(self, prompts: Sequence[Any], n: int, params: SamplingParams) -> Iterator[Group]:

@@ -1,4 +1,4 @@
-"""vLLM as a sampler: in this process (`VLLMSampler`), or a server (`ServerSampler`) whose weights are proved to be the trainer's."""
+"""vLLM as a sampler: in this process (`VLLMSampler`), or a server (`ServerSampler`) whose weights are verified."""
 
 from covey.rollout.vllm.colocated import VLLMSampler
 from covey.rollout.vllm.sampler import ServerSampler

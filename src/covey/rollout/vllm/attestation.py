@@ -1,14 +1,14 @@
-"""Attestation: whether a server computes with the weights that the trainer sent, told from what it answers and not from a label.
+"""Attestation: a check, by log-probabilities and not by a label, that a server computes with the weights that the trainer sent.
 
 A probe of fixed tokens is scored by the server and by the trainer. Three questions, from the cheapest:
 
-* *moved*: after an update that changes the probe, is the server's answer different at all? On a server that repeats itself bit for
-  bit an equal answer means that nothing arrived.
+* *moved*: after an update that changes the probe, is the server's answer different at all? On a bitwise deterministic server
+  an equal answer means that nothing arrived.
 * *right*: the server's change of log-probabilities regressed on the trainer's. The slope is 1 for the pushed weights and 0 for the
-  old ones; updates are pooled until the interval says which.
-* *near*: how far the server's log-probabilities are from the trainer's, beside how far they were at first.
+  old ones; updates are pooled until the confidence interval excludes one.
+* *near*: distance of the server's log-probabilities from the trainer's, compared with that of the first updates.
 
-And between updates: an answer that differs from the last one means that somebody else wrote weights.
+And between updates: an answer that differs from the last one means that another process wrote weights.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TOP = 20
 SIGMAS = 7.0
 """Standard errors on each side of the slope's interval: no false alarm in thousands of updates, also with few clusters."""
 SLACK = 0.25
-"""The interval must lie so far from 1 to mean other weights."""
+"""Distance of the interval from 1 beyond which the weights are others."""
 FARTHEST = 0.3
 """Mean difference in nats that bfloat16, quantized caches and kernels may make; measured in float32: 1e-6, in bfloat16: 0.01."""
 TIMES_FARTHER = 5.0
-"""Growth of that difference since the first updates that means other weights."""
+"""Growth of that difference since the first updates beyond which the weights are others."""
 SMALLEST_STEP = 2e-3
 """Nats below which no growth counts: float32 servers start from almost nothing."""
 
@@ -68,7 +68,7 @@ class Answer:
         return Answer(keys, torch.tensor([value for *_, value in found], dtype=torch.float64))
 
     def equals(self, other: Answer) -> bool:
-        """Bit for bit."""
+        """True if all values are bitwise equal."""
         return self.keys == other.keys and torch.equal(self.values, other.values)
 
     def distance(self, logp: Tensor) -> float:
@@ -103,7 +103,7 @@ class Slope:
     clusters: int = 0
 
     def with_update(self, before: Answer, after: Answer, logp_before: Tensor, logp_after: Tensor) -> Slope:
-        """The same with one more update; pairs that only one answer has are left out."""
+        """The regression with one more update; pairs that only one answer has are left out."""
         ours, theirs = _codes(after.keys), _codes(before.keys)
         is_common = torch.isin(ours, theirs)
         if not bool(is_common.any()):
@@ -138,7 +138,7 @@ class Slope:
         return math.sqrt(spread * self.clusters / (self.clusters - 1)) / self.x
 
     def verdict(self, *, lowest: float = 1 - SLACK) -> Verdict:
-        """`wrong` where the interval lies below `lowest` or above 1.25, `right` where it excludes 0 and holds nothing wrong."""
+        """Verdict `wrong` if the interval lies below `lowest` or above 1.25, `right` if it excludes 0 and lies within these bounds."""
         low, high = self.value - SIGMAS * self.error, self.value + SIGMAS * self.error
         if not math.isfinite(low):
             return "not decidable yet"
@@ -152,14 +152,14 @@ class Seen:
     """Outcome of the attestation of one update."""
 
     moved: bool | None
-    """None: the update is too small to tell, or the server does not repeat itself."""
+    """True if the answer changed. None: the update is too small to tell, or the server is not deterministic."""
     right: Verdict
     slope: float
     slope_error: float
     distance: float
     """Nats between the server's log-probabilities and the trainer's."""
     exact: bool | None = None
-    """True if the digests are equal; None: the server gives none."""
+    """True if the digests are equal; None: the server has no digests."""
 
     def metrics(self) -> dict[str, Metric]:
         flags = {"moved": self.moved, "exact": self.exact, "right": {"right": True, "wrong": False}.get(self.right)}
@@ -184,20 +184,20 @@ class Attestation:
     logp: Tensor | None = None
     """[L - 1, V] float32, the trainer's log-probabilities at the last update."""
     rounded: Tensor | None = None
-    """The same in the server's type."""
+    """`logp` computed in the server's dtype."""
     slope: Slope = field(default_factory=Slope)
     distances: list[float] = field(default_factory=list)
-    """Of the first updates, which later ones are compared with."""
+    """Distances of the first updates, the baseline for later ones."""
 
     def learn_repeatability(self, first: Answer, second: Answer) -> None:
-        """Two answers of one state. A server that ever differs from itself is not asked for equal bits again."""
+        """Compare two answers with the same weights. A server that ever differs is no longer expected to be bitwise deterministic."""
         self.is_repeatable = self.is_repeatable is not False and first.equals(second)
 
     def check_untouched(self, now: Answer, again: Answer) -> None:
-        """Between updates, with a second answer of the same moment. Raises AttestationError where others wrote weights."""
+        """Check that the weights did not change between updates, by two answers in a row. Raises AttestationError if they did."""
         if self.last is None or now.equals(self.last) or again.equals(self.last):
             return
-        if not now.equals(again):  # other requests are computed beside it: the batch decides on the last bits
+        if not now.equals(again):  # concurrent requests change the batch, and with it the last bits
             self.is_repeatable = False
         if self.is_repeatable is False:
             near = self.logp is not None and now.distance(self.logp) <= self.farthest()
@@ -209,7 +209,7 @@ class Attestation:
         )
 
     def check_update(self, after: Answer, logp: Tensor, rounded: Tensor, exact: bool | None = None) -> Seen:
-        """After an update: `after` is the server's answer, `logp` and `rounded` the trainer's. Raises AttestationError for other weights."""
+        """Attest an update: `after` is the server's, `logp` and `rounded` are the trainer's. Raises AttestationError if they disagree."""
         before, logp_before, rounded_before = self.last, self.logp, self.rounded
         moved = None
         if before is not None and rounded_before is not None and logp_before is not None:
@@ -241,7 +241,7 @@ class Attestation:
         return seen
 
     def _pooled(self, before: Answer, after: Answer, logp_before: Tensor, logp_after: Tensor) -> Slope:
-        """The slope over recent updates: what one update decides by itself is not diluted by those before it."""
+        """Slope pooled over recent updates, or of the last one if that alone is decisive."""
         alone = Slope().with_update(before, after, logp_before, logp_after)
         if alone.verdict() != "not decidable yet":
             return alone
@@ -249,20 +249,20 @@ class Attestation:
         return past.with_update(before, after, logp_before, logp_after)
 
     def farthest(self) -> float:
-        """The largest mean difference that is no alarm: a multiple of the first ones, and never above `FARTHEST` at first."""
+        """Largest accepted mean difference: a multiple of those of the first updates, which are bounded by `FARTHEST`."""
         if not self.distances:
             return FARTHEST
         usual = sorted(self.distances)[len(self.distances) // 2]
         return min(FARTHEST, max(TIMES_FARTHER * usual, SMALLEST_STEP))
 
     def forget(self) -> None:
-        """After a broken update nothing that the server answered before it counts."""
+        """Discard all earlier answers, after a broken update."""
         self.last = self.logp = self.rounded = None
         self.slope = Slope()
 
 
 def check_replicas(answers: Sequence[Answer], before: Answer | None, *, is_repeatable: bool | None) -> None:
-    """Replicas of one server answer alike. Raises AttestationError where some still answer as before the update."""
+    """Check that all replicas of a server answer alike. Raises AttestationError if some still answer as before the update."""
     if before is None or is_repeatable is False:
         return
     stuck = [rank for rank, answer in enumerate(answers) if answer.equals(before)]

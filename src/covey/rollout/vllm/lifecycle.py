@@ -1,4 +1,4 @@
-"""Sleep of a vLLM engine as one state machine: level 2 drops the weights, so that only a sync leads back to awake."""
+"""Sleep mode of a vLLM engine as a state machine: level 2 drops the weights, so only a sync leads back to awake."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ State = Literal["awake", "asleep(1)", "asleep(2)", "weights are back", "synced"]
 
 @dataclass(eq=False)
 class Sleep:
-    """`awake -> asleep(1|2) -> weights are back -> synced -> awake`; from level 1 the weights may also wake as they were.
+    """`awake -> asleep(1|2) -> weights are back -> synced -> awake`; from level 1 the old weights may also be restored.
 
-    `engine` has vLLM's `sleep(level)` and `wake_up(tags)`. Each step raises ServerError from a state that it does not follow.
+    `engine` has vLLM's `sleep(level)` and `wake_up(tags)`. Each step raises ServerError in a state from which it is not allowed.
     """
 
     engine: Any
     state: State = "awake"
 
     def sleep(self, level: int) -> None:
-        """Give memory back: level 1 keeps the weights in the host's memory, level 2 drops them. Asleep already: nothing."""
+        """Free device memory: level 1 keeps the weights in host memory, level 2 drops them. No effect if asleep."""
         if self.state.startswith("asleep"):
             return
         self._expect("awake", "synced")
@@ -32,7 +32,7 @@ class Sleep:
         self.state = "asleep(1)" if level == 1 else "asleep(2)"
 
     def sync(self, send: Callable[[], None]) -> None:
-        """Make room for weights, let `send` bring them, then wake the cache. Left half done, it can be begun again."""
+        """Allocate the weights, fill them by `send`, then allocate the KV cache. Can be repeated after an error."""
         if self.state.startswith("asleep"):
             self.engine.wake_up(["weights"])
             self.state = "weights are back"
@@ -43,7 +43,7 @@ class Sleep:
             self._wake_cache()
 
     def wake(self) -> None:
-        """Wake as it fell asleep, which only level 1 allows. Awake already: nothing."""
+        """Wake with the old weights, after level 1 only. No effect if awake."""
         if self.state == "awake":
             return
         self._expect("asleep(1)", "synced")

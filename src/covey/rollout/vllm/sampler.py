@@ -1,4 +1,4 @@
-"""Completions from a vLLM server, with the trainer's weights brought to it before each rollout and proved there."""
+"""Completions from a vLLM server, with the trainer's weights sent to it before each rollout and verified there."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 Carrier = Literal["auto", "directory", "nccl"]
 MOST_REQUESTS = 256
-"""Prompts that are asked for at once; the server batches them itself."""
+"""Concurrent requests, one per prompt; the server batches them itself."""
 
 
 class ServerSampler:
-    """`sample` as the other samplers have it, over HTTP. `load` remembers the weights; they travel when the next rollout begins.
+    """A `Sampler` over HTTP. `load` keeps the weights; they are sent when the next rollout begins.
 
     Log-probabilities are the server's own, after temperature and truncation. On a server without CUDA a seed does not repeat the
-    draws. A server that dies or hangs is waited for once, brought to the current weights, and asked for what is missing.
+    draws. After a crash or hang the sampler waits for the server once, sends it the current weights, and requests the missing groups.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class ServerSampler:
         world: World | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait `timeout` seconds for the server, and examine it.
+        """Wait up to `timeout` seconds for the server, and read its description.
 
-        Raises ConfigError for a server of another model or without the endpoints, ServerError where none answers.
+        Raises ConfigError for a server of another model or without the endpoints, ServerError if no server answers.
         """
         self.tokenizer, self.regex, self.timeout = tokenizer, regex, timeout
         self.world = world or World()
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
-        """Called while the server writes; what it raises breaks the requests off."""
+        """Callback while the server generates; its exception aborts the requests."""
         self.client = Client(Address.of(base_url, host, port), Deadlines.of(deadlines))
         self.server = Server.connect(self.client, timeout)
         refuse_other_model(self.server, unwrapped(model), tokenizer)
@@ -98,7 +98,7 @@ class ServerSampler:
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish.
 
-        Raises AttestationError where the server's weights are not those that were sent, ServerError where it is lost for good.
+        Raises AttestationError if the server's weights are not those that were sent, ServerError if it does not come back.
         """
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
@@ -138,7 +138,7 @@ class ServerSampler:
             self.sync.expect_current()
 
     def _settle(self) -> None:
-        """Bring the weights of the last `load` to the server, from the main process; a lost server is waited for once."""
+        """Send the weights of the last `load` from the main process; wait once for a lost server."""
         if self.pending is None:
             self._on_main(self.sync.expect_current)
             return
@@ -153,15 +153,15 @@ class ServerSampler:
             raise
         except ServerError as error:
             logger.warning("The update failed: %s Waiting up to %g seconds for the server.", error, self.timeout)
-            alone = self.world.size == 1  # otherwise the others wait in a collective for what becomes of this
+            alone = self.world.size == 1  # otherwise the others wait in a collective for the result
             self.client.wait_until_up(self.timeout, self.check_stop if alone else lambda: None)
             seen = self.sync.push(*self.pending)
         if seen is not None:
             self.seen.append(seen.metrics())
 
     def _recover(self) -> None:
-        """After a server was lost in the middle of a rollout: whole weights again, and checked, before it goes on."""
-        if self.world.size > 1:  # the others are still drawing
+        """Recover from a server lost during a rollout: send and verify the full weights before requests continue."""
+        if self.world.size > 1:  # the other processes still wait for completions
             raise ServerError("The server was lost in the middle of a rollout of several processes; resume the run.")
         self.client.wait_until_up(self.timeout, self.check_stop)
         self.sync.is_broken = True
@@ -170,7 +170,7 @@ class ServerSampler:
         self.pending = None
 
     def _on_main(self, work: Callable[[], None]) -> None:
-        """Do it on the main process; what fails there ends the run on all. Every process then knows the served label."""
+        """Run `work` on the main process; an error there ends the run on all. Every process then has the served label."""
         error: Exception | None = None
         if self.pending is not None:
             self.policy = self.pending[0]
@@ -209,7 +209,7 @@ class ServerSampler:
         return body if self.regex is None else {**body, "structured_outputs": {"regex": self.regex}}
 
     def _drawn(self, prompts: list[Prompt], asked: dict[int, dict[str, Any]], n: int) -> Iterator[Group]:
-        """Groups as the server answers; what was answered leaves `asked`."""
+        """Groups in the order of the answers; answered requests are removed from `asked`."""
         answers: queue.Queue[tuple[int, Any]] = queue.Queue()
 
         def ask(i: int, body: dict[str, Any]) -> None:
@@ -234,10 +234,10 @@ class ServerSampler:
                 yield group
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            self.client.hang_up()  # what is still under way must not run on
+            self.client.hang_up()  # abort the requests that still run
 
     def _next(self, answers: queue.Queue[tuple[int, Any]]) -> tuple[int, Any]:
-        """The next answer. While none comes the server is asked whether it lives, which a frozen one does not say."""
+        """The next answer. While none comes, the server's health is polled, which also notices a frozen server."""
         quiet = 0.0
         while True:
             self.check_stop()
@@ -280,7 +280,7 @@ class ServerSampler:
 
 
 def _transport(server: Server, model: Any, wanted: Carrier, folder: Path, *, host: str, port: int) -> Transport:
-    """The adapter alone where only one is trained and the server takes it; else NCCL where asked for, else a folder a version."""
+    """Transport: the adapter alone if only that is trained and the server takes it; else NCCL if requested; else a folder."""
     if wanted == "nccl":
         refuse_nccl(server, model)
         return NCCLTransport(server, host if host not in ("0.0.0.0", "localhost") else "127.0.0.1", port)

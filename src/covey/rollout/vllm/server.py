@@ -1,4 +1,4 @@
-"""One vLLM server as a sampler needs it: what it is, its state, and the calls that change it, each within its deadline."""
+"""A vLLM server as a sampler needs it: its description, its state, and the calls that change it, each with a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUIRED = (
     *("/update_weight_version", "/weight_info"),
 )
 DIGEST, REPACK = "covey_digest", "covey_repack"
-"""Methods of the worker extension that servers of `covey serve-vllm` carry."""
+"""Methods of the worker extension in servers started by `covey serve-vllm`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class Facts:
     """Description of a server, from `/server_info` and `/v1/models`."""
 
     model: str
-    """The name that requests ask for."""
+    """Model name for requests."""
     folder: str
-    """Where its model was loaded from, on its machine."""
+    """Path of the model on the server's machine."""
     dtype: str
     device: str
     max_model_length: int | None
@@ -39,7 +39,7 @@ class Facts:
     logprobs_mode: str
     max_logprobs: int
     transfer_backend: str | None
-    """Of `--weight-transfer-config`; None: it was started without."""
+    """Backend of `--weight-transfer-config`; None: started without it."""
     max_lora_rank: int
     """0: adapters are not enabled."""
     max_loras: int
@@ -48,14 +48,14 @@ class Facts:
 
 @dataclass(eq=False)
 class Server:
-    """A server that was examined. The calls below raise ServerError where they fail or do not answer in time."""
+    """A connected server. Its methods raise ServerError if a call fails or does not answer in time."""
 
     client: Client
     facts: Facts
 
     @staticmethod
     def connect(client: Client, seconds: float, check_stop: Any = lambda: None) -> Server:
-        """Wait for the server, and examine it. Raises ConfigError where it lacks what updates need, ServerError where it is not there."""
+        """Wait for the server and read its description. Raises ConfigError if it lacks endpoints for updates, ServerError if absent."""
         client.wait_until_up(seconds, check_stop)
         client.probe()
         if missing := [path for path in REQUIRED if not client.has(path)]:
@@ -67,7 +67,7 @@ class Server:
         return Server(client, _facts(client))
 
     def version(self) -> str:
-        """The label of the weights, as whoever wrote them last set it; `default` until then."""
+        """Label of the current weights, set by the last update; `default` before the first."""
         found = self.client.get("/weight_info")
         return str(found.get("weight_version")) if isinstance(found, Mapping) else str(found)
 
@@ -76,7 +76,7 @@ class Server:
         return bool(found.get("is_paused")) if isinstance(found, Mapping) else False
 
     def pause(self) -> None:
-        """Finish what is being written, begin nothing new, and return once the server says so itself."""
+        """Drain running requests, start no new ones, and return once the server reports that it is paused."""
         seconds = self.client.deadlines.pause
         self._change("/pause", {"mode": "wait"}, seconds=seconds)
         until = time.monotonic() + seconds
@@ -93,20 +93,20 @@ class Server:
             raise ServerError(f"The server at {self.client.address} stays paused after /resume.")
 
     def _change(self, path: str, query: Mapping[str, Any] | None = None, *, seconds: float) -> None:
-        """A POST that a state tells of: without an answer the state that is read next decides, and nothing is sent again."""
+        """A POST, sent once. Without an answer, the caller reads its effect from the server's state."""
         try:
             self.client.post(path, query=query, seconds=seconds)
         except NoAnswerError as error:
             logger.warning("%s Its state is read instead.", error)
 
     def call_workers(self, method: str, *, seconds: float, **arguments: Any) -> list[Any]:
-        """Results of each worker's `method`, over `/collective_rpc`."""
+        """Results of `method` by worker, over `/collective_rpc`."""
         body = {"method": method, "kwargs": arguments, "timeout": seconds}
         found = self.client.post("/collective_rpc", body, seconds=seconds)
         return list(found.get("results", [])) if isinstance(found, Mapping) else []
 
     def reload(self, folder: str, num_bytes: int) -> None:
-        """Read the weights of a folder that the server sees under this path."""
+        """Load weights from a folder at this path on the server's machine."""
         self.call_workers(
             "reload_weights",
             seconds=self.client.deadlines.update_of(num_bytes),
@@ -115,12 +115,12 @@ class Server:
         )
 
     def repack(self) -> None:
-        """Let a CPU server pack tied matrices again, which its reload forgets."""
+        """Make a CPU server pack tied matrices again, which its reload omits."""
         if self.facts.device == "cpu" and self.facts.has_digest:
             self.call_workers(REPACK, seconds=self.client.deadlines.update)
 
     def forget_prefixes(self) -> None:
-        """Drop cached keys and values, which former weights computed."""
+        """Clear the prefix cache, which the previous weights computed."""
         found = self.client.post("/reset_prefix_cache", seconds=self.client.deadlines.finish)
         if not (isinstance(found, Mapping) and found.get("success")):
             raise ServerError(
@@ -131,7 +131,7 @@ class Server:
         self.client.post("/update_weight_version", {"new_version": label}, seconds=self.client.deadlines.finish)
 
     def digests(self) -> list[Mapping[str, str]] | None:
-        """By worker, a digest of each block's weights; None where the server has no such extension."""
+        """Digests of each block's weights, by worker; None without the worker extension."""
         if not self.facts.has_digest:
             return None
         return self.call_workers(DIGEST, seconds=self.client.deadlines.update)
@@ -148,7 +148,7 @@ class Server:
         return [str(one.get("id")) for one in found.get("data", [])] if isinstance(found, Mapping) else []
 
     def score(self, ids: Sequence[int], top: int, *, model: str, replica: int | None, salt: str) -> Any:
-        """`prompt_logprobs` of these tokens: for each but the first the `top` likeliest tokens and itself."""
+        """`prompt_logprobs` of these tokens: for each but the first, the `top` likeliest tokens and the token itself."""
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         seconds = self.client.deadlines.probe
@@ -210,9 +210,7 @@ def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
                 f"The server at {where} serves another model: {facts.folder} has {name} {theirs[name]}, this run's model "
                 f"{mine.get(name)}; start it with the model of the run."
             )
-    if (
-        server.is_paused()
-    ):  # a broken update of an earlier run left it so: it would not answer, and the first update wakes it
+    if server.is_paused():  # left asleep or paused by a broken update of an earlier run; the first update wakes it
         return
     try:
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -224,11 +222,11 @@ def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
 
 
 def warn_if_exposed(server: Server) -> None:
-    """Say once that a server of this machine in development mode can be reached from the network, where anyone may run code in it."""
+    """Warn once if a local server in development mode listens on the network, where anyone may run code in it."""
     address = server.client.address
     if address.is_local and listens_everywhere(address.port):
         logger.warning(
-            "The vLLM server at %s is in development mode and listens on all interfaces: whoever reaches it can replace its "
+            "The vLLM server at %s is in development mode and listens on all interfaces: anyone on the network can replace its "
             "weights and run code in it; start it with --host 127.0.0.1.",
             address,
         )
@@ -240,7 +238,7 @@ def listens_everywhere(port: int) -> bool:
 
     try:
         found = psutil.net_connections(kind="tcp")
-    except psutil.AccessDenied:  # macOS tells root only
+    except psutil.AccessDenied:  # macOS: root only
         return False
     return any(
         one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.laddr.ip in ("0.0.0.0", "::")

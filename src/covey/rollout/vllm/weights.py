@@ -1,4 +1,4 @@
-"""A policy's weights as a server takes them: whole under their transformers names, or the adapter alone; and their digest."""
+"""Weights of a policy in the format of a server: all under their transformers names, or the adapter alone; and their digests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARD_BYTES = 4 * 2**30
 
 
 def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under their transformers names, each adapter's share added to a copy; the policy stays as it is."""
+    """Weights under their transformers names, adapters merged into a copy; the policy is not changed."""
     layers = {name: module for name, module in policy.named_modules() if hasattr(module, "get_delta_weight")}
     base = unwrapped(policy)
     is_adapted = base is not policy and hasattr(policy, "peft_config")
@@ -38,7 +38,7 @@ def plain_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def distinct_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """`plain_weights` as a checkpoint has them: tied ones once, floating ones in `dtype`."""
+    """`plain_weights` as in a checkpoint: tied tensors once, floating-point ones in `dtype`."""
     seen: set[int] = set()
     for name, weight in plain_weights(policy):
         if weight.numel() and weight.data_ptr() in seen:
@@ -48,7 +48,7 @@ def distinct_weights(policy: Any, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 
 def write_weights(policy: Any, folder: Path, dtype: torch.dtype) -> int:
-    """Write config and weights as safetensors, beside and then renamed to `folder`, which must be new. Returns the bytes."""
+    """Write config and safetensors to a temporary folder, then rename it to `folder`, which must be new. Returns the bytes."""
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -59,7 +59,7 @@ def write_weights(policy: Any, folder: Path, dtype: torch.dtype) -> int:
 
 
 def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
-    """Shards of some gigabytes, so that no more than one is held in the host's memory."""
+    """Write shards of some gigabytes; the host holds one at a time. Returns the bytes."""
     from safetensors.torch import save_file
 
     shard: dict[str, Tensor] = {}
@@ -76,12 +76,12 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> int:
 
 
 def write_adapter(policy: Any, folder: Path) -> int:
-    """Write the active adapter as PEFT does, beside and then renamed to `folder`, which must be new. Returns the bytes."""
+    """Write the active adapter in PEFT's format to a temporary folder, then rename it to `folder` (must be new). Returns the bytes."""
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     policy.save_pretrained(str(aside), selected_adapters=[policy.active_adapter])
-    if policy.active_adapter != "default":  # PEFT puts other names in a folder of their own
+    if policy.active_adapter != "default":  # PEFT writes other names to a subfolder
         inner = aside / policy.active_adapter
         for file in inner.iterdir():
             file.rename(aside / file.name)
@@ -92,7 +92,7 @@ def write_adapter(policy: Any, folder: Path) -> int:
 
 
 def _publish(aside: Path, folder: Path) -> None:
-    """Flush every file to the disk, then give the folder its name: a reader sees all of it or nothing."""
+    """Sync every file to disk, then rename the folder: a reader sees all of it or nothing."""
     for file in aside.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -102,7 +102,7 @@ def _publish(aside: Path, folder: Path) -> None:
 
 
 def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
-    """The reason that a server cannot take this policy's adapter by itself; None where it can."""
+    """Reason why a server cannot load this policy's adapter alone; None if it can."""
     if not has_adapter(policy):
         return "there is no adapter"
     config = policy.peft_config[policy.active_adapter]
@@ -127,7 +127,7 @@ def why_not_alone(policy: Any, max_rank: int, data_parallel: int) -> str | None:
 
 
 def digests_of(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """By block, a digest of its values as bits, equal however a server fuses or packs them; to compare with a worker's."""
+    """Digest of each block's values as bits, independent of how a server fuses or packs them; comparable with a worker's."""
     sums: dict[str, int] = {}
     for name, weight in weights:
         block = block_of(name)
@@ -136,7 +136,7 @@ def digests_of(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def differing_blocks(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Blocks that both have with another digest. Raises ValueError where they do not have the same blocks."""
+    """Blocks with different digests. Raises ValueError if the sets of blocks differ."""
     if expected.keys() != found.keys():
         raise ValueError(sorted(expected.keys() ^ found.keys())[:3])
     return sorted(block for block, one in expected.items() if found[block] != one)

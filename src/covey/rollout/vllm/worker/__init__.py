@@ -1,1 +1,1 @@
-"""A folder of its own: `covey serve-vllm` puts it on the server's path, so that nothing else of Covey is importable there."""
+"""Worker extension, in a folder of its own: `covey serve-vllm` puts only this folder on the server's import path."""

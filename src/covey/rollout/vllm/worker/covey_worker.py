@@ -29,7 +29,7 @@ def block_of(name: str) -> str:
 
 
 def digest_of(weight: torch.Tensor) -> int:
-    """Sum modulo 2^64 of the mixed bits of each value. Zeros count 0, and -0 counts as 0."""
+    """Sum modulo 2^64 of the mixed bits of each value. Zeros contribute 0, and -0 counts as 0."""
     total = 0
     flat = weight.detach().reshape(-1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
@@ -47,12 +47,12 @@ def text_of(total: int) -> str:
 
 
 class CoveyWorker:
-    """Mixed into vLLM's worker; its methods are called over `/collective_rpc`."""
+    """Mixin of vLLM's worker; its methods are called over `/collective_rpc`."""
 
     model_runner: Any
 
     def covey_digest(self) -> dict[str, str]:
-        """By block, the digest of the weights that this worker computes with."""
+        """Digest of the weights that this worker computes with, by block."""
         sums: dict[str, int] = {}
         with torch.no_grad():
             for name, weight in weights_of(self.model_runner.get_model()):
@@ -66,10 +66,10 @@ class CoveyWorker:
 
 
 def repack(worker: Any) -> None:
-    """Let CPU kernels pack tied matrices again after a reload.
+    """Make CPU kernels pack tied matrices again after a reload.
 
     vLLM 0.32's CPU build packs `lm_head` at the start. With tied embeddings a reload brings no weight of that name, so the packed
-    copy stays what it was, and logits are computed with the old matrix.
+    copy is not updated, and logits are computed with the old matrix.
     """
     for module in worker.model_runner.get_model().modules():
         if is_packed_beside(module):
@@ -85,10 +85,10 @@ def is_packed_beside(module: torch.nn.Module) -> bool:
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters by name, as they are computed with.
+    """Parameters by name, with the values that the kernels read.
 
-    Where a CPU kernel has packed a matrix away, it is read back by multiplying with the identity, which is exact. A packed copy that
-    differs from the weight beside it adds a value of its own, so that no digest can be right.
+    A matrix packed by a CPU kernel is recovered by multiplying with the identity, which is exact. A packed copy that
+    differs from the weight beside it adds an entry of its own, so that the digest cannot match.
     """
     modules = dict(model.named_modules())
     names = {id(weight): name for name, weight in model.named_parameters()}

@@ -1,0 +1,77 @@
+"""Plain words: a sentence of a docstring or comment begins with the name of the thing in the field, not with a relative word."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+SRC = Path(__file__).parents[2] / "src" / "covey"
+CLEAN = {  # rooms without such sentences; a room that has been cleaned is added here and stays clean
+    "kernels",
+    "learner",
+    "process",
+    "rollout",
+    "training",
+}
+BEGINS_BADLY = re.compile(r"(?:^|[.?!] )(?:What|Whether|Whoever|Whatever|Whose|Nobody)\b", re.IGNORECASE)
+
+
+def docstrings_of(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring, those of attributes included; the text on one line."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for statement in node.body:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield from paragraphs_of(statement.lineno, value.value)
+
+
+def paragraphs_of(line: int, text: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each paragraph, joined into one line, so that a sentence may begin anywhere within."""
+    for paragraph in re.finditer(r"(?:[^\n]|\n(?!\s*\n))+", text):
+        yield line + text[: paragraph.start()].count("\n"), " ".join(paragraph[0].split())
+
+
+def comments_of(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every comment; lines of comments that follow each other are one text."""
+    first, last, text = 0, 0, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, words = token.start[0], token.string.lstrip("#!: ")
+        is_alone = not token.line[: token.start[1]].strip()
+        if is_alone and text and line == last + 1:
+            text, last = f"{text} {words}", line
+            continue
+        if text:
+            yield first, text
+        first, last, text = line, line, words
+    if text:
+        yield first, text
+
+
+def offences_of(source: str) -> Iterator[tuple[int, str]]:
+    for line, text in [*docstrings_of(source), *comments_of(source)]:
+        if BEGINS_BADLY.search(text):
+            yield line, text
+
+
+def test_the_check_finds_docstrings_attribute_docstrings_and_comments():
+    source = (
+        '"""Fine. Whether\nit holds."""\nclass A:\n    x: int = 0\n    """What it is."""\n'
+        "    # a comment. Nobody reads it\n    y = 1  # whose value\n    z = 2  # says what it is; whether it holds\n"
+    )
+    assert [line for line, _ in offences_of(source)] == [1, 5, 6, 7]
+
+
+def test_no_sentence_of_a_docstring_or_comment_begins_with_a_relative_word():
+    files = [file for room in sorted(CLEAN) for file in sorted([*SRC.glob(f"{room}/**/*.py"), *SRC.glob(f"{room}.py")])]
+    offences = [
+        f"{file.relative_to(SRC)}:{line}: {text[:100]}"
+        for file in files
+        for line, text in offences_of(file.read_text())
+    ]
+    assert not offences, "\n" + "\n".join(offences)
