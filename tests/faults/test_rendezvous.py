@@ -75,16 +75,16 @@ def test_what_an_earlier_attempt_said_is_not_heard_in_a_group_that_a_script_made
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            pulse = world._pulse_of(0, 2, WAIT)
-            assert pulse is not None
+            heartbeat = world._heartbeat_of(0, 2, WAIT)
+            assert heartbeat is not None
             for _ in range(2):
-                pulse._tell()
-            assert pulse.others == {}
-            pulse.rank = 1  # the last word of rank 1 in this attempt
-            pulse.end("ended")
-            pulse.stop()
+                heartbeat._tell()
+            assert heartbeat.others == {}
+            heartbeat.rank = 1  # the last word of rank 1 in this attempt
+            heartbeat.end("ended")
+            heartbeat.stop()
         finally:
-            world._PULSES.clear()
+            world._HEARTBEATS.clear()
             dist.destroy_process_group()
 
 

@@ -86,7 +86,7 @@ def learned(
 
 
 def decoded(is_second, way):
-    """What a flight on static buffers writes, and what waited while a row was decoded and while rows came and went."""
+    """Completions on static buffers, and what waited while a row was decoded and while rows came and went."""
     model = writer()
     options = (
         {"dtype": "float32", "max_rows": 9, "cuda_graphs": False} if is_second else {"dtype": "float32", "max_rows": 9}

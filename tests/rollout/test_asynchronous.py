@@ -69,12 +69,12 @@ def test_a_process_writes_what_the_native_sampler_writes_after_new_weights_a_kil
         far.finish()
         assert far.replaced == 1
         saved = far.state_dict()
-        saved["flights"][0]["groups"] = saved["flights"][0]["groups"][:1]  # as if the others had not arrived
+        saved["orders"][0]["groups"] = saved["orders"][0]["groups"][:1]  # as if the others had not arrived
         far.load_state_dict(saved)
         assert not far._workers
         assert content(far.sample(prompts(), 4, PARAMS)) == content(near.sample(prompts(), 4, PARAMS))
         assert far.forget_first() == 0
-        assert not far.flights
+        assert not far.orders
     finally:
         far.close()
 

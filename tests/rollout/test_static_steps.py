@@ -86,7 +86,7 @@ def writer(arch="qwen2"):
 
 
 def sampler_of(model, tokenizer, steps=None, **options):
-    """A sampler whose flights are the GPU's."""
+    """A sampler whose scheduler is the GPU's."""
     sampler = NativeSampler(model, tokenizer, dtype="float32", **options)
     sampler.is_static = True
     if steps is not None:

@@ -48,9 +48,9 @@ class HeartbeatState:
     """State that a process publishes with its heartbeat."""
 
     beat: int = 0
-    meetings: int = 0
+    collectives: int = 0
     """Number of collectives started; equal on processes that are in step."""
-    meeting: str = ""
+    collective: str = ""
     """Call site of the collective that it waits in; empty: none."""
     place: str = ""
     """Current function and line of its main thread."""
@@ -103,7 +103,7 @@ class Heartbeat:
     def collective(self, call: Callable[[], R]) -> R:
         """Result of the collective `call`. Raises RankError if another process does not take part."""
         self._waits_since = time.monotonic()
-        self._now(meetings=self._mine.meetings + 1, meeting=_caller(sys._getframe(1)), error="")
+        self._now(collectives=self._mine.collectives + 1, collective=_caller(sys._getframe(1)), error="")
         try:
             return self._apart(call) if self.is_pollable else call()
         except RuntimeError as error:
@@ -114,7 +114,7 @@ class Heartbeat:
             raise
         finally:
             self._waits_since = None
-            self._now(meeting="")
+            self._now(collective="")
 
     def broken(self, error: RuntimeError) -> RankError:
         """Error to raise for a broken collective that torch started by itself (FSDP)."""
@@ -154,9 +154,9 @@ class Heartbeat:
         deadline = time.monotonic() + BROKEN_SECONDS
         while time.monotonic() < deadline and not isinstance(error, RankError):
             states = [self.others.get(r, HeartbeatState()) for r in self.heard]
-            if all(one.error and one.meetings == self._mine.meetings for one in states):
+            if all(one.error and one.collectives == self._mine.collectives for one in states):
                 return True
-            if any(one.ended or (one.meeting and one.meetings > self._mine.meetings) for one in states):
+            if any(one.ended or (one.collective and one.collectives > self._mine.collectives) for one in states):
                 break
             time.sleep(_LOOK_SECONDS)
         self.end(f"failed with {said}")
@@ -193,16 +193,20 @@ class Heartbeat:
         waited = now - since
         for rank, heard in self.heard.items():
             other = self.others.get(rank, HeartbeatState())
-            if other.ended and (other.meetings < mine.meetings or now - heard > PARTED_SECONDS):
+            if other.ended and (other.collectives < mine.collectives or now - heard > PARTED_SECONDS):
                 return f"{self._name(rank)} {other.ended}. {self._we(waited)}"
             if now - heard > self.silence:
                 return f"{self._name(rank)} has not been heard of for {now - heard:.0f} s; {self._last(other)}. {self._we(waited)}"
             lives = heard > since + self.patience  # a silent process is waited for until `silence` has passed
-            if waited > self.patience and lives and other.meetings < mine.meetings:
+            if waited > self.patience and lives and other.collectives < mine.collectives:
                 return f"{self._name(rank)} lives but did not come within {waited:.0f} s; {self._last(other)}. {self._we(waited)}"
-            if waited > PARTED_SECONDS and other.meetings == mine.meetings and other.meeting not in ("", mine.meeting):
+            if (
+                waited > PARTED_SECONDS
+                and other.collectives == mine.collectives
+                and other.collective not in ("", mine.collective)
+            ):
                 return (
-                    f"{self._name(rank)} waits in {other.meeting} while this one waits in {mine.meeting}: "
+                    f"{self._name(rank)} waits in {other.collective} while this one waits in {mine.collective}: "
                     "they have parted; give every process the same data, options and code."
                 )
         return None
@@ -229,11 +233,11 @@ class Heartbeat:
         return f"rank {rank}" + (f" ({process})" if process else "")
 
     def _last(self, other: HeartbeatState) -> str:
-        return f"it was last in {other.meeting or other.place or 'its start'}"
+        return f"it was last in {other.collective or other.place or 'its start'}"
 
     def _we(self, waited: float) -> str:
         return (
-            f"Rank {self.rank} waited {waited:.0f} s for it in {self._mine.meeting}; the run ends here. "
+            f"Rank {self.rank} waited {waited:.0f} s for it in {self._mine.collective}; the run ends here. "
             "Start it again with --resume auto to go on from its newest checkpoint."
         )
 

@@ -24,7 +24,7 @@ from covey.types import Metric, merge_metrics
 
 T = TypeVar("T")
 R = TypeVar("R")
-_PULSES: dict[int, Heartbeat] = {}
+_HEARTBEATS: dict[int, Heartbeat] = {}
 """Heartbeat by `id` of the process group, shared by all `World`s of a process."""
 
 
@@ -46,7 +46,7 @@ class World:
         device = expect_supported(args.device)  # initialises the process group on first use
         state = PartialState()
         size = int(state.num_processes)
-        heartbeat = _pulse_of(state.process_index, size, float(args.ddp_timeout)) if size > 1 else None
+        heartbeat = _heartbeat_of(state.process_index, size, float(args.ddp_timeout)) if size > 1 else None
         return World(rank=state.process_index, size=size, device=device, heartbeat=heartbeat)
 
     @property
@@ -191,10 +191,10 @@ def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
     PartialState(cpu=cpu, backend=backend, timeout=timeout, store=own, rank=rank, world_size=size)  # picks the backend
 
 
-def _pulse_of(rank: int, size: int, patience: float) -> Heartbeat | None:
+def _heartbeat_of(rank: int, size: int, patience: float) -> Heartbeat | None:
     """Started heartbeat of this process group; None if its store cannot be used from a second thread."""
     group = dist.group.WORLD
-    if id(group) not in _PULSES:
+    if id(group) not in _HEARTBEATS:
         clone = getattr(dist.distributed_c10d._get_default_store(), "clone", None)
         if clone is None:
             return None
@@ -203,11 +203,11 @@ def _pulse_of(rank: int, size: int, patience: float) -> Heartbeat | None:
         heartbeat = Heartbeat(
             store, rank, size, silence=min(SILENCE_SECONDS, patience), patience=patience, is_pollable=is_gloo
         )
-        _PULSES[id(group)] = heartbeat
+        _HEARTBEATS[id(group)] = heartbeat
         heartbeat.start()
         atexit.register(_leave, heartbeat)
-    _PULSES[id(group)].begin()
-    return _PULSES[id(group)]
+    _HEARTBEATS[id(group)].begin()
+    return _HEARTBEATS[id(group)]
 
 
 def _of_this_attempt(store: Any) -> Any:

@@ -34,7 +34,7 @@ Start = Callable[[Any, int, Callable[[tuple[Any, ...]], None]], Worker]
 
 
 @dataclass(eq=False)
-class Flight:
+class RolloutOrder:
     """An ordered rollout: the request, and the groups that have arrived."""
 
     prompts: tuple[Prompt, ...]
@@ -69,7 +69,7 @@ class AsynchronousSampler:
         self.check_stop = check_stop
         """Callback while waiting for groups; its exception ends the wait, but the workers go on."""
         self.version = 0
-        self.flights: dict[int, Flight] = {}
+        self.orders: dict[int, RolloutOrder] = {}
         """Ordered rollouts by number, oldest first."""
         self._orders = 0
         self._workers: list[Worker] = []
@@ -102,26 +102,26 @@ class AsynchronousSampler:
         known = as_prompts(prompts, self.tokenizer, context_of(unwrapped(self.model)))
         if not known:
             return
-        ordered = next((key for key, flight in self.flights.items() if flight.is_of(known, n, params)), None)
+        ordered = next((key for key, order in self.orders.items() if order.is_of(known, n, params)), None)
         number = self.order(known, n, params, self.version) if ordered is None else ordered
         try:
             yield from self._delivered(number, known)
         except BaseException:
             if ordered is None:
-                del self.flights[number]
+                del self.orders[number]
             raise
         if ordered is None:
-            del self.flights[number]
+            del self.orders[number]
         else:  # kept until the loop has consumed it: `forget_first`
-            self.flights[number].is_delivered = True
+            self.orders[number].is_delivered = True
 
     def _delivered(self, number: int, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        flight, given = self.flights[number], set[str]()
+        order, given = self.orders[number], set[str]()
         while True:
             for prompt in prompts:
-                if prompt.uid in flight.groups and prompt.uid not in given:
+                if prompt.uid in order.groups and prompt.uid not in given:
                     given.add(prompt.uid)
-                    yield replace(flight.groups[prompt.uid], prompt=prompt)
+                    yield replace(order.groups[prompt.uid], prompt=prompt)
             if len(given) == len(prompts):
                 return
             self._wait()
@@ -131,7 +131,7 @@ class AsynchronousSampler:
     def order(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, at_least: int) -> int:
         """Request groups, to be delivered by `sample` with the same arguments. Returns the order's number."""
         number, self._orders = self._orders, self._orders + 1
-        self.flights[number] = Flight(tuple(prompts), n, params, at_least)
+        self.orders[number] = RolloutOrder(tuple(prompts), n, params, at_least)
         if self._workers:
             self._pump()
             for place in range(len(self._workers)):
@@ -142,30 +142,30 @@ class AsynchronousSampler:
 
     def forget_first(self) -> int:
         """Drop the oldest order, if there is one. Returns its number of tokens that were generated and never delivered."""
-        if not self.flights:
+        if not self.orders:
             return 0
-        flight = self.flights.pop(next(iter(self.flights)))
-        written = sum(one.num_tokens for group in flight.groups.values() for one in group.completions)
-        return 0 if flight.is_delivered else written
+        order = self.orders.pop(next(iter(self.orders)))
+        written = sum(one.num_tokens for group in order.groups.values() for one in group.completions)
+        return 0 if order.is_delivered else written
 
     def finish(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Wait until all ordered groups have arrived, or until `is_enough()`. Starts no worker."""
-        while self._workers and not is_enough() and any(not flight.is_finished for flight in self.flights.values()):
+        while self._workers and not is_enough() and any(not order.is_finished for order in self.orders.values()):
             self._wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Orders not consumed yet, with the groups that have arrived."""
         self._pump()
-        flights = [
+        orders = [
             {
-                "prompts": list(flight.prompts),
-                "n": flight.n,
-                "params": asdict(flight.params),
-                "groups": [flight.groups[prompt.uid] for prompt in flight.prompts if prompt.uid in flight.groups],
+                "prompts": list(order.prompts),
+                "n": order.n,
+                "params": asdict(order.params),
+                "groups": [order.groups[prompt.uid] for prompt in order.prompts if prompt.uid in order.groups],
             }
-            for flight in self.flights.values()
+            for order in self.orders.values()
         ]
-        return {"flights": flights}
+        return {"orders": orders}
 
     def load_state_dict(
         self, state: Mapping[str, Any], again: Callable[[Prompt], Prompt] = lambda prompt: prompt
@@ -175,12 +175,12 @@ class AsynchronousSampler:
         `again` restores all data set columns of a saved prompt.
         """
         self.close()
-        self.flights = {}
-        for saved in state["flights"]:
+        self.orders = {}
+        for saved in state["orders"]:
             prompts = tuple(again(prompt) for prompt in saved["prompts"])
-            flight = Flight(prompts, saved["n"], SamplingParams(**saved["params"]), at_least=0)
-            flight.groups = {group.prompt.uid: group for group in saved["groups"]}
-            self.flights[self._orders] = flight
+            order = RolloutOrder(prompts, saved["n"], SamplingParams(**saved["params"]), at_least=0)
+            order.groups = {group.prompt.uid: group for group in saved["groups"]}
+            self.orders[self._orders] = order
             self._orders += 1
 
     def take_metrics(self) -> dict[str, Metric]:
@@ -208,17 +208,17 @@ class AsynchronousSampler:
         self._workers[place : place + 1] = [worker]
         self._ids[place : place + 1] = [own]
         self._unpublished.discard(place)
-        for number in self.flights:
+        for number in self.orders:
             self._send(place, number)
 
     def _send(self, place: int, number: int) -> None:
         """Send a worker its share of an order: every `num_workers`-th prompt, without those that have arrived."""
-        flight = self.flights[number]
-        share = [p for p in flight.prompts[place :: self.num_workers] if p.uid not in flight.groups]
+        order = self.orders[number]
+        share = [p for p in order.prompts[place :: self.num_workers] if p.uid not in order.groups]
         if share:
             plain = tuple(replace(prompt, columns={}) for prompt in share)
-            at_least = min(flight.at_least, self.version)
-            self._workers[place].send(Order(number, plain, flight.n, flight.params, at_least))
+            at_least = min(order.at_least, self.version)
+            self._workers[place].send(Order(number, plain, order.n, order.params, at_least))
 
     def _wait(self) -> None:
         """Block until a worker has sent a message. Raises the exceptions of `check_stop`, and the error of a worker."""
@@ -249,8 +249,8 @@ class AsynchronousSampler:
         match said:
             case ("group", number, group):
                 self._deaths = 0
-                if number in self.flights:
-                    self.flights[number].groups[group.prompt.uid] = group
+                if number in self.orders:
+                    self.orders[number].groups[group.prompt.uid] = group
             case ("began", _, when):
                 self._clock.begin(place, when)
             case ("done", _, when):

@@ -25,19 +25,19 @@ def order_ahead(parts: Parts, state: TrainState) -> None:
     if not isinstance(sampler, AsynchronousSampler) or not state.pending:
         return
     updates = parts.batches_per_rollout * parts.num_iterations
-    while len(sampler.flights) < parts.pipeline_depth:
-        until_used = len(state.pending) + len(sampler.flights) * updates
+    while len(sampler.orders) < parts.pipeline_depth:
+        until_used = len(state.pending) + len(sampler.orders) * updates
         if until_used > parts.max_staleness or state.step + until_used >= parts.total_steps:
             return
         prompts = take(parts.prompts, parts.prompts_per_rollout, state.set_aside)
-        sampling = parts.sampling_for(state.num_rollouts + len(sampler.flights))
+        sampling = parts.sampling_for(state.num_rollouts + len(sampler.orders))
         sampler.order(prompts, parts.num_generations, sampling, at_least=state.step)
 
 
 def next_prompts(parts: Parts, state: TrainState) -> Sequence[Prompt]:
     """Prompts of the oldest ordered rollout, or the next prompts of the data set."""
-    if isinstance(parts.sampler, AsynchronousSampler) and parts.sampler.flights:
-        return next(iter(parts.sampler.flights.values())).prompts
+    if isinstance(parts.sampler, AsynchronousSampler) and parts.sampler.orders:
+        return next(iter(parts.sampler.orders.values())).prompts
     return take(parts.prompts, parts.prompts_per_rollout, state.set_aside)
 
 
@@ -75,9 +75,9 @@ def in_flight(parts: Parts) -> dict[str, Any] | None:
 def restore_in_flight(parts: Parts, saved: Mapping[str, Any] | None) -> None:
     """Resume the ordered rollouts of a checkpoint. Raises CheckpointError if the sampler is synchronous now."""
     if isinstance(parts.sampler, AsynchronousSampler):
-        parts.sampler.load_state_dict(saved or {"flights": []}, parts.prompts.again)
-    elif saved and saved["flights"]:
+        parts.sampler.load_state_dict(saved or {"orders": []}, parts.prompts.again)
+    elif saved and saved["orders"]:
         raise CheckpointError(
-            f"The checkpoint holds {len(saved['flights'])} rollout(s) that ran ahead; resume with async_rollouts=True, "
+            f"The checkpoint holds {len(saved['orders'])} rollout(s) that ran ahead; resume with async_rollouts=True, "
             "max_staleness=0 to train on them and go on without."
         )
