@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import inspect
 import math
@@ -107,10 +108,8 @@ class Agent:
         if not is_async(self.main):
             if not self.takes("client"):
                 return AgentResult.of(self.main(**wanted))
-            from openai import OpenAI
-
-            with OpenAI(base_url=offered["base_url"], api_key=offered["api_key"]) as client:
-                return AgentResult.of(self.main(**wanted, client=client))
+            client = _shared_client().with_options(base_url=offered["base_url"], api_key=offered["api_key"])
+            return AgentResult.of(self.main(**{**wanted, "client": client}))
         return AgentResult.of(asyncio.run(self._awaited(wanted, offered)))
 
     async def _awaited(self, wanted: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -119,7 +118,15 @@ class Agent:
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=offered["base_url"], api_key=offered["api_key"]) as client:
-            return await self.main(**wanted, client=client)
+            return await self.main(**{**wanted, "client": client})
+
+
+@functools.cache
+def _shared_client() -> Any:
+    """One client for all threads: each has its address, all have its connections."""
+    from openai import OpenAI
+
+    return OpenAI(base_url="http://127.0.0.1", api_key="none")
 
 
 def agent_reward(agent: Agent, is_alone: bool) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ def append(folder: Path, step: int, lines: Iterable[str], rank: int = 0) -> Path
 
 def files(folder: Path) -> list[tuple[int, Path]]:
     """(step, file), in order."""
-    names = [path for path in folder.iterdir()] if folder.is_dir() else []
+    names = list(folder.iterdir()) if folder.is_dir() else []
     return sorted((int(match[1]), path) for path in names if (match := _FILE.fullmatch(path.name)))
 
 

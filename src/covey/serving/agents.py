@@ -77,7 +77,7 @@ class AgentSampler:
             )
         self.sampler, self.agent, self.record = sampler, agent, record
         self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
-        self.sessions = Sessions(max_tokens, max_turns)
+        self.sessions = Sessions(max_tokens, max_turns, sampler.eos_ids)
         self.endpoint: Endpoint | None = None
         self._ended: queue.SimpleQueue[_Run] = queue.SimpleQueue()
         self._metrics: list[dict[str, Metric]] = []

@@ -6,11 +6,13 @@ import hashlib
 import logging
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from covey.environments import Template
 from covey.rollout import SamplingParams
 from covey.serving.asking import Wanted
+from covey.serving.continuing import Answered, continued
 from covey.serving.engine import Asked, Call
 from covey.serving.errors import APIError
 from covey.types import Finish, Prompt
@@ -30,6 +32,8 @@ class Session:
     """The limit that a call was refused for."""
     is_open: bool = True
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    rendered: dict[tuple[int, ...], tuple[tuple[int, ...], Template | None]] = field(default_factory=dict)
+    """By the ids of each prompt that was read: its messages through the chat template, and what reads calls of tools."""
 
     def seed(self, prompt: Prompt) -> int:
         """Of the next answer to this prompt."""
@@ -37,6 +41,17 @@ class Session:
         self.asked[prompt.token_ids] += 1
         words = f"{self.key}\0{again}\0{' '.join(map(str, prompt.token_ids))}".encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little")
+
+    def continued(self, prompt: Prompt, template: Template | None, eos_ids: Sequence[int]) -> Prompt:
+        """The prompt with the tokens of earlier answers as they were drawn."""
+        answered = []
+        for call in self.calls:
+            shown = call.group.prompt
+            rendered, reads = self.rendered[shown.token_ids]
+            answered.append(Answered(shown, rendered, reads, call.group.completions))
+        found = continued(prompt, answered, eos_ids)
+        self.rendered[found.token_ids] = (prompt.token_ids, template)
+        return found
 
     def read(self, prompt: Prompt) -> int:
         """Tokens after the first prompt of this conversation, those that the model wrote among them."""
@@ -48,9 +63,9 @@ class Session:
 class Sessions:
     """The open sessions of an endpoint. `admit` and `record` are its hooks; anything else may be called from any thread."""
 
-    def __init__(self, max_tokens: int, max_turns: int | None) -> None:
+    def __init__(self, max_tokens: int, max_turns: int | None, eos_ids: Sequence[int]) -> None:
         """At most `max_tokens` of an episode after its first prompt, and `max_turns` calls (None: no limit)."""
-        self.max_tokens, self.max_turns = max_tokens, max_turns
+        self.max_tokens, self.max_turns, self.eos_ids = max_tokens, max_turns, tuple(eos_ids)
         self.params = SamplingParams()
         self._open: dict[str, Session] = {}
         self._lock = threading.Lock()
@@ -77,12 +92,13 @@ class Sessions:
                     else "Call the base_url that the agent was given; this is none of an episode."
                 )
                 raise APIError(410, said, code="no_episode")
-            return replace(wanted, asked=tuple(self._drawn(session, one) for one in wanted.asked))
+            return replace(wanted, asked=tuple(self._drawn(session, one, wanted.template) for one in wanted.asked))
 
-    def _drawn(self, session: Session, asked: Asked) -> Asked:
+    def _drawn(self, session: Session, asked: Asked, template: Template | None) -> Asked:
         if self.max_turns is not None and sum(session.asked.values()) >= self.max_turns:
             session.finish = "turns"
             raise APIError(400, f"The episode has had its {self.max_turns} calls.", code="too_many_turns")
+        asked = replace(asked, prompt=session.continued(asked.prompt, template, self.eos_ids))
         room = self.max_tokens - session.read(asked.prompt)
         if room < 1:
             session.finish = "length"
@@ -109,8 +125,3 @@ class Sessions:
             session = self._open.get(call.session or "")
             if session is not None:
                 session.calls.append(call)
-
-
-def describe(session: Session) -> dict[str, Any]:
-    """For an event."""
-    return {"session": session.id, "calls": len(session.calls)}
