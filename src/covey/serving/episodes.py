@@ -7,16 +7,14 @@ history, a text that was tokenized otherwise) is a root. Each path from a root t
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
+from covey.environments.states import digest, state_before
 from covey.serving.engine import Call
 from covey.types import Completion, Message, Prompt
 
@@ -136,13 +134,4 @@ def _episode(path: Sequence[_Node]) -> Episode:
 
 def state_of(prompt: Prompt) -> str:
     """Key of what a prompt shows since the assistant's last message; of all its tokens, where it is no chat."""
-    if prompt.messages is None:
-        return digest(prompt.token_ids)
-    said = [one["role"] == "assistant" for one in prompt.messages]
-    new = prompt.messages[len(said) - said[::-1].index(True) :] if any(said) else prompt.messages
-    return digest([{name: one.get(name) for name in ("role", "content")} for one in new])
-
-
-def digest(value: Any) -> str:
-    """A short key of a value that JSON can write."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return digest(prompt.token_ids) if prompt.messages is None else state_before(prompt.messages)
