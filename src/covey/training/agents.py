@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ from covey.errors import ConfigError
 from covey.names import load
 from covey.rollout import Sampler
 from covey.training.own_endpoint import agent_sampler
-from covey.types import Completion, Max, Mean, Message, Metric, Prompt
+from covey.types import Completion, Max, Mean, Message, Metric, Prompt, ToolCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +154,7 @@ def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
         "tools/call_frequency": Mean(len(calls), len(completions)),
         "tools/failure_frequency": Mean(sum(call.status != "ok" for call in calls), len(calls)),
         "tools/turns": Mean(sum(turns), len(turns)),
+        "tools/looping": Mean(sum(_loops(one.tool_calls) for one in completions), len(completions)),
     }
     for name in sorted({call.name for call in calls if call.name}):
         own = [call for call in calls if call.name == name]
@@ -163,6 +166,12 @@ def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
             f"tools/{name}/max_seconds": Max(max(call.seconds for call in own)),
         }
     return metrics
+
+
+def _loops(calls: Sequence[ToolCall]) -> bool:
+    """True if one call was made with the same arguments three times or more."""
+    made = Counter((call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in calls)
+    return max(made.values(), default=0) >= 3
 
 
 def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
