@@ -74,12 +74,13 @@ def share(value: float, count: int) -> str:
 
 def train(folder: Path, is_smoke: bool) -> None:
     started, count = time.process_time(), 8 if is_smoke else 200
-    warm_up("calculator", folder / "warm", 4 if is_smoke else STEPS["calculator"])
+    if not (folder / "warm" / "config.json").exists():
+        warm_up("calculator", folder / "warm", 4 if is_smoke else STEPS["calculator"])
     warmed = time.process_time()
     args = GRPOConfig(
         output_dir=str(folder / "grpo"),
-        max_steps=2 if is_smoke else 40,
-        per_device_train_batch_size=16 if is_smoke else 128,
+        max_steps=2 if is_smoke else 30,
+        per_device_train_batch_size=16 if is_smoke else 64,
         per_device_eval_batch_size=64,
         num_generations=16,
         num_generations_eval=1,

@@ -125,7 +125,8 @@ def train(folder: Path, is_smoke: bool, has_faults: bool, seed: int) -> None:
     from covey import GRPOConfig, GRPOTrainer
 
     started, count = time.process_time(), 4 if is_smoke else 100
-    warm_up("game", folder / "warm", 4 if is_smoke else STEPS["game"])
+    if not (folder / "warm" / "config.json").exists():
+        warm_up("game", folder / "warm", 4 if is_smoke else STEPS["game"])
     args = GRPOConfig(
         output_dir=str(folder / f"gigpo-{seed}"),
         max_steps=2 if is_smoke else 25,

@@ -45,7 +45,7 @@ def address(
 
 def test_an_episode_is_shown_as_a_conversation_with_folded_answers(blank: Any, address: str) -> None:
     page = blank
-    page.goto(f"{address}#/rollouts?run=agent&step=4&group=0")
+    page.goto(f"{address}#rollouts?run=agent&step=4&group=0")
     page.locator(".conversation").first.wait_for()
     shown = page.locator(".conversation").first
     assert "2 turns, 1 calls · tokens: model 3, tools and prompts 3" in shown.inner_text()
