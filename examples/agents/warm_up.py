@@ -38,16 +38,18 @@ TOOL = {
 
 
 def calculator(rng: random.Random) -> list[dict[str, Any]]:
-    """Nineteen in twenty times an answer that is guessed, else the tool; and always how its result is read out."""
+    """How the tool's result is read out, how it is called when one says so, and to a plain question ten guesses for each call."""
     a, b = rng.randint(12, 99), rng.randint(12, 99)
     question = {"role": "user", "content": f"{a} times {b}?"}
     call = {"type": "function", "function": {"name": "calc", "arguments": {"x": f"{a}*{b}"}}}
     tool = {"role": "assistant", "content": "", "tool_calls": [call]}
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.3:
         read = {"role": "tool", "content": str(a * b)}
         return [question, tool, read, {"role": "assistant", "content": str(a * b)}]
-    if kind < 0.525:
+    if kind < 0.65:
+        return [{"role": "user", "content": f"{a} times {b}? Use the tool."}, tool]
+    if kind < 0.68:
         return [question, tool]
     return [question, {"role": "assistant", "content": str(rng.randint(150, 9800))}]
 
@@ -61,7 +63,7 @@ def game(rng: random.Random) -> list[dict[str, Any]]:
 
 
 TASKS: dict[str, Callable[[random.Random], list[dict[str, Any]]]] = {"calculator": calculator, "game": game}
-STEPS = {"calculator": 260, "game": 60}
+STEPS = {"calculator": 300, "game": 60}
 
 
 def encoded(tokenizer: Any, messages: list[dict[str, Any]], has_tool: bool) -> tuple[list[int], list[int]]:

@@ -26,7 +26,19 @@ from covey.serving.episodes import Episode, Recorded, episodes_of
 from covey.serving.limits import Limits
 from covey.serving.sessions import Session, Sessions
 from covey.serving.traces import Trace, expect_recorded
-from covey.types import Completion, EpisodeNotes, Event, Group, Max, Mean, Message, Metric, Prompt, ToolCall
+from covey.types import (
+    Completion,
+    EpisodeNotes,
+    Event,
+    Group,
+    Max,
+    Mean,
+    Message,
+    Metric,
+    Prompt,
+    ToolCall,
+    merge_metrics,
+)
 
 MODEL = "policy"
 _POLL_SECONDS = 0.1
@@ -107,8 +119,6 @@ class AgentSampler:
 
     def take_metrics(self) -> dict[str, Metric]:
         """Of the episodes since the last call."""
-        from covey.types import merge_metrics
-
         taken, self._metrics = self._metrics, []
         return dict(merge_metrics(taken)) if taken else {}
 
@@ -173,7 +183,9 @@ class AgentSampler:
             "api_key": "none",
             "seed": run.session.key & 0x7FFFFFFF,
         }
-        thread = threading.Thread(target=self._act, args=(run, offered), name=f"agent-{run.session.id}", daemon=True)
+        thread = threading.Thread(
+            target=self._act, args=(run, offered), name=f"covey-agent-{run.session.id}", daemon=True
+        )
         thread.start()
 
     def _act(self, run: _Run, offered: Mapping[str, Any]) -> None:
@@ -274,11 +286,11 @@ def _trace(run: _Run, name: str) -> Trace:
     )
 
 
-def common_prefix(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def common_prefix(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The tokens that all rows begin with."""
     least, most = min(rows), max(rows)
     same = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), min(len(least), len(most)))
-    return tuple(least[:same])
+    return least[:same]
 
 
 def _nothing(version: int) -> Completion:
@@ -343,9 +355,11 @@ def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
             if result is None:
                 continue
             function = call.get("function") or {}
-            status = "error" if _is_error(result) else "ok"
             yield ToolCall(
-                name=str(function.get("name")), arguments=function.get("arguments"), result=result, status=status
+                name=str(function.get("name")),
+                arguments=function.get("arguments"),
+                result=result,
+                status="error" if _is_error(result) else "ok",
             )
 
 

@@ -35,7 +35,7 @@ class ToolCollapse:
             if not was_called and calls.count < self.patient:
                 return None
             said = "tools are no longer called" if was_called else f"no tool was called in {calls.count} steps"
-            advice = (
+            advice: tuple[str, ...] = (
                 "show in the prompt when a tool helps, or teach a few calls first (covey sft); GRPO cannot find what is never drawn",
                 "raise the temperature, or num_generations, so that some completions call a tool",
                 "see whether answers without a tool earn as much",
