@@ -71,8 +71,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     reward models, or names of built-in rewards), `args`, `train_dataset` (column `prompt`: text or chat messages; other
     columns reach the rewards), `eval_dataset` (one set or a dict of sets), `processing_class`,
     `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
-    preset's name, an import path, or a `covey.algorithms.Algorithm`; `ensemble`, a `covey.Ensemble` or its members; and `agent`,
-    a function `main(row, client, model)` that talks to the run's own endpoint.
+    preset's name, an import path or an `Algorithm`; `ensemble`, a `covey.Ensemble` or its members; `agent`, `main(row, client, model)`.
 
     A subclass may override `log`, `_calculate_rewards`, `evaluate` and what saves or uploads; one that overrides a hook which
     nothing here calls is refused when its class is made. `TRLInterface` holds the attributes and methods that scripts use.
@@ -333,12 +332,9 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
         )
         if folder is not None:
+            rewards = [spec.call for spec in self.scorer.rewards]
             described = folder.describe(
-                args=args,
-                algorithm=self.algorithm,
-                rewards=[spec.call for spec in self.scorer.rewards],
-                dataset=self.train_dataset,
-                model=self.model,
+                args=args, algorithm=self.algorithm, rewards=rewards, dataset=self.train_dataset, model=self.model
             )
             self.trackers.follow(described["id"], lambda: session.is_asked_to_stop)
         return session
