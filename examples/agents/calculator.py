@@ -19,6 +19,9 @@ from warm_up import STEPS, TOOL, warm_up
 
 from covey import GRPOConfig, GRPOTrainer
 
+HELD_OUT = 2
+"""Seed of the rows that are not trained on."""
+
 
 def calc(x: str) -> str:
     """A product such as `12*34`; what is none gives an error, as a tool's answer."""
@@ -34,7 +37,7 @@ def main(row: dict[str, Any], client: Any, model: str) -> dict[str, Any]:
     messages, num_calls = list(row["prompt"]), 0
     for _ in range(3):
         said = (
-            client.chat.completions.create(model=model, messages=messages, tools=[TOOL], max_tokens=48)
+            client.chat.completions.create(model=model, messages=messages, tools=[TOOL], max_tokens=96)
             .choices[0]
             .message
         )
@@ -55,11 +58,11 @@ def called(called: list[bool], **columns: Any) -> list[float]:
 
 
 def rows(count: int, seed: int) -> Dataset:
-    """Products of two numbers of two digits; those with an even sum are never trained on."""
+    """Products of two numbers of one digit; those whose numbers differ by 0 or 3 are never trained on."""
     rng, found = random.Random(seed), []
     while len(found) < count:
-        a, b = rng.randint(12, 99), rng.randint(12, 99)
-        if (a + b) % 2 == seed % 2:
+        a, b = rng.randint(2, 9), rng.randint(2, 9)
+        if (abs(a - b) in (0, 3)) == (seed == HELD_OUT):
             found.append({"prompt": [{"role": "user", "content": f"{a} times {b}?"}], "answer": str(a * b)})
     return Dataset.from_list(found)
 
@@ -84,7 +87,7 @@ def train(folder: Path, is_smoke: bool) -> None:
         per_device_eval_batch_size=64,
         num_generations=16,
         num_generations_eval=1,
-        max_completion_length=160,
+        max_completion_length=192,
         learning_rate=2e-4,
         reward_weights=[0.0],  # of `called`; the agent's own score has 1
         save_strategy="no",
@@ -94,7 +97,7 @@ def train(folder: Path, is_smoke: bool) -> None:
         use_cpu=True,
     )
     trainer = GRPOTrainer(
-        str(folder / "warm"), called, args, rows(32 if is_smoke else 2000, 1), rows(count, 2), agent=main
+        str(folder / "warm"), called, args, rows(32 if is_smoke else 2000, 1), rows(count, HELD_OUT), agent=main
     )
     for when in ("before", "after"):
         found = trainer.evaluate()

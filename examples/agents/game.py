@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-
 PLACES, MOST_MOVES = 7, 6
 FAULTS = ("hangs", "is killed", "writes no JSON")
 
@@ -109,7 +107,9 @@ def reached(reached: list[bool], **columns: Any) -> list[float]:
     return [float(one) for one in reached]
 
 
-def rows(count: int, seed: int, has_faults: bool) -> Dataset:
+def rows(count: int, seed: int, has_faults: bool) -> Any:
+    from datasets import Dataset
+
     rng, found = random.Random(seed), []
     for _ in range(count):
         place, flag = rng.sample(range(PLACES), 2)

@@ -39,7 +39,7 @@ TOOL = {
 
 def calculator(rng: random.Random) -> list[dict[str, Any]]:
     """How the tool's result is read out, how it is called when one says so, and to a plain question ten guesses for each call."""
-    a, b = rng.randint(12, 99), rng.randint(12, 99)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
     question = {"role": "user", "content": f"{a} times {b}?"}
     call = {"type": "function", "function": {"name": "calc", "arguments": {"x": f"{a}*{b}"}}}
     tool = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -51,7 +51,7 @@ def calculator(rng: random.Random) -> list[dict[str, Any]]:
         return [{"role": "user", "content": f"{a} times {b}? Use the tool."}, tool]
     if kind < 0.68:
         return [question, tool]
-    return [question, {"role": "assistant", "content": str(rng.randint(150, 9800))}]
+    return [question, {"role": "assistant", "content": str(rng.randint(10, 81))}]
 
 
 def game(rng: random.Random) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def game(rng: random.Random) -> list[dict[str, Any]]:
 
 
 TASKS: dict[str, Callable[[random.Random], list[dict[str, Any]]]] = {"calculator": calculator, "game": game}
-STEPS = {"calculator": 300, "game": 60}
+STEPS = {"calculator": 160, "game": 60}
 
 
 def encoded(tokenizer: Any, messages: list[dict[str, Any]], has_tool: bool) -> tuple[list[int], list[int]]:
