@@ -141,6 +141,7 @@ def _described(call: Call, done: Completion) -> dict[str, Any]:
         "gen_ai.usage.input_tokens": len(prompt.token_ids),
         "gen_ai.usage.output_tokens": done.num_tokens,
         "gen_ai.conversation.id": call.session or "",
+        **({} if call.user is None else {"enduser.id": call.user}),
         "gen_ai.input.messages": json.dumps([_shown(one) for one in prompt.messages or ()], ensure_ascii=False),
         "gen_ai.output.messages": json.dumps(said, ensure_ascii=False),
         "covey.messages": json.dumps(list(prompt.messages or ()), ensure_ascii=False, default=str),
@@ -233,6 +234,7 @@ def _call(span: Mapping[str, Any], has: Mapping[str, Any], place: str) -> Call:
         params=SamplingParams(temperature=has["gen_ai.request.temperature"]),
         seed=has["covey.seed"],
         session=has["gen_ai.conversation.id"] or None,
+        user=has.get("enduser.id"),
         created=start / 1e9,
         seconds=(stop - start) / 1e9,
     )
