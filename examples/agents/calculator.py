@@ -88,7 +88,7 @@ def train(folder: Path, is_smoke: bool) -> None:
         num_generations=16,
         num_generations_eval=1,
         max_completion_length=192,
-        learning_rate=6e-4,
+        learning_rate=2e-4,
         reward_weights=[0.0],  # of `called`; the agent's own score has 1
         save_strategy="no",
         logging_steps=5,

@@ -94,7 +94,7 @@ def main(row: dict[str, Any], client: Any, model: str, seed: int) -> dict[str, A
             step = {"left": -1, "right": 1}.get(said.strip(), 0)
             fault = row["fault"] if move == 1 and seed % 8 == 0 else None
             seen = game.ask(step=step, fault=fault)
-            rewards.append(seen["reward"])
+            rewards.append(seen["reward"] if step else -0.2)  # what is no move costs
             if is_over := seen["over"]:
                 break
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": seen["said"]}]
@@ -135,7 +135,7 @@ def train(folder: Path, is_smoke: bool, has_faults: bool, seed: int) -> None:
         num_generations=8,
         num_generations_eval=1,
         max_completion_length=256,
-        learning_rate=6e-4,
+        learning_rate=1.5e-4,
         seed=seed,
         reward_weights=[0.0],  # of `reached`; the agent's own score has 1
         agent_concurrency=32,

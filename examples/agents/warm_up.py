@@ -63,7 +63,7 @@ def game(rng: random.Random) -> list[dict[str, Any]]:
 
 
 TASKS: dict[str, Callable[[random.Random], list[dict[str, Any]]]] = {"calculator": calculator, "game": game}
-STEPS = {"calculator": 160, "game": 100}
+STEPS = {"calculator": 450, "game": 100}
 
 
 def encoded(tokenizer: Any, messages: list[dict[str, Any]], has_tool: bool) -> tuple[list[int], list[int]]:
