@@ -33,6 +33,7 @@ def metrics_of(step: int, draw: random.Random, skill: float) -> Values:
         "ensemble/peer/asked": 1.0, "ensemble/peer/used": 0.6, "ensemble/peer/lost": 0.0, "ensemble/peer/reward": 0.6,
         "ensemble/peer/share": 0.3, "ensemble/peer/win_rate": 0.6,
         "prompts/drift_p/text": 0.02 + 0.98 * own.random(), "prompts/drift_p/length": 1.0, "rewards/drift_p": 1.0,
+        "tools/call_frequency": 1.5, "tools/failure_frequency": 0.1, "tools/looping": 0.02,
         "languages/de/same": 1.0 - 0.02 * own.random(), "languages/de/count": 40.0,
     }  # fmt: skip
 
@@ -100,6 +101,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "slow_convergence": (None, lambda step: 0.3),
     "throughput_drop": (by("tokens_per_second/step", 0.2, 1), honest),
     "tiny_updates": (to("update/all", 3e-7), lambda step: 0.3),
+    "tool_collapse": (to("tools/call_frequency", 0.0), honest),
     "truncation": (to("completions/clipped_ratio", 0.8), honest),
     "update_spike": (lambda t, values, draw: {"update/all": 0.02} if t == 20 else {}, honest),
 }
@@ -143,6 +145,36 @@ def test_dead_groups_says_whether_prompts_are_solved_or_hopeless():
     assert "harder" in solved["dead_groups"].try_this[0]
     assert hopeless["dead_groups"].severity == "warning"
     assert "easier" in hopeless["dead_groups"].try_this[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (to("tools/call_frequency", 0.0), "no longer called"),
+        (to("tools/looping", 0.6), "same call three times"),
+        (to("tools/failure_frequency", 1.0), "100% of the calls"),
+    ],
+)
+def test_tools_that_are_given_up_called_in_loops_or_always_fail_are_told_apart(change, said):
+    assert said in rules_of(change)["tool_collapse"].said
+
+
+def test_tools_that_were_never_called_are_told_of_after_twenty_steps():
+    draw, seen, found = random.Random(0), History(), []
+    for step in range(1, 26):
+        seen.add(step, metrics_of(step, draw, 0.4) | {"tools/call_frequency": 0.0, "tools/looping": 0.0})
+        found += [
+            alert.step for one in standard() if (alert := one(seen)) is not None and alert.rule == "tool_collapse"
+        ]
+    assert found[0] == 20
+
+
+def test_a_run_without_tools_is_not_told_that_it_calls_none():
+    draw, seen = random.Random(0), History()
+    for step in range(1, 40):
+        values = {name: one for name, one in metrics_of(step, draw, 0.4).items() if not name.startswith("tools/")}
+        seen.add(step, values)
+        assert all(alert is None or alert.rule != "tool_collapse" for alert in (one(seen) for one in standard()))
 
 
 def test_length_that_grows_with_the_reward_is_learning_not_an_explosion():

@@ -35,7 +35,7 @@ from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
 from covey.algorithms.members import MemberWeight
 from covey.algorithms.naming import from_name
-from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, maxrl, pkpo
+from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, gigpo, maxrl, pkpo
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
 from covey.algorithms.options import from_options
 from covey.algorithms.pass_at_k import PKPO
@@ -65,6 +65,7 @@ from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntr
 from covey.algorithms.sequence_objectives import GMPO, VESPO
 from covey.algorithms.slices import SliceNormalized
 from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
+from covey.algorithms.turn_advantages import GiGPO
 
 __all__ = [
     "CISPO",
@@ -96,6 +97,7 @@ __all__ = [
     "EntropyBonus",
     "Every",
     "GSPOToken",
+    "GiGPO",
     "GroupFiltered",
     "GroupNormalized",
     "KLCov",
@@ -136,6 +138,7 @@ __all__ = [
     "full",
     "gdpo",
     "gfpo",
+    "gigpo",
     "gmpo",
     "gpg",
     "grpo",

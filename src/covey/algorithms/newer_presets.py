@@ -13,6 +13,7 @@ from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, made
 from covey.algorithms.objectives import Clipped, QuadraticPenalty
 from covey.algorithms.pass_at_k import PKPO
 from covey.algorithms.reference import keep
+from covey.algorithms.turn_advantages import GiGPO
 from covey.types import ReferenceRule, Weight
 
 
@@ -81,6 +82,23 @@ def gfpo(
     """
     advantage = GroupFiltered(GroupNormalized(), keep_best, by)
     return made("gfpo", advantage, Clipped(low, high), token_mean, kl, reference, correction)
+
+
+def gigpo(
+    *,
+    weight: float = 1.0,
+    gamma: float = 0.95,
+    low: float = 0.2,
+    high: float | None = None,
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """GRPO with advantages of single turns, among the turns that a group took in the same state: for agents and environments.
+
+    Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training", <https://arxiv.org/abs/2505.10978>.
+    """
+    return made("gigpo", GiGPO(weight, gamma), Clipped(low, high), token_mean, kl, reference, correction)
 
 
 def cfpo(

@@ -38,12 +38,14 @@ def header_lines(given: Given, wanted: Mapping[str, Any]) -> list[str]:
         *([given["environment_factory"]] if given.get("environment_factory") else []),
     ]
     tools = [_entry("tools", ", ".join(given["tools"]))] if given.get("tools") else []
+    if given.get("agent"):
+        tools.append(_entry("agent", given["agent"]))
     if given.get("ensemble"):
         tools.append(_entry("ensemble", ", ".join(given["ensemble"])))
     return [
         _entry("model", f"{given['model']}{adapter}"),
         _entry("data", f"{given['dataset']}{held_out}"),
-        _entry("reward", ", ".join(rewards)),
+        _entry("reward", ", ".join(rewards) or "the agent's score"),
         *tools,
         _entry("algorithm", str(wanted.get("algorithm") or _value(wanted, "loss_type"))),
         _entry("batch", _batch(wanted)),

@@ -31,6 +31,7 @@ _PATHS = (
     "tools",
     "environment_factory",
     "rollout_func",
+    "agent",
     "ensemble",
 )
 

@@ -39,6 +39,7 @@ _WHAT = (
     Flag(name="tools", help="Functions that the model may call while it writes, as file.py:function; they need type hints and a docstring.", type=list[str], group="what"),
     Flag(name="environment_factory", help="Class of the environment that each completion acts in, as file.py:Class.", group="what"),
     Flag(name="rollout_func", help="Function of your own that writes the completions, as file.py:function.", group="what", is_common=False),
+    Flag(name="agent", help="Agent of your own, a function of (row, client, model) that talks to the run's endpoint, as file.py:main.", group="what"),
     Flag(name="ensemble", help="Models that answer beside the policy: a path, a hub id or an endpoint, with options as in runs/b,role=rescue,samples=2.", type=list[str], group="what"),
     Flag(name="ensemble_max_share", help="Most of a group that members of the ensemble write; 0.5 when left out.", type=float, group="what", is_common=False),
     Flag(name="ensemble_threshold", help="An answer is right for a rescuer from this reward on; 0.5 when left out.", type=float, group="what", is_common=False),
@@ -174,8 +175,8 @@ def config_options(given: Given) -> dict[str, Any]:
 def refuse_missing(given: Given) -> None:
     """Raise ConfigError for the first of model, dataset and reward that was not given."""
     for name in ("model", "dataset", "reward"):
-        if name == "reward" and given.get("environment_factory"):
-            continue  # an environment may give the reward itself
+        if name == "reward" and (given.get("environment_factory") or given.get("agent")):
+            continue  # an environment or an agent may give the reward itself
         if not given.get(name):
             raise ConfigError(f"--{name} is missing: {next(flag.help for flag in _WHAT if flag.name == name)}")
 
@@ -210,6 +211,7 @@ def _turns(
         tools=given.get("tools"),
         environment_factory=given.get("environment_factory"),
         rollout_func=given.get("rollout_func"),
+        agent=given.get("agent"),
         ensemble=ensemble_of(given),
     )
     trainer.is_strict = True  # a script that runs twice may set a run aside; a command says so and stops

@@ -13,7 +13,7 @@ ALERT_RULES = (
     "data_drift", "dead_groups", "detector_failed", "diversity_loss", "entropy_collapse", "entropy_explosion", "format_loss",
     "gradient_spike", "kl_runaway", "language_collapse", "large_updates", "length_collapse", "length_explosion", "member_dominates", "member_idle", "non_finite", "repeated_text", "reward_collapse",
     "reward_conflict", "reward_drift", "reward_errors", "reward_hacking", "reward_plateau", "reward_swings", "sampler_mismatch", "slow_convergence", "throughput_drop",
-    "tiny_updates", "truncation", "update_spike",
+    "tiny_updates", "tool_collapse", "truncation", "update_spike",
 )  # fmt: skip
 """Rules that the detectors of `covey.monitor` can report."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from covey.environments.agent import Agent, AgentResult, agent_reward
 from covey.environments.episodes import EpisodeLimits, Episodes, EpisodeSampler
 from covey.environments.factory import EnvironmentPool
 from covey.environments.gymnasium import gymnasium_environment
@@ -13,6 +14,8 @@ from covey.environments.template import Template
 from covey.environments.tools import Tool, tool, tools_of
 
 __all__ = [
+    "Agent",
+    "AgentResult",
     "EnvironmentPool",
     "EpisodeLimits",
     "EpisodeSampler",
@@ -22,6 +25,7 @@ __all__ = [
     "SteppedEnvironment",
     "Template",
     "Tool",
+    "agent_reward",
     "gymnasium_environment",
     "mcp_tools",
     "openenv_environment",

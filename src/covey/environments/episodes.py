@@ -14,6 +14,7 @@ from typing import Any
 
 from covey.environments.calls import Request, ToolRunner
 from covey.environments.factory import Encode, EnvironmentPool, Reset
+from covey.environments.states import states_of
 from covey.environments.template import Template, WrittenCall, typed_argument
 from covey.environments.tools import Tool
 from covey.errors import DataError
@@ -21,7 +22,7 @@ from covey.images import refuse_images
 from covey.rollout import Sampler, SamplingParams
 from covey.rollout.environments import Turn
 from covey.rollout.prompts import PromptLike
-from covey.types import Completion, Finish, Group, Message, Prompt, ToolCall
+from covey.types import Completion, EpisodeNotes, Finish, Group, Message, Prompt, ToolCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,7 @@ class Episodes:
             finish=episode.finish or completion.finish,
             messages=tuple(episode.messages),
             tool_calls=tuple(episode.calls),
+            episode=_notes(prompt, episode),
             columns={**completion.columns, **own},
         )
 
@@ -166,6 +168,13 @@ class Episodes:
         ids = self.template.bridge([{**one, "tool_call_id": "call00001"} for one in answers])
         episode.read += len(ids)
         return ids
+
+
+def _notes(prompt: Prompt, episode: _Episode) -> EpisodeNotes:
+    """The states that turns began in, and their rewards where the environment has `turn_rewards`."""
+    rewards = () if episode.reset is None else getattr(episode.reset.instance, "turn_rewards", ())
+    first = [[one.get("role"), one.get("content")] for one in prompt.messages or ()]
+    return EpisodeNotes(states=states_of(episode.messages, first), rewards=tuple(float(one) for one in rewards))
 
 
 def _as_message(call: WrittenCall) -> dict[str, Any]:

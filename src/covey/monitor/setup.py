@@ -52,15 +52,21 @@ def build_monitor(
 
 def audit_metrics(args: Any, reward_names: Sequence[str]) -> tuple[str, ...]:
     """Metrics that are not trained on: the means of rewards of weight 0, the reward of evaluations, and those that are named."""
-    weights = args.reward_weights or [1.0] * len(reward_names)
+    weights = _weights(args, reward_names)
     unpaid = [name for name, weight in zip(reward_names, weights, strict=True) if weight == 0]
     return (*(f"rewards/{name}/mean" for name in unpaid), "eval_reward", *(args.audit_metrics or ()))
+
+
+def _weights(args: Any, reward_names: Sequence[str]) -> list[Any]:
+    """`reward_weights`, and 1 for the rewards behind them, which environments and agents give themselves."""
+    given = list(args.reward_weights or ())
+    return [*given, *([1.0] * (len(reward_names) - len(given)))]
 
 
 def paid_weights(args: Any, reward_names: Sequence[str]) -> dict[str, float]:
     """Weights above 0 that stay as they are, by the reward's name; a schedule or a function may mean to lower a reward."""
     found: dict[str, float] = {}
-    for name, given in zip(reward_names, args.reward_weights or [1.0] * len(reward_names), strict=True):
+    for name, given in zip(reward_names, _weights(args, reward_names), strict=True):
         try:
             weight = math.nan if callable(given) else float(given)
         except (TypeError, ValueError):  # a schedule

@@ -13,12 +13,20 @@ logger = logging.getLogger(__name__)
 _MANY_THREADS = 64
 
 
+_OURS = ("covey-", "AnyIO ")
+"""Beginnings of the names of threads that a run starts itself: agents, and the endpoint that they talk to."""
+
+
+def _num_threads() -> int:
+    return sum(not one.name.startswith(_OURS) for one in threading.enumerate())
+
+
 class Leftovers:
     """Reports each kind of leftover once for each reward, as an event and as a warning."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
-        self._threads = threading.active_count()
+        self._threads = _num_threads()
 
     def events(self, changed: Iterable[tuple[str, str]], tasks: Mapping[str, int]) -> list[Event]:
         """Events for restored state (name of the reward or "", the name of the setting), cancelled tasks, and threads."""
@@ -32,7 +40,7 @@ class Leftovers:
             )
             for name, count in tasks.items()
         ]
-        more = threading.active_count() - self._threads
+        more = _num_threads() - self._threads
         if more >= _MANY_THREADS:
             said = f"left {more} threads running, which cannot be ended from outside; join what it starts"
             found.append(("", "reward_threads_left", "threads", said))

@@ -14,7 +14,18 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from covey.errors import RunFolderError
-from covey.runs import checkpoint, checksums, evaluations, manifest, pictures, rollouts, serialization, status, trespass
+from covey.runs import (
+    checkpoint,
+    checksums,
+    evaluations,
+    manifest,
+    pictures,
+    rollouts,
+    serialization,
+    status,
+    traces,
+    trespass,
+)
 from covey.runs.lock import FolderLock
 from covey.runs.metrics import JsonLines, read
 from covey.runs.storage import refusal, refuse_link
@@ -24,7 +35,7 @@ Outcome = Literal["finished", "stopped", "failed"]
 BAD_STEPS = "bad_steps"
 _MOST_BAD_STEPS = 20
 _RECORDS = (
-    *("run.json", "train.yaml", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts"),
+    *("run.json", "train.yaml", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts", traces.FOLDER),
     *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS),
     "runs",  # TensorBoard's, as transformers names it
 )
@@ -210,6 +221,7 @@ class RunFolder:
         for log in (self.metrics, self.evaluations, *told):
             log.truncate_to(step)
         rollouts.truncate_to(self.path / "rollouts", step)
+        traces.truncate_to(self.path / traces.FOLDER, step)
         evaluations.truncate_to(self.path / evaluations.FOLDER, step)
 
     def _try(self, what: str, write: Any) -> None:

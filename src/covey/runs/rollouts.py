@@ -1,6 +1,7 @@
 """`rollouts/step-000010.parquet`: completions of a step, one a row, for pandas, DuckDB and the dashboard.
 
-Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `messages` (JSON, of chats), `completion`, `finish`, `version`, `source`,
+Columns: `step`, `prompt_uid`, `group` and `completion_index` (places), `prompt`, `messages` (JSON, of chats), `conversation` (JSON, of episodes of several turns) and `branch_of` (the completion
+whose advantage it has), `completion`, `finish`, `version`, `source`,
 `num_tokens`, `reward` (the weighted sum that advantages were made of, after normalization and clipping; with
 `multi_objective_aggregation="normalize_then_sum"` they are made of each reward's own advantages, and this is the weighted sum
 of the rewards), `reward/<function>` as it gave it (null: not scored), `advantage`, the data set's columns as JSON,
@@ -85,6 +86,7 @@ def table_of(
         "completion": _texts(done.text for _, _, _, done in members),
         "finish": _texts(done.finish for _, _, _, done in members),
         "version": pa.array([done.version for _, _, _, done in members], pa.int64()),
+        **_episodes(groups),
         "source": _texts(done.source for _, _, _, done in members),
         "num_tokens": pa.array([done.num_tokens for _, _, _, done in members], pa.int32()),
         **_rewards(groups, reward_names, weights),
@@ -214,6 +216,23 @@ def _messages(groups: Sequence[Group]) -> dict[str, pa.Array]:
     if all(messages is None for messages in given):
         return {}
     return {"messages": _texts(None if one is None else json.dumps(to_json(list(one))) for one in given)}
+
+
+def _episodes(groups: Sequence[Group]) -> dict[str, pa.Array]:
+    """`conversation`, all messages of an episode as JSON, and `branch_of`, the `completion_index` whose advantage a branch has."""
+    members = [(group.prompt, done) for group in groups for done in group.completions]
+    if all(done.messages is None and done.episode is None for _, done in members):
+        return {}
+    said = [_conversation(prompt, done) for prompt, done in members]
+    shares = [None if done.episode is None else done.episode.shares for _, done in members]
+    texts = _texts(None if one is None else json.dumps(to_json(one)) for one in said)
+    return {"conversation": texts, "branch_of": pa.array(shares, pa.int32())}
+
+
+def _conversation(prompt: Prompt, done: Completion) -> list[Any] | None:
+    if done.episode is not None and done.episode.conversation:
+        return list(done.episode.conversation)
+    return None if done.messages is None else [*(prompt.messages or ()), *done.messages]
 
 
 def _extras(groups: Sequence[Group]) -> dict[str, pa.Array]:

@@ -36,7 +36,7 @@ SCHEMA = 1
 _DATACLASSES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        *(types.Prompt, types.PromptImages, types.Completion, types.ToolCall, types.Group),
+        *(types.Prompt, types.PromptImages, types.Completion, types.ToolCall, types.EpisodeNotes, types.Group),
         *(types.Event, types.StepReport, types.Alert),
         *get_args(types.Metric),
     )

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from covey.serving.agents import AgentSampler
 from covey.serving.endpoint import Endpoint
 from covey.serving.engine import Call
 from covey.serving.episodes import Episode, Recorded, episodes_of
 from covey.serving.limits import Limits
+from covey.serving.traces import Trace, lines_of, read_traces
 
-__all__ = ["Call", "Endpoint", "Episode", "Limits", "Recorded", "episodes_of"]
+__all__ = [
+    "AgentSampler",
+    "Call",
+    "Endpoint",
+    "Episode",
+    "Limits",
+    "Recorded",
+    "Trace",
+    "episodes_of",
+    "lines_of",
+    "read_traces",
+]

@@ -26,6 +26,7 @@ from covey.serving.engine import Ended, Engine, Ticket, Token
 from covey.serving.errors import APIError, bad
 from covey.serving.limits import Limits
 from covey.serving.replies import Choice, answer, new_id, usage
+from covey.serving.session_paths import SessionPaths
 
 _PATHS = frozenset(
     {"/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/tokenizer_info", "/metrics"}
@@ -36,6 +37,8 @@ _PATHS = frozenset(
 Routes = Mapping[tuple[str, str], Callable[[Any], dict[str, Any]]]
 """Further pages by method and path, such as ("POST", "/v1/feedback"): from the JSON body (None for GET) to the JSON answer. They
 run on a thread of their own and may raise APIError."""
+Admit = Callable[[Wanted, str | None], Wanted]
+"""(request, its session) -> the request as it is to be answered. Raises APIError to refuse it."""
 
 
 class Service:
@@ -48,10 +51,12 @@ class Service:
         limits: Limits,
         further: Routes | None = None,
         model_for: Callable[[Wanted], str] | None = None,
+        admit: Admit | None = None,
     ) -> None:
         """`model_for`: the model that answers a request; the one that it names when left out."""
         self.model_for = model_for or (lambda wanted: wanted.model)
-        self.samplers, self.engine, self.limits, self.further = samplers, engine, limits, dict(further or {})
+        self.samplers, self.engine, self.limits, self.admit = samplers, engine, limits, admit
+        self.further = dict(further or {})
         self.reader = Reader(samplers, limits)
         self.created = int(time.time())
 
@@ -75,7 +80,7 @@ class Service:
             HTTPException: self._refuse,
             ClientDisconnect: self._gone,
         }
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), api_key)
+        return Guard(SessionPaths(Starlette(routes=routes, exception_handlers=handlers)), api_key)
 
     # -- pages ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +139,10 @@ class Service:
         body = await self._body(request)
         wanted = await anyio.to_thread.run_sync(read, body)
         wanted = replace(wanted, model=self.model_for(wanted))
-        call = _Call(self, wanted, request.headers.get("x-session-id"))
+        session = request.headers.get("x-session-id")
+        if self.admit is not None:
+            wanted = self.admit(wanted, session)
+        call = _Call(self, wanted, session)
         self.engine.submit(call.tickets)
         if wanted.is_streamed:
             self._count(request, 200)

@@ -15,7 +15,7 @@ from covey.errors import ConfigError
 from covey.rollout import NativeSampler
 from covey.rollout.live import LogprobsMode
 from covey.serving.access import checked_key
-from covey.serving.app import Routes, Service
+from covey.serving.app import Admit, Routes, Service
 from covey.serving.asking import Wanted
 from covey.serving.engine import Call, Engine
 from covey.serving.limits import Limits
@@ -41,10 +41,12 @@ class Endpoint:
         on_call: Callable[[Call], None] | None = None,
         routes: Routes | None = None,
         model_for: Callable[[Wanted], str] | None = None,
+        admit: Admit | None = None,
     ) -> None:
         """`logprobs_mode`: log-probabilities that clients receive; a `Call` always has those of the sampling distribution.
 
         `routes`: the user's own pages. `model_for`: picks the model of a request, where it is not the requested one.
+        `admit` receives each request with its session before it is queued, and may change it or raise APIError.
         """
         self.samplers = dict(samplers) if isinstance(samplers, Mapping) else {name: samplers}
         if not self.samplers:
@@ -56,7 +58,7 @@ class Endpoint:
             raise ConfigError(f"logprobs_mode {logprobs_mode!r} is not known; take raw_logprobs or processed_logprobs.")
         self.limits, self.api_key = limits or Limits(), checked_key(api_key, "127.0.0.1")
         self.engine = Engine(self.samplers, max_waiting=self.limits.max_waiting, mode=logprobs_mode, on_call=on_call)
-        self.app = Service(self.samplers, self.engine, self.limits, routes, model_for).app(api_key)
+        self.app = Service(self.samplers, self.engine, self.limits, routes, model_for, admit).app(api_key)
         """The ASGI application, for a server of your own; `engine.start()` comes first."""
         self.url = ""
         """Base URL for clients, `http://127.0.0.1:PORT/v1`, while it is open."""

@@ -14,8 +14,9 @@ from functools import cached_property
 
 import torch
 
+from covey.environments.states import digest, state_before
 from covey.serving.engine import Call
-from covey.types import Completion, Prompt
+from covey.types import Completion, Message, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,6 +31,10 @@ class Episode:
     weights', `finish` and `text` are the last turn's."""
     call_ids: tuple[str, ...]
     """Ids of the calls, first to last."""
+    states: tuple[str, ...] = ()
+    """A key of each call's new messages: what the model saw since its turn before. Equal keys are the same state."""
+    shown: tuple[Message, ...] = ()
+    """Messages of the last call's prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,10 +69,10 @@ class _Node:
         return [*(self.parent.path if self.parent is not None else ()), self]
 
 
-def episodes_of(calls: Iterable[Call]) -> Recorded:
+def episodes_of(calls: Iterable[Call], *, last_first: bool = False) -> Recorded:
     """The episodes of calls, session by session, in the order of their first calls. Calls without a session are one session.
 
-    A turn that several branches share is trained on once: its mask is True in the first of them alone.
+    A turn that several branches share is trained on once: its mask is True in the first of them alone, with `last_first` in the last.
     """
     sessions: dict[str | None, list[_Node]] = defaultdict(list)
     num_breaks = 0
@@ -76,12 +81,13 @@ def episodes_of(calls: Iterable[Call]) -> Recorded:
         parent = _parent(nodes, call.group.prompt.token_ids)
         shown = call.group.prompt.messages or ()
         num_breaks += parent is None and bool(nodes) and any(one["role"] == "assistant" for one in shown)
-        made = [_Node(call, completion, parent) for completion in call.group.completions]
+        answers = [_Node(call, completion, parent) for completion in call.group.completions]
         if parent is not None:
-            parent.children += made
-        nodes += made
+            parent.children += answers
+        nodes += answers
     leaves = [node for nodes in sessions.values() for node in nodes if not node.children]
-    return Recorded(episodes=tuple(_episode(leaf.path) for leaf in leaves), num_breaks=num_breaks)
+    made = [_episode(leaf.path) for leaf in (reversed(leaves) if last_first else leaves)]
+    return Recorded(episodes=tuple(reversed(made) if last_first else made), num_breaks=num_breaks)
 
 
 def _parent(nodes: Sequence[_Node], prompt: tuple[int, ...]) -> _Node | None:
@@ -117,5 +123,15 @@ def _episode(path: Sequence[_Node]) -> Episode:
         messages=(*shown, {"role": "assistant", "content": last.completion.text}),
     )
     return Episode(
-        session=last.call.session, prompt=prompt, completion=completion, call_ids=tuple(node.call.id for node in path)
+        session=last.call.session,
+        prompt=prompt,
+        completion=completion,
+        call_ids=tuple(node.call.id for node in path),
+        states=tuple(state_of(node.call.group.prompt) for node in path),
+        shown=last.call.group.prompt.messages or (),
     )
+
+
+def state_of(prompt: Prompt) -> str:
+    """Key of what a prompt shows since the assistant's last message; of all its tokens, where it is no chat."""
+    return digest(prompt.token_ids) if prompt.messages is None else state_before(prompt.messages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from covey.config import GRPOConfig
 from covey.data.prompts import encode_chat
 from covey.environments import (
+    Agent,
     EnvironmentPool,
     EpisodeLimits,
     Episodes,
@@ -16,6 +19,7 @@ from covey.environments import (
     RolloutFuncSampler,
     Template,
     Tool,
+    agent_reward,
     gymnasium_environment,
     mcp_tools,
     openenv_environment,
@@ -24,7 +28,8 @@ from covey.environments import (
 from covey.errors import ConfigError
 from covey.names import load
 from covey.rollout import Sampler
-from covey.types import Completion, Max, Mean, Message, Metric, Prompt
+from covey.training.own_endpoint import agent_sampler
+from covey.types import Completion, Max, Mean, Message, Metric, Prompt, ToolCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +39,11 @@ class Agents:
     tools: tuple[Tool, ...] = ()
     environments: EnvironmentPool | None = None
     rollout_func: Callable[..., Any] | None = None
+    agent: Agent | None = None
+    """A loop of the user's own over the run's endpoint."""
 
     @staticmethod
-    def of(tools: Any, environment_factory: Any, rollout_func: Any) -> Agents:
+    def of(tools: Any, environment_factory: Any, rollout_func: Any, agent: Any = None) -> Agents:
         """Agents from TRL's arguments; each function may be an import path. Raises ConfigError for unusable ones."""
         tools = [own for one in tools for own in _tools(one)] if isinstance(tools, (list, tuple)) else tools
         if isinstance(environment_factory, dict):
@@ -50,21 +57,32 @@ class Agents:
             )
         if rollout_func is not None and not callable(rollout_func):
             raise ConfigError(f"rollout_func is {rollout_func!r}; give a function of (prompts, trainer).")
+        if agent is not None and (tools or environment_factory or rollout_func):
+            other = "tools" if tools else "environment_factory" if environment_factory else "rollout_func"
+            raise ConfigError(
+                f"an agent calls its tools itself and writes whole episodes, so {other} would never act; leave one out."
+            )
+        made = None if agent is None else Agent(_loaded(agent, "agent"))
         pool = None if environment_factory is None else EnvironmentPool(environment_factory)
-        return Agents(tools_of(tools or ()), pool, rollout_func)
+        return Agents(tools_of(tools or ()), pool, rollout_func, made)
 
     @property
     def are_used(self) -> bool:
-        return bool(self.tools or self.environments is not None or self.rollout_func is not None)
+        given = (self.environments, self.rollout_func, self.agent)
+        return bool(self.tools) or any(one is not None for one in given)
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """Reward functions of environments that score their own episodes."""
         return [] if self.environments is None else self.environments.rewards
 
+    def own_rewards(self, is_alone: bool) -> list[Callable[..., Any]]:
+        """Those of environments, and the scores of an agent; `is_alone`: no other reward is given."""
+        return self.rewards if self.agent is None else [agent_reward(self.agent, is_alone)]
+
     def columns(self, own: Sequence[str] | None) -> list[str] | None:
         """Columns that rewards receive, including those of the data set (`own`); None if not known yet."""
-        if own is None or self.rollout_func is not None:
+        if own is None or self.rollout_func is not None or self.agent is not None:
             return None
         return [*own, *(["environments"] if self.environments is not None else [])]
 
@@ -82,6 +100,8 @@ class Agents:
         """The sampler built by `make(environment=...)`; it generates episodes if there are tools or environments."""
         if self.rollout_func is not None:
             return RolloutFuncSampler(make(), self.rollout_func, trainer, tokenizer, eos_ids)
+        if self.agent is not None:
+            return agent_sampler(make(), self.agent, args, trainer)
         if not self.are_used:
             return make()
         options = self.template_options(args)
@@ -116,16 +136,25 @@ def _loaded(given: Any, kind: str) -> Any:
     return load(given, kind) if isinstance(given, str) else given
 
 
+def spoken(one: Completion) -> Sequence[Message]:
+    """Messages of an episode; of an agent's that returned an answer, the conversation that led to it."""
+    if one.messages is not None:
+        return one.messages
+    return () if one.episode is None else one.episode.conversation
+
+
 def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
     """Tool call metrics per completion and per tool, under TRL's names where they exist; empty for single turns."""
-    if all(one.messages is None for one in completions):
+    completions = [one for one in completions if one.episode is None or one.episode.shares is None]
+    if all(one.messages is None and one.episode is None for one in completions):
         return {}
     calls = [call for one in completions for call in one.tool_calls]
-    turns = [sum(1 for message in one.messages or () if message["role"] == "assistant") for one in completions]
+    turns = [sum(1 for message in spoken(one) if message["role"] == "assistant") for one in completions]
     metrics: dict[str, Metric] = {
         "tools/call_frequency": Mean(len(calls), len(completions)),
         "tools/failure_frequency": Mean(sum(call.status != "ok" for call in calls), len(calls)),
         "tools/turns": Mean(sum(turns), len(turns)),
+        "tools/looping": Mean(sum(_loops(one.tool_calls) for one in completions), len(completions)),
     }
     for name in sorted({call.name for call in calls if call.name}):
         own = [call for call in calls if call.name == name]
@@ -139,17 +168,24 @@ def tool_metrics(completions: Sequence[Completion]) -> dict[str, Metric]:
     return metrics
 
 
+def _loops(calls: Sequence[ToolCall]) -> bool:
+    """True if one call was made with the same arguments three times or more."""
+    made = Counter((call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in calls)
+    return max(made.values(), default=0) >= 3
+
+
 def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
     """The data set with a column `prompt`, empty if an environment's `reset` writes it; generated rows without a data set.
 
     Raises ConfigError without a data set if there are several environments or no `max_steps`.
     """
     empty = [{"role": "user", "content": ""}]
-    if agents.environments is None:
+    if agents.environments is None and (agents.agent is None or dataset is None):
         return dataset
     if dataset is not None:
         has_prompt = "prompt" in (getattr(dataset, "column_names", None) or ["prompt"])
         return dataset if has_prompt else dataset.add_column("prompt", [empty] * len(dataset))
+    assert agents.environments is not None  # an agent without a data set was turned away above
     if None not in agents.environments.factories:
         raise ConfigError(
             "environment_factory has several environments, which needs a train_dataset whose column environment names one "
@@ -165,7 +201,8 @@ def with_prompts(dataset: Any, agents: Agents, args: GRPOConfig) -> Any:
 
 def with_own_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents) -> tuple[Any, Any]:
     """Rewards and their tokenizers, followed by the environments' own rewards with weight 1 each."""
-    if not agents.rewards:
+    own = agents.own_rewards(reward_funcs is None or reward_funcs == [])
+    if not own:
         return reward_funcs, processing_classes
     many = (
         []
@@ -176,4 +213,4 @@ def with_own_rewards(reward_funcs: Any, processing_classes: Any, agents: Agents)
     )
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(many)
-    return [*many, *agents.rewards], [*processing_classes, *([None] * len(agents.rewards))]
+    return [*many, *own], [*processing_classes, *([None] * len(own))]

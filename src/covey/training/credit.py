@@ -13,6 +13,7 @@ from covey.algorithms import Algorithm
 from covey.data import Outcome
 from covey.rewards import has_signal, mean_score
 from covey.training.languages import joined, questions
+from covey.training.own_endpoint import shared_advantages
 from covey.types import Group, Max, Mean, Metric, Min, Scores, stack_tokens
 
 
@@ -37,7 +38,8 @@ def with_advantages(
             rows = slice(start, start + group.size)
             own_returns = None if returns is None else returns[p, rows]
             totals = scores.total[p, rows]
-            out[place] = replace(group, advantages=judged[p, rows], totals=totals, returns=own_returns)
+            advantages = shared_advantages(group, judged[p, rows])
+            out[place] = replace(group, advantages=advantages, totals=totals, returns=own_returns)
             start += group.size
     return out
 

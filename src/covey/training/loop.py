@@ -20,6 +20,7 @@ from covey.training.agents import tool_metrics
 from covey.training.ahead import next_prompts, order_ahead, staleness, used
 from covey.training.credit import completion_metrics, outcomes, with_advantages, with_greedy_rewards
 from covey.training.ensembles import asked_again, own, rescued, taught
+from covey.training.own_endpoint import branched
 from covey.training.parts import Parts
 from covey.training.prompts import take
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end
@@ -91,7 +92,7 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
                 more = answered(parts, state, take(parts.prompts, dull, state.set_aside), seconds)
                 drawn, groups = [*drawn, *more], with_signal_first([*groups, *more], parts)
         with timed(seconds, "learn"):
-            groups = parts.learner.annotate(groups, algorithm)
+            groups = parts.learner.annotate(branched(groups), algorithm)
             parts.session.monitor.begin(own(groups))
         if algorithm.needs.greedy:
             groups = with_greedy(parts, groups)

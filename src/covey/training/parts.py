@@ -13,7 +13,6 @@ from covey.process.interruption import Interruption
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rollout import Sampler, SamplingParams
-from covey.rollout.asynchronous import AsynchronousSampler
 from covey.training.session import Session
 
 
@@ -55,8 +54,9 @@ class Parts:
 
     def close(self) -> None:
         """Release resources that are needed only during the run."""
-        if isinstance(self.sampler, AsynchronousSampler):
-            self.sampler.close()
+        close = getattr(self.sampler, "close", None)  # of samplers that run workers, or an endpoint
+        if close is not None:
+            close()
         self.learner.policy.release()
         self.session.monitor.close()
         self.session.display.close()

@@ -71,7 +71,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     reward models, or names of built-in rewards), `args`, `train_dataset` (column `prompt`: text or chat messages; other
     columns reach the rewards), `eval_dataset` (one set or a dict of sets), `processing_class`,
     `reward_processing_classes`, `callbacks`, `optimizers`, `quantization_config`, `peft_config`; and `algorithm`, a
-    preset's name, an import path, or a `covey.algorithms.Algorithm`; and `ensemble`, a `covey.Ensemble` or its members.
+    preset's name, an import path or an `Algorithm`; `ensemble`, a `covey.Ensemble` or its members; `agent`, `main(row, client, model)`.
 
     A subclass may override `log`, `_calculate_rewards`, `evaluate` and the methods that save or upload; one that overrides a hook which
     is never called is refused when its class is defined. `TRLInterface` holds the attributes and methods that scripts use.
@@ -102,6 +102,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         *,
         algorithm: str | Algorithm | None = None,
         ensemble: Any = None,
+        agent: Any = None,
     ) -> None:
         self.args = args if args is not None else GRPOConfig(f"{short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
@@ -117,12 +118,12 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.state = lean.TrainerState(
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
         )
-        self.agents = Agents.of(tools, environment_factory, rollout_func)
+        self.agents = Agents.of(tools, environment_factory, rollout_func, agent)
         self.tools = [one.call for one in self.agents.tools]
         self.ensemble = given_ensemble(ensemble, self.agents, self.args)
         rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
         self.scorer = build_scorer(
-            self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.rewards),
+            self.args, rewards, classes, lambda: self.state, self.world.device, len(self.agents.own_rewards(False)),
             self._calculate_rewards if is_overridden(self, "_calculate_rewards", GRPOTrainer) else None,
         )  # fmt: skip
         self._take_data(train_dataset, eval_dataset, model)
@@ -331,12 +332,9 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
         )
         if folder is not None:
+            rewards = [spec.call for spec in self.scorer.rewards]
             described = folder.describe(
-                args=args,
-                algorithm=self.algorithm,
-                rewards=[spec.call for spec in self.scorer.rewards],
-                dataset=self.train_dataset,
-                model=self.model,
+                args=args, algorithm=self.algorithm, rewards=rewards, dataset=self.train_dataset, model=self.model
             )
             self.trackers.follow(described["id"], lambda: session.is_asked_to_stop)
         return session

@@ -1,5 +1,32 @@
 """Values that flow through a step, and metrics that know how they merge."""
 
+from covey.types.callables import (
+    Advantage as Advantage,
+)
+from covey.types.callables import (
+    Aggregate as Aggregate,
+)
+from covey.types.callables import (
+    Estimator as Estimator,
+)
+from covey.types.callables import (
+    Objective as Objective,
+)
+from covey.types.callables import (
+    ReferenceRule as ReferenceRule,
+)
+from covey.types.callables import (
+    Regularizer as Regularizer,
+)
+from covey.types.callables import (
+    Reward as Reward,
+)
+from covey.types.callables import (
+    Weight as Weight,
+)
+from covey.types.episodes import (
+    EpisodeNotes as EpisodeNotes,
+)
 from covey.types.float64 import (
     precise as precise,
 )
@@ -52,16 +79,7 @@ from covey.types.reports import (
     TokenNumbers as TokenNumbers,
 )
 from covey.types.values import (
-    Advantage as Advantage,
-)
-from covey.types.values import (
-    Aggregate as Aggregate,
-)
-from covey.types.values import (
     Completion as Completion,
-)
-from covey.types.values import (
-    Estimator as Estimator,
 )
 from covey.types.values import (
     Finish as Finish,
@@ -73,19 +91,7 @@ from covey.types.values import (
     Message as Message,
 )
 from covey.types.values import (
-    Objective as Objective,
-)
-from covey.types.values import (
     Prompt as Prompt,
-)
-from covey.types.values import (
-    ReferenceRule as ReferenceRule,
-)
-from covey.types.values import (
-    Regularizer as Regularizer,
-)
-from covey.types.values import (
-    Reward as Reward,
 )
 from covey.types.values import (
     Scores as Scores,
@@ -98,9 +104,6 @@ from covey.types.values import (
 )
 from covey.types.values import (
     Totals as Totals,
-)
-from covey.types.values import (
-    Weight as Weight,
 )
 from covey.types.values import (
     stack_tokens as stack_tokens,

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from covey.types.episodes import EpisodeNotes
 from covey.types.images import PromptImages
-from covey.types.reports import Event, StepReport
+from covey.types.reports import Event
 
 Message = Mapping[str, Any]
 """One chat message: `{"role": "user", "content": "What is 2 + 2?"}`."""
@@ -98,6 +99,8 @@ class Completion:
     messages: tuple[Message, ...] | None = None
     """Turns of an episode: the assistant's messages, with `tool_calls`, and the tools' answers. None: a single turn."""
     tool_calls: tuple[ToolCall, ...] = ()
+    episode: EpisodeNotes | None = None
+    """Turns with their rewards and states, the whole conversation, other paths of an agent's calls. None: nothing is known of them."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Values of this completion that rewards receive beside the data set's columns; dropped once it is scored."""
 
@@ -188,6 +191,8 @@ class Scores:
     """[P, G, T], per-token rewards, besides the functions' rewards. None: there are none."""
     slices: tuple[str, ...] | None = None
     """[P], which slice each prompt is in, such as its language. None: nothing asked for slices."""
+    episodes: tuple[tuple[EpisodeNotes | None, ...], ...] | None = None
+    """[P][G], turns of each completion. None: no completion has any."""
 
     @cached_property
     def total(self) -> Tensor:
@@ -237,7 +242,14 @@ class Scores:
             kl=kl,
             greedy=greedy,
             slices=None if slice_column is None else tuple(str(g.prompt.columns.get(slice_column)) for g in groups),
+            episodes=episodes_in(groups),
         )
+
+
+def episodes_in(groups: Sequence[Group]) -> tuple[tuple[EpisodeNotes | None, ...], ...] | None:
+    """[P][G], what is known of the turns of each completion; None where nothing is."""
+    found = tuple(tuple(one.episode for one in group.completions) for group in groups)
+    return found if any(one is not None for row in found for one in row) else None
 
 
 def stack_tokens(groups: Sequence[Group], pick: Callable[[Completion], Tensor | None]) -> Tensor:
@@ -375,22 +387,3 @@ class Totals:
             max_length=max_length,
             tokens_by_prompt={int(g): int(mask[group == g].sum()) for g in group.unique()},
         )
-
-
-# The callables that an algorithm is made of. A slot takes a function; a class only when it has parameters.
-Advantage = Callable[[Scores], Tensor]
-"""-> [P, G] or [P, G, T]; NaN in, 0 out."""
-Objective = Callable[[TokenBatch], Tensor]
-"""-> [N, T] (or [N, 1], broadcast), the loss of each token; never a mean."""
-Estimator = Callable[[Tensor, Tensor], Tensor]
-"""(logp, ref_logp) -> [N, T]"""
-Weight = Callable[[TokenBatch], Tensor]
-"""-> [N, T] or [N, 1], multiplies the objective, without gradient: importance corrections, masks."""
-Regularizer = Callable[[TokenBatch], Tensor]
-"""-> [N, T], already weighted, added to the loss."""
-Aggregate = Callable[[Tensor, TokenBatch, Totals], Tensor]
-"""-> scalar, this micro-batch's share; shares add up."""
-ReferenceRule = Callable[[StepReport], float]
-"""-> alpha: ref <- (1 - alpha) ref + alpha policy"""
-Reward = Callable[..., Any]
-"""TRL's contract: keyword lists `prompts`, `completions`, `completion_ids`, every data set column; -> list of float or None."""

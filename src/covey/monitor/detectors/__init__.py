@@ -12,6 +12,7 @@ from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCol
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
 from covey.monitor.detectors.swings import Conflict, Swings
 from covey.monitor.detectors.text import FormatLoss, LengthCollapse, LengthExplosion, RepeatedText, Truncation
+from covey.monitor.detectors.tools import ToolCollapse
 from covey.monitor.detectors.updates import LargeUpdates, Mismatch, NonFinite, Spike, TinyUpdates
 from covey.monitor.history import History
 from covey.types import Alert
@@ -30,7 +31,7 @@ READS = frozenset(
         "sampling/sampling_logp_difference/mean", "sampling/effective_sample_size", "rewards/unscored",
         "tokens_per_second/step", "seconds/rollout", "seconds/reward", "seconds/learn", "prompts/drift_p/length",
         "prompts/drift_p/text", "rewards/drift_p",
-        "prompts/mean_length", "steps/non_finite", "eval_reward",
+        "prompts/mean_length", "steps/non_finite", "eval_reward", "tools/call_frequency", "tools/failure_frequency", "tools/looping",
     }
 )  # fmt: skip
 """Metrics that they look at, beside the audit metrics, each reward's `mean` and `errors`, and `ensemble/<member>/...`."""
@@ -70,4 +71,5 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
         MemberIdle(),
         RewardDrift(),
         LanguageCollapse(),
+        ToolCollapse(),
     )

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from covey.errors import RunFolderError
+from covey.monitor.view.conversation import conversation_of
 from covey.monitor.view.groups import GroupIndex, read_columns, select
 from covey.monitor.view.records import shown
 from covey.monitor.view.search import prompts_of, search
@@ -35,7 +36,17 @@ _SECONDS = (0.06, 0.25)
 _MOST_COMPLETIONS = 1024
 _MOST_IMAGES = 64
 _LONGEST_TEXT = 400_000
-_HEAD = ("completion", "finish", "num_tokens", "reward", "advantage", "version", "source", "completion_index")
+_HEAD = (
+    "completion",
+    "finish",
+    "num_tokens",
+    "reward",
+    "advantage",
+    "version",
+    "source",
+    "completion_index",
+    "branch_of",
+)
 
 
 def rows(
@@ -115,6 +126,7 @@ def _completion(row: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any
         **{name: row.get(name) for name in _HEAD},
         "rewards": {name.removeprefix("reward/"): row[name] for name in row if name.startswith("reward/")},
         "extras": {name.removeprefix("extra/"): row[name] for name in row if name.startswith("extra/")},
+        "conversation": conversation_of(row.get("conversation")),
         "pieces": _pieces(tokenizer, ids),
         "token_ids": ids,
         "per_token": _per_token(lists),

@@ -1,6 +1,7 @@
 // One group: the prompt, its completions side by side, rewards by function, advantages, and tokens in colour.
 
 import { ask, isStale } from "./api.js";
+import { conversation } from "./conversation.js";
 import { diffOf } from "./diff.js";
 import { fill, h, short, visible } from "./dom.js";
 import { link } from "./state.js";
@@ -123,7 +124,7 @@ function card(ones, scale, mark, choice) {
       h("span", { class: one.finish === "length" ? "tag" : "soft" }, one.finish === "length" ? "cut off" : one.finish ?? "end unknown"), h("span", { class: "soft" }, `${short(one.num_tokens)} tokens`), choice),
     h("dl", { class: "rewards" }, Object.entries({ ...one.rewards, ...one.extras }).map(([name, value]) =>
       h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value === null ? "not scored" : typeof value === "number" ? short(value) : visible(value))))),
-    tokens(one, scale, under), one.pieces ? under : null);
+    conversation(one), tokens(one, scale, under), one.pieces ? under : null);
 }
 
 function legend(scale) {

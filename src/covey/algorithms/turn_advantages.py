@@ -1,0 +1,79 @@
+"""Advantages of turns, `[P, G, T]`: how much better a turn is than other turns that the group took in the same state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from covey.algorithms.advantages import GroupNormalized, is_tied, nan_std, sequence_rewards
+from covey.types import EpisodeNotes, Scores
+
+
+@dataclass(frozen=True)
+class GiGPO:
+    """`A = A_episode + weight A_step`: the completion's advantage, and each turn's within the turns that began in the same state.
+
+    `A_step = (R - mean) / (sd + epsilon)` over the turns of a group whose `EpisodeNotes.states` are equal, `R` a turn's discounted
+    return; `scale="none"` does not divide, in both parts. A turn whose state nobody else saw has `A_step` 0. Rewards of turns are
+    `EpisodeNotes.rewards`; what the completion's reward has beyond their sum belongs to its last turn. A completion without
+    turns, or that nobody scored, has its episode's part alone. Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent
+    Training", section 4, <https://arxiv.org/abs/2505.10978>.
+    """
+
+    weight: float = 1.0
+    gamma: float = 0.95
+    scale: Literal["group", "none"] = "group"
+    epsilon: float = 1e-4
+
+    def __call__(self, scores: Scores) -> Tensor:
+        episode = GroupNormalized(self.scale, self.epsilon)(scores)  # [P, G]
+        out = episode.unsqueeze(-1) * scores.mask  # [P, G, T]
+        if scores.episodes is None:
+            return out
+        rewards = sequence_rewards(scores)
+        for p, notes in enumerate(scores.episodes):
+            for (g, turn), advantage in self._steps(notes, rewards[p], scores.mask[p]).items():
+                out[p, g] += self.weight * advantage * (turns_of(scores.mask[p, g]) == turn)
+        return out
+
+    def _steps(
+        self, notes: Sequence[EpisodeNotes | None], rewards: Tensor, mask: Tensor
+    ) -> dict[tuple[int, int], float]:
+        """`A_step` by (completion, turn) of one group."""
+        states: dict[str, list[tuple[tuple[int, int], float]]] = defaultdict(list)
+        for g, note in enumerate(notes):
+            if note is None or not note.states or bool(rewards[g].isnan()):
+                continue
+            count = min(len(note.states), int(turns_of(mask[g]).amax()) + 1 if mask.shape[-1] else 0)
+            for turn, value in enumerate(returns_of(note.rewards[:count], float(rewards[g]), count, self.gamma)):
+                states[note.states[turn]].append(((g, turn), value))
+        found = dict[tuple[int, int], float]()
+        for members in states.values():
+            values = torch.tensor([[value for _, value in members]], dtype=rewards.dtype)
+            apart = torch.zeros_like(values) if bool(is_tied(values)) else values - values.mean()
+            if self.scale == "group":
+                apart = apart / (nan_std(values) + self.epsilon)
+            found.update(zip((place for place, _ in members), apart[0].tolist(), strict=True))
+        return found
+
+
+def turns_of(mask: Tensor) -> Tensor:
+    """[T] int64, which run of True in `mask` [T] a token is in, counted from 0; -1 where it is False."""
+    starts = mask & ~torch.cat([mask.new_zeros(1), mask[:-1]])
+    return torch.where(mask, starts.cumsum(-1) - 1, -torch.ones_like(mask, dtype=torch.int64))
+
+
+def returns_of(rewards: Sequence[float], total: float, count: int, gamma: float) -> list[float]:
+    """Discounted return of each of `count` turns: `R_t = r_t + gamma R_(t+1)`; the last has what `total` has beyond `rewards`."""
+    each = [*rewards, *([0.0] * (count - len(rewards)))]
+    later, found = 0.0, list[float]()
+    for turn in reversed(range(count)):
+        rest = total - sum(each) if turn == count - 1 else 0.0
+        later = each[turn] + rest + gamma * later
+        found.append(later)
+    return found[::-1]

@@ -1,0 +1,371 @@
+"""Agents of a run: unmodified loops over the run's own endpoint, side by side, whose calls become the completions of a group."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from covey.environments import Agent, AgentResult
+from covey.errors import ConfigError, DataError
+from covey.images import refuse_images
+from covey.rollout import NativeSampler, Sampler, SamplingParams
+from covey.rollout.prompts import PromptLike, occurrences
+from covey.rollout.sampling import sequence_key
+from covey.serving.endpoint import Endpoint
+from covey.serving.engine import Call
+from covey.serving.episodes import Episode, Recorded, episodes_of
+from covey.serving.limits import Limits
+from covey.serving.sessions import Session, Sessions
+from covey.serving.traces import Trace, expect_recorded
+from covey.types import (
+    Completion,
+    EpisodeNotes,
+    Event,
+    Group,
+    Max,
+    Mean,
+    Message,
+    Metric,
+    Prompt,
+    ToolCall,
+    merge_metrics,
+)
+
+MODEL = "policy"
+_POLL_SECONDS = 0.1
+_MANY = 1_000_000
+
+
+@dataclass(eq=False)
+class _Run:
+    """One episode on its way."""
+
+    place: tuple[int, int]
+    """(prompt, completion)"""
+    prompt: Prompt
+    session: Session
+    started: float = 0.0
+    created: float = 0.0
+    seconds: float = 0.0
+    result: AgentResult | None = None
+    lost: str = ""
+    """Why there is nothing to train on; empty: there is."""
+    told: str = ""
+    recorded: Recorded = field(default_factory=lambda: Recorded(episodes=(), num_breaks=0))
+
+
+class AgentSampler:
+    """A sampler whose completions `agent` writes, by calls of an endpoint on `sampler`'s engine.
+
+    Each episode has a session of its own. An agent that raises, or is not done after `timeout_seconds`, loses its episode: the
+    group goes on without it, with an event. `max_turns`: most calls of an episode. At most `concurrency` agents run at once, each
+    in a thread. `record` gets the trace of each episode. Raises ConfigError for a sampler other than the native one.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        agent: Agent,
+        *,
+        max_tokens: int,
+        max_turns: int | None = None,
+        timeout_seconds: float = 600.0,
+        concurrency: int = 64,
+        record: Callable[[int, Sequence[Trace]], None] = lambda version, traces: None,
+    ) -> None:
+        if not isinstance(sampler, NativeSampler):
+            raise ConfigError(
+                f"an agent talks to Covey's own engine, and this run samples with {type(sampler).__name__}; leave rollout_backend, "
+                "use_vllm and fsdp out."
+            )
+        self.sampler, self.agent, self.record = sampler, agent, record
+        self.timeout_seconds, self.concurrency = timeout_seconds, concurrency
+        self.sessions = Sessions(max_tokens, max_turns, sampler.eos_ids)
+        self.endpoint: Endpoint | None = None
+        self._ended: queue.SimpleQueue[_Run] = queue.SimpleQueue()
+        self._metrics: list[dict[str, Metric]] = []
+        self._count = 0
+
+    @property
+    def check_stop(self) -> Callable[[], None]:
+        """Called while agents run; what it raises ends the sampling."""
+        return self.sampler.check_stop
+
+    @property
+    def version(self) -> int:
+        return self.sampler.version
+
+    def load(self, policy: Any, version: int) -> None:
+        """From now on answer with these weights; completions carry `version`."""
+        if self.endpoint is None:
+            self.sampler.load(policy, version)
+        else:
+            self.endpoint.load(policy, version)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self.endpoint is not None:
+            self.endpoint.close()
+            self.endpoint = None
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Of the episodes since the last call."""
+        taken, self._metrics = self._metrics, []
+        return dict(merge_metrics(taken)) if taken else {}
+
+    def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
+        """One group of at most `n` episodes for each prompt, as they are over. Raises DataError where every agent failed."""
+        given = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+        if len(given) < len(prompts):
+            raise DataError("an AgentSampler takes Prompts; encode text or messages with covey.data first.")
+        refuse_images(given, "a run with an agent")
+        self._open()
+        self.sessions.params = params
+        self._count += 1
+        seed = params.seed or 0
+        runs = []
+        for p, (prompt, occurrence) in enumerate(zip(given, occurrences(given), strict=True)):
+            for g in range(n):
+                key = sequence_key(seed, prompt.uid, occurrence, g)
+                runs.append(_Run((p, g), prompt, Session(f"{self._count}-{p}-{g}-{key & 0xFFFFFFFF:08x}", key)))
+        return self._groups(runs, len(given))
+
+    def _open(self) -> None:
+        if self.endpoint is None:
+            limits = Limits(max_waiting=_MANY, max_connections=_MANY, max_choices=_MANY, drain_seconds=1.0)
+            hooks: dict[str, Any] = {"on_call": self.sessions.record, "admit": self.sessions.admit}
+            self.endpoint = Endpoint(self.sampler, name=MODEL, limits=limits, **hooks)
+            self.endpoint.open()
+
+    # -- episodes side by side --------------------------------------------------------------------------------------
+
+    def _groups(self, runs: list[_Run], num_prompts: int) -> Iterator[Group]:
+        waiting, running = deque(runs), dict[int, _Run]()
+        left = Counter(run.place[0] for run in runs)
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.concurrency:
+                    run = waiting.popleft()
+                    running[id(run)] = run
+                    self._start(run)
+                for run in self._over(running):
+                    del running[id(run)]
+                    self._settle(run)
+                    p = run.place[0]
+                    left[p] -= 1
+                    if not left[p]:
+                        yield self._group([one for one in runs if one.place[0] == p])
+        finally:
+            for run in running.values():
+                self.sessions.close(run.session)
+            if self.endpoint is not None:  # answers that nobody waits for are written before the weights change
+                self.endpoint.engine.when_idle(lambda: None).result()
+        self._finish(runs)
+
+    def _start(self, run: _Run) -> None:
+        assert self.endpoint is not None  # opened before
+        self.sessions.open(run.session)
+        run.started, run.created = time.monotonic(), time.time()
+        base = self.endpoint.url.removesuffix("/v1")
+        offered = {
+            "row": {**run.prompt.columns, "prompt": run.prompt.raw},
+            "base_url": f"{base}/sessions/{run.session.id}/v1",
+            "model": MODEL,
+            "api_key": "none",
+            "seed": run.session.key & 0x7FFFFFFF,
+        }
+        thread = threading.Thread(
+            target=self._act, args=(run, offered), name=f"covey-agent-{run.session.id}", daemon=True
+        )
+        thread.start()
+
+    def _act(self, run: _Run, offered: Mapping[str, Any]) -> None:
+        """One episode, in its thread; whatever it raises ends this episode alone."""
+        result, lost, told = None, "", ""
+        try:
+            result = self.agent(**offered)
+        except BaseException as error:  # noqa: BLE001 - told in an event; an agent that exits must not end the run
+            lost, told = f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-4000:]
+        if run.session.is_open:
+            run.result, run.lost, run.told = result, lost, told
+            self._ended.put(run)
+
+    def _over(self, running: Mapping[int, _Run]) -> list[_Run]:
+        """Episodes that have just ended, by themselves or at their deadline."""
+        self.check_stop()
+        found = []
+        try:
+            found.append(self._ended.get(timeout=_POLL_SECONDS))
+            while True:
+                found.append(self._ended.get_nowait())
+        except queue.Empty:
+            found = [run for run in found if id(run) in running]
+        now = time.monotonic()
+        for run in running.values():
+            if run not in found and now - run.started > self.timeout_seconds:
+                self.sessions.close(run.session)
+                run.result, run.lost = None, f"it was not done after {self.timeout_seconds:g} seconds"
+                found.append(run)
+        return found
+
+    def _settle(self, run: _Run) -> None:
+        """Take down what an episode's calls were."""
+        self.sessions.close(run.session)
+        run.seconds = time.monotonic() - run.started
+        if run.lost and run.session.finish is not None and run.session.calls:  # it could not know of the run's limits
+            run.lost, run.result = "", AgentResult()
+        calls: Sequence[Call] = run.session.calls
+        if run.result is not None and run.result.trace is not None:
+            try:
+                calls = expect_recorded(run.result.trace, calls)
+            except DataError as error:
+                run.lost = str(error)
+        run.recorded = episodes_of(calls, last_first=True)
+
+    # -- from calls to completions ----------------------------------------------------------------------------------
+
+    def _group(self, runs: Sequence[_Run]) -> Group:
+        prompt = runs[0].prompt
+        self._refuse_strangers(runs)
+        kept = [run for run in runs if not run.lost]
+        first = [one.prompt.token_ids for run in kept for one in run.recorded.episodes]
+        shared = common_prefix(first) if first else prompt.token_ids
+        events = tuple(self._event(run) for run in runs if run.lost)
+        done = tuple(_completion(run, len(shared), self.version) for run in kept)
+        done = done or (_nothing(self.version),)
+        return Group(prompt=replace(prompt, token_ids=shared), completions=done, events=events)
+
+    def _refuse_strangers(self, runs: Sequence[_Run]) -> None:
+        """A group shares its first tokens, if only one; episodes that begin with another are lost."""
+        first = Counter(one.prompt.token_ids[0] for run in runs if not run.lost for one in run.recorded.episodes)
+        for run in runs:
+            begins = {one.prompt.token_ids[0] for one in run.recorded.episodes}
+            if not run.lost and begins - {token for token, _ in first.most_common(1)}:
+                run.lost = (
+                    "its calls begin with another token than the group's; use chat completions, or one first token"
+                )
+
+    def _event(self, run: _Run) -> Event:
+        said = f"An episode of agent {self.agent.name} on prompt {run.prompt.uid} is lost: {run.lost}."
+        details = {"session": run.session.id, "calls": len(run.session.calls), "error": run.lost, "traceback": run.told}
+        return Event(kind="agent_failed", said=said, details=details)
+
+    def _finish(self, runs: Sequence[_Run]) -> None:
+        lost = [run for run in runs if run.lost]
+        if runs and len(lost) == len(runs):
+            said = f"agent {self.agent.name} failed in all of its {len(runs)} episodes, first: {lost[0].lost}."
+            raise DataError(f"{said} {lost[0].told}".strip())
+        calls = [len(run.session.calls) for run in runs]
+        rows = [len(run.recorded.episodes) for run in runs if not run.lost]
+        self._metrics.append(
+            {
+                "agents/lost": Mean(len(lost), len(runs)),
+                "agents/calls": Mean(sum(calls), len(calls)),
+                "agents/branches": Mean(sum(max(0, one - 1) for one in rows), len(rows)),
+                "agents/breaks": Mean(sum(run.recorded.num_breaks for run in runs), len(runs)),
+                "agents/seconds": Mean(sum(run.seconds for run in runs), len(runs)),
+                "agents/max_seconds": Max(max((run.seconds for run in runs), default=0.0)),
+            }
+        )
+        self.record(self.version, [_trace(run, self.agent.name) for run in runs])
+
+
+def _trace(run: _Run, name: str) -> Trace:
+    score = None if run.result is None else run.result.score
+    return Trace(
+        run.session.id, name, run.prompt.uid, tuple(run.session.calls), run.created, run.seconds, run.lost, score
+    )
+
+
+def common_prefix(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The tokens that all rows begin with."""
+    least, most = min(rows), max(rows)
+    same = next((i for i, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), min(len(least), len(most)))
+    return least[:same]
+
+
+def _nothing(version: int) -> Completion:
+    """In place of a group's lost episodes: no tokens, so nothing is learnt."""
+    none = torch.zeros(0)
+    ids, mask = none.long(), none.bool()
+    return Completion(token_ids=ids, text="", finish="error", logprobs=none, mask=mask, version=version, messages=())
+
+
+def _completion(run: _Run, start: int, version: int) -> Completion:
+    """The last path of an episode, with its other paths as branches. `start`: tokens of the group's prompt."""
+    result = run.result or AgentResult()
+    episodes = run.recorded.episodes
+    scored = {"agent_score": result.score, **result.columns}
+    if not episodes:
+        return replace(_nothing(version), text=result.answer or "", finish="stop", columns=scored)
+    last, others = episodes[-1], episodes[:-1]
+    notes = EpisodeNotes(
+        states=last.states,
+        rewards=result.turn_rewards,
+        conversation=_conversation(last),
+        branches=tuple(_placed(one, start) for one in others),
+    )
+    own = _placed(last, start)
+    return replace(
+        own,
+        text=own.text if result.answer is None else result.answer,
+        messages=own.messages if result.answer is None else None,
+        finish=run.session.finish or own.finish,
+        tool_calls=tuple(tool_calls_in(notes.conversation)),
+        episode=notes,
+        columns=scored,
+    )
+
+
+def _placed(episode: Episode, start: int) -> Completion:
+    """The episode behind the first `start` tokens of its prompt; the rest of the prompt was not written by the model."""
+    rest = list(episode.prompt.token_ids[start:])
+    done = episode.completion
+    assert done.mask is not None and done.logprobs is not None  # episodes have both  # noqa: PT018
+    return replace(
+        done,
+        token_ids=torch.cat([torch.tensor(rest, dtype=torch.int64), done.token_ids]),
+        mask=torch.cat([torch.zeros(len(rest), dtype=torch.bool), done.mask]),
+        logprobs=torch.cat([torch.zeros(len(rest)), done.logprobs]),
+        episode=EpisodeNotes(conversation=_conversation(episode)),
+    )
+
+
+def _conversation(episode: Episode) -> tuple[Message, ...]:
+    if not episode.shown:
+        return ()
+    return (*episode.shown, {"role": "assistant", "content": episode.completion.text})
+
+
+def tool_calls_in(messages: Sequence[Message]) -> Iterator[ToolCall]:
+    """Calls of tools in a conversation in OpenAI's form, with their answers; an answer `{"error": ...}` is an error."""
+    answers = {one.get("tool_call_id"): str(one.get("content")) for one in messages if one.get("role") == "tool"}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            result = answers.get(call.get("id"))
+            if result is None:
+                continue
+            function = call.get("function") or {}
+            yield ToolCall(
+                name=str(function.get("name")),
+                arguments=function.get("arguments"),
+                result=result,
+                status="error" if _is_error(result) else "ok",
+            )
+
+
+def _is_error(result: str) -> bool:
+    try:
+        found = json.loads(result)
+    except ValueError:
+        return False
+    return isinstance(found, Mapping) and "error" in found

@@ -1,0 +1,127 @@
+"""Sessions of a run's own endpoint: one for each episode of an agent, with its calls, its limits and its random draws."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from covey.environments import Template
+from covey.rollout import SamplingParams
+from covey.serving.asking import Wanted
+from covey.serving.continuing import Answered, continued
+from covey.serving.engine import Asked, Call
+from covey.serving.errors import APIError
+from covey.types import Finish, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Session:
+    """Calls of one episode, while it runs."""
+
+    id: str
+    key: int
+    """Random draws of its answers hang on this, on the prompt, and on how often that was asked before."""
+    calls: list[Call] = field(default_factory=list)
+    finish: Finish | None = None
+    """The limit that a call was refused for."""
+    is_open: bool = True
+    asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    rendered: dict[tuple[int, ...], tuple[tuple[int, ...], Template | None]] = field(default_factory=dict)
+    """By the ids of each prompt that was read: its messages through the chat template, and what reads calls of tools."""
+
+    def seed(self, prompt: Prompt) -> int:
+        """Of the next answer to this prompt."""
+        again = self.asked[prompt.token_ids]
+        self.asked[prompt.token_ids] += 1
+        words = f"{self.key}\0{again}\0{' '.join(map(str, prompt.token_ids))}".encode()
+        return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little")
+
+    def continued(self, prompt: Prompt, template: Template | None, eos_ids: Sequence[int]) -> Prompt:
+        """The prompt with the tokens of earlier answers as they were drawn."""
+        answered = []
+        for call in self.calls:
+            shown = call.group.prompt
+            rendered, reads = self.rendered[shown.token_ids]
+            answered.append(Answered(shown, rendered, reads, call.group.completions))
+        found = continued(prompt, answered, eos_ids)
+        self.rendered[found.token_ids] = (prompt.token_ids, template)
+        return found
+
+    def read(self, prompt: Prompt) -> int:
+        """Tokens after the first prompt of this conversation, those that the model wrote among them."""
+        ids = prompt.token_ids
+        first = [one.group.prompt.token_ids for one in self.calls]
+        return len(ids) - min((len(one) for one in first if ids[: len(one)] == one), default=len(ids))
+
+
+class Sessions:
+    """The open sessions of an endpoint. `admit` and `record` are its hooks; anything else may be called from any thread."""
+
+    def __init__(self, max_tokens: int, max_turns: int | None, eos_ids: Sequence[int]) -> None:
+        """At most `max_tokens` of an episode after its first prompt, and `max_turns` calls (None: no limit)."""
+        self.max_tokens, self.max_turns, self.eos_ids = max_tokens, max_turns, tuple(eos_ids)
+        self.params = SamplingParams()
+        self._open: dict[str, Session] = {}
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    def open(self, session: Session) -> None:
+        with self._lock:
+            self._open[session.id] = session
+
+    def close(self, session: Session) -> None:
+        """Refuse further calls; those that run are not recorded any more."""
+        with self._lock:
+            session.is_open = False
+            self._open.pop(session.id, None)
+
+    def admit(self, wanted: Wanted, name: str | None) -> Wanted:
+        """The request as the run draws it. Raises APIError for one outside of an episode, or past a limit of its own."""
+        with self._lock:
+            session = self._open.get(name or "")
+            if session is None:
+                said = (
+                    f"The episode {name} is over."
+                    if name
+                    else "Call the base_url that the agent was given; this is none of an episode."
+                )
+                raise APIError(410, said, code="no_episode")
+            return replace(wanted, asked=tuple(self._drawn(session, one, wanted.template) for one in wanted.asked))
+
+    def _drawn(self, session: Session, asked: Asked, template: Template | None) -> Asked:
+        if self.max_turns is not None and sum(session.asked.values()) >= self.max_turns:
+            session.finish = "turns"
+            raise APIError(400, f"The episode has had its {self.max_turns} calls.", code="too_many_turns")
+        asked = replace(asked, prompt=session.continued(asked.prompt, template, self.eos_ids))
+        room = self.max_tokens - session.read(asked.prompt)
+        if room < 1:
+            session.finish = "length"
+            said = f"The episode has had its {self.max_tokens} tokens (max_completion_length)."
+            raise APIError(400, said, code="context_length_exceeded")
+        self._warn(asked)
+        params = replace(self.params, stop=asked.params.stop, max_tokens=1, seed=None)
+        return replace(asked, params=params, seed=session.seed(asked.prompt), limit=min(asked.limit, room))
+
+    def _warn(self, asked: Asked) -> None:
+        plain = replace(asked.params, stop=(), max_tokens=1, seed=None)
+        own = replace(self.params, stop=(), max_tokens=1, seed=None)
+        if self._has_warned or plain in (own, SamplingParams(max_tokens=1)):
+            return
+        self._has_warned = True
+        logger.warning(
+            "An agent asks for sampling options of its own (temperature, top_p, ...); a run draws with the run's, on which its "
+            "log-probabilities are taken."
+        )
+
+    def record(self, call: Call) -> None:
+        """Keep an answered call with its session. On the engine's thread."""
+        with self._lock:
+            session = self._open.get(call.session or "")
+            if session is not None:
+                session.calls.append(call)

@@ -1,0 +1,23 @@
+"""Notes on an episode: its turns' states and rewards, the conversation, and what its completion shares with another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpisodeNotes:
+    """Notes on a completion of several turns. Turn k is the k-th run of tokens whose `mask` is True."""
+
+    states: tuple[str, ...] = ()
+    """[K], key of what the model saw before each turn; equal keys are the same state (GiGPO's anchor states)."""
+    rewards: tuple[float, ...] = ()
+    """[K] or fewer, rewards of single turns, which the completion's total contains. Empty: only the whole is rewarded."""
+    conversation: tuple[Mapping[str, Any], ...] = ()
+    """All messages, those of the prompt included, as they went over the wire. Empty: the prompt's and the completion's own."""
+    branches: tuple[Any, ...] = ()
+    """Completions of the same agent's calls that did not go on to its end; they get this completion's advantage."""
+    shares: int | None = None
+    """Index in the group of the completion whose advantage this one gets, without a score of its own. None: it has its own."""

@@ -1,0 +1,263 @@
+"""A GRPO run through its own endpoint: unmodified agents with the openai client, real rollouts, real updates."""
+
+import json
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from datasets import Dataset
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.errors import ConfigError, DataError, RewardError
+from covey.runs import rollouts
+from covey.serving import episodes_of, read_traces
+from environments.acting import chat_tokenizer, tiny_llama
+
+ROWS = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(4)]
+
+
+def talk(client, model, row, turns=2):
+    """A conversation of `turns` turns; the last text."""
+    messages, said = list(row["prompt"]), ""
+    for turn in range(turns):
+        reply = client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+        said = reply.choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"more {turn}"}]
+    return said
+
+
+def main(row, client, model):
+    """The share of the letter a: any real score will do."""
+    said = talk(client, model, row)
+    return len(said.encode()) % 7
+
+
+def trainer_of(tmp_path, agent, rewards=None, data=None, **given):
+    chosen = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 96, "max_steps": 2}
+    chosen |= {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+    }
+    chosen |= {"rollout_log_steps": 1}
+    args = GRPOConfig(str(tmp_path / "run"), use_cpu=True, **(chosen | given))
+    tokenizer = chat_tokenizer()
+    data = Dataset.from_list(ROWS) if data is None else data
+    return GRPOTrainer(tiny_llama(tokenizer), rewards, args, data, processing_class=tokenizer, agent=agent)
+
+
+def rows_of(tmp_path, step=1):
+    return rollouts.read(tmp_path / "run" / "rollouts" / f"step-{step:06d}.parquet")
+
+
+def log_of(trainer):
+    return next(line for line in trainer.state.log_history if "agents/lost" in line)
+
+
+def events_of(tmp_path):
+    path = tmp_path / "run" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_what_is_trained_on_are_the_tokens_of_the_calls_and_the_score_is_the_reward(tmp_path):
+    trainer = trainer_of(tmp_path, main)
+    before = {name: one.clone() for name, one in trainer.model.state_dict().items()}
+    trainer.train()
+    assert any(not torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
+    logged = log_of(trainer)
+    assert (logged["agents/lost"], logged["agents/calls"]) == (0.0, 2.0)
+    assert logged["agents/breaks"] == 0.0  # though these random bytes, sent back as text, are other tokens
+    rows, calls = rows_of(tmp_path), read_traces(tmp_path / "run" / "traces" / "step-000001.jsonl")
+    assert len({call.session for call in calls}) == 8
+    found = {}
+    for one in episodes_of(calls, last_first=True).episodes:
+        found[(*one.prompt.token_ids, *one.completion.token_ids.tolist())] = one.completion
+    for row in rows:
+        done = found[(*row["prompt_ids"], *row["token_ids"])]
+        rest = len(row["token_ids"]) - len(done.token_ids)
+        assert row["mask"] == [False] * rest + done.mask.tolist()
+        assert row["logprobs"][rest:] == done.logprobs.tolist()
+        assert row["reward/main"] == len(row["completion"].encode()) % 7
+
+
+def test_an_answer_goes_to_the_rewards_as_the_completion_and_columns_by_name(tmp_path):
+    seen = []
+
+    def agent(row, base_url, model, api_key):
+        from openai import OpenAI
+
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            talk(client, model, row, 1)
+        return {"answer": f"it is {row['answer']}", "steps": 3}
+
+    def right(completions, answer, steps, **columns):
+        seen.append((completions, answer, steps))
+        return [float(one[-1]["content"].endswith(x)) for one, x in zip(completions, answer, strict=True)]
+
+    trainer_of(tmp_path, agent, right, max_steps=1).train()
+    completions, answers, steps = seen[0]
+    assert completions[0] == [{"role": "assistant", "content": f"it is {answers[0]}"}]
+    assert steps == [3] * 8
+
+
+def test_retries_are_rows_that_share_the_advantage_of_their_episode_and_no_token_counts_twice(tmp_path):
+    def agent(row, client, model):
+        ask = lambda messages: client.chat.completions.create(model=model, messages=messages, max_tokens=5)
+        first = ask(row["prompt"]).choices[0].message.content
+        more = [*row["prompt"], {"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+        ask(more)
+        return len(ask(more).choices[0].message.content.encode()) % 5
+
+    trainer = trainer_of(tmp_path, agent, max_steps=1)
+    trainer.train()
+    assert log_of(trainer)["agents/branches"] >= 1.0
+    rows = rows_of(tmp_path)
+    written = sum(sum(row["mask"]) for row in rows)
+    calls = read_traces(tmp_path / "run" / "traces" / "step-000001.jsonl")
+    assert written == sum(one.num_tokens for call in calls for one in call.group.completions)
+    for group in {row["group"] for row in rows}:
+        own = [row for row in rows if row["group"] == group]
+        scored = [row for row in own if row["reward"] is not None]
+        assert len(scored) == 4
+        known = {round(row["advantage"], 6) for row in scored}
+        assert all(round(row["advantage"], 6) in known for row in own)
+        assert abs(sum(row["advantage"] for row in scored)) < 1e-3
+
+
+@pytest.mark.parametrize("way", ["raises", pytest.param("exits", marks=pytest.mark.nightly), "hangs"])
+def test_an_agent_that_fails_loses_its_own_episode_alone(tmp_path, way):
+    lock, started = threading.Lock(), []
+
+    def agent(row, client, model):
+        with lock:
+            started.append(row)
+            is_bad = len(started) == 3
+        said = talk(client, model, row, 1)
+        if is_bad and way == "raises":
+            raise RuntimeError("the world broke")
+        if is_bad and way == "exits":
+            raise SystemExit(3)
+        if is_bad:
+            time.sleep(5)
+        return len(said)
+
+    limit = 1.5 if way == "hangs" else 60.0
+    trainer = trainer_of(tmp_path, agent, max_steps=1, agent_timeout_seconds=limit)
+    trainer.train()
+    assert log_of(trainer)["agents/lost"] == 1 / 8
+    assert len(rows_of(tmp_path)) == 7
+    (event,) = [one for one in events_of(tmp_path) if one["kind"] == "agent_failed"]
+    assert {"raises": "the world broke", "exits": "SystemExit", "hangs": "1.5 seconds"}[way] in event["said"]
+
+
+def test_a_run_whose_agents_all_fail_stops_with_the_first_reason(tmp_path):
+    def agent(row):
+        raise KeyError("no such tool")
+
+    with pytest.raises(DataError, match="failed in all of its 8 episodes.*no such tool"):
+        trainer_of(tmp_path, agent).train()
+
+
+@pytest.mark.slow
+def test_past_its_tokens_or_calls_an_episode_is_over_and_scored_as_it_is(tmp_path):
+    def agent(row, client, model):
+        talk(client, model, row, 50)
+
+    counted = lambda completions, **columns: [float(len(one)) for one in completions]
+    trainer_of(tmp_path / "a", agent, counted, max_steps=1).train()
+    assert {row["finish"] for row in rows_of(tmp_path / "a")} == {"length"}
+    trainer_of(tmp_path / "b", agent, counted, max_steps=1, max_tool_calling_iterations=1).train()
+    assert {row["finish"] for row in rows_of(tmp_path / "b")} == {"turns"}
+    assert all(row["reward/<lambda>"] == 3.0 for row in rows_of(tmp_path / "b"))
+
+
+def test_a_trace_that_was_rendered_again_is_refused_and_an_exact_one_is_trained_on(tmp_path):
+    def agent(row, client, model, seed):
+        more = {"return_token_ids": True}
+        said = [
+            client.chat.completions.create(model=model, messages=row["prompt"], max_tokens=5, extra_body=more)
+            for _ in "ab"
+        ]
+        turns = [
+            {"prompt_token_ids": one.prompt_token_ids, "completion_token_ids": one.choices[0].token_ids} for one in said
+        ]
+        if seed % 2:
+            turns[0]["completion_token_ids"] = [*turns[0]["completion_token_ids"], 7]
+        return {"score": seed % 5, "trace": {"turns": turns[:1]}}
+
+    trainer = trainer_of(tmp_path, agent, max_steps=1)
+    trainer.train()
+    lost = [one for one in events_of(tmp_path) if one["kind"] == "agent_failed"]
+    assert 0 < len(lost) < 8
+    assert all("rendered again" in one["said"] for one in lost)
+    assert log_of(trainer)["agents/branches"] == 0.0  # one call of two was named
+
+
+def test_a_file_of_traces_whose_tokens_were_changed_is_refused(tmp_path):
+    trainer_of(tmp_path, main, max_steps=1).train()
+    path = tmp_path / "run" / "traces" / "step-000001.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    for span in line["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+        for one in span["attributes"]:
+            if one["key"] == "covey.completion_token_ids":
+                one["value"]["arrayValue"]["values"][0] = {"intValue": "1"}
+    path.write_text(json.dumps(line))
+    with pytest.raises(DataError, match="other tokens than were recorded"):
+        read_traces(path)
+
+
+def test_agents_run_side_by_side_and_an_async_one_calls_side_by_side(tmp_path):
+    together = threading.Barrier(8, timeout=30)
+
+    async def agent(row, client, model):
+        import asyncio
+
+        together.wait()  # passes only when eight agents run at once
+        ask = lambda text: client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": text}], max_tokens=4
+        )
+        first, second = await asyncio.gather(ask("a"), ask("b"))
+        return len(first.choices[0].message.content + second.choices[0].message.content)
+
+    trainer = trainer_of(tmp_path, agent, max_steps=1)
+    trainer.train()
+    assert log_of(trainer)["agents/branches"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_draws_the_same(tmp_path):
+    whole = trainer_of(tmp_path / "a", main, max_steps=4)
+    whole.train()
+    half = trainer_of(tmp_path / "b", main, max_steps=4, save_strategy="steps", save_steps=2)
+    half.train()
+    folder = tmp_path / "b" / "run"
+    shutil.rmtree(folder / "checkpoint-4")  # as if the run had ended in between
+    again = trainer_of(tmp_path / "b", main, max_steps=4, save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    for name, one in whole.model.state_dict().items():
+        assert torch.equal(one, again.model.state_dict()[name]), name
+    assert len((folder / "traces" / "step-000003.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [("nowhere.py:main", "nowhere.py"), (lambda world: None, "'world'"), (3, "give a function")],
+)
+def test_what_is_no_agent_is_refused_before_the_model_is_used(tmp_path, agent, said):
+    with pytest.raises(Exception, match=said) as caught:
+        trainer_of(tmp_path, agent)
+    assert isinstance(caught.value, (ConfigError, OSError, ValueError))
+
+
+def test_an_agent_beside_tools_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="calls its tools itself"):
+        GRPOTrainer(tiny_llama(chat_tokenizer()), None, GRPOConfig(str(tmp_path)), agent=main, rollout_func=main)
+
+
+def test_without_any_score_the_run_says_so(tmp_path):
+    with pytest.raises(RewardError, match="returned no score"):
+        trainer_of(tmp_path, lambda row, client, model: talk(client, model, row, 1), max_steps=1).train()
