@@ -79,6 +79,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[int], float]]] = {
     "diversity_loss": (by("diversity/unique", 0.2), lambda step: 0.4),
     "entropy_collapse": (by("entropy", 0.02), lambda step: 0.4),
     "entropy_explosion": (by("entropy", 5.0), lambda step: 0.4),
+    "forgetting": (lambda t, values, draw: {"eval_forgetting": 0.1, "eval_forgetting/p": 1e-5}, honest),
     "format_loss": (by("format_rate", 0.4), honest),
     "gradient_spike": (lambda t, values, draw: {"grad_norm": 60.0} if t == 20 else {}, honest),
     "kl_runaway": (lambda t, values, draw: {"kl": 0.02 * 1.3**t}, honest),

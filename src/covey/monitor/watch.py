@@ -62,6 +62,7 @@ class Watch:
             or name.startswith("ensemble/")
             or name in self.more
             or name.startswith("languages/")
+            or "_forgetting" in name
             or (name.startswith("rewards/") and name.endswith(("/errors", "/mean")))
         )
 

@@ -21,6 +21,7 @@ from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
 from covey.training.ahead import in_flight, restore_in_flight
 from covey.training.averaging import restore_average
+from covey.training.forgetting import forgetting
 from covey.training.parts import Parts
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -260,6 +261,7 @@ class Recording:
         rows: list[dict[str, Any]] = []
         metrics = evaluate(lambda groups: rows.extend(evaluations.rows_of(groups, self.reward_names, weights)))
         if self.folder is not None:
+            metrics = {**metrics, **forgetting(self.folder.path / evaluations.FOLDER, step, name, rows)}
             self.folder.write_evaluation(step, name, metrics, rows)
         return metrics
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from covey.config.alerts import ALERT_RULES
 from covey.monitor.detectors.ensemble import MemberDominates, MemberIdle
 from covey.monitor.detectors.languages import LanguageCollapse
-from covey.monitor.detectors.pace import DataDrift, RewardDrift, ThroughputDrop
+from covey.monitor.detectors.pace import DataDrift, Forgetting, RewardDrift, ThroughputDrop
 from covey.monitor.detectors.policy import DeadGroups, DiversityLoss, EntropyCollapse, EntropyExplosion, KLRunaway
 from covey.monitor.detectors.rewards import Hacking, Plateau, RewardCollapse, RewardErrors, SlowConvergence
 from covey.monitor.detectors.swings import Conflict, Swings
@@ -70,6 +70,7 @@ def standard(audits: Sequence[str] = (), weights: Mapping[str, float] | None = N
         MemberDominates(),
         MemberIdle(),
         RewardDrift(),
+        Forgetting(),
         LanguageCollapse(),
         ToolCollapse(),
     )

@@ -93,3 +93,33 @@ class RewardDrift:
 
 RECALL = 110
 """Steps that a speed is compared over."""
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """`forgetting`: a fixed evaluation set is answered worse than at its best earlier evaluation, by a paired test.
+
+    The p-value is corrected for the number of earlier evaluations; a loss below `matters` is left alone.
+    """
+
+    level: float = 0.01
+    matters: float = 0.02
+
+    def __call__(self, seen: History) -> Alert | None:
+        found = {}
+        for name, series in seen.named("eval", "_forgetting").items():
+            lost, p = series.last(1), seen[f"{name}/p"].last(1)
+            if lost and p and p[0] < self.level and lost[0] >= self.matters:
+                found[name.removesuffix("_forgetting")] = (lost[0], p[0])
+        if not found:
+            return None
+        told = ", ".join(f"{name} by {lost:.3g} (p = {p:.1g})" for name, (lost, p) in found.items())
+        return seen.alert(
+            "forgetting", "warning", f"the mean reward on a fixed set fell from its best evaluation: {told}",
+            (
+                "keep earlier prompts in training: curriculum='replay:0.25', or a mixture with the old data",
+                "hold the policy closer to where it was: a higher beta, a lower learning rate",
+                "load_best_model_at_end=True ends with the weights of the best evaluation",
+            ),
+            **{name: list(both) for name, both in found.items()},
+        )  # fmt: skip

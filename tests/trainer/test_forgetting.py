@@ -1,0 +1,70 @@
+"""Forgetting: what a fixed set loses against its best earlier evaluation, in the log and as an alert."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from covey.runs import evaluations
+from covey.training.forgetting import forgetting
+from faults.small_runs import ROWS, trainer
+
+
+def rows(scores: list[float]) -> list[dict[str, Any]]:
+    return [{"question": str(i), "uid": f"0:{i}", "reward": score} for i, score in enumerate(scores)]
+
+
+def kept(folder: Path, *evaluated: list[float]) -> Path:
+    for step, scores in enumerate(evaluated):
+        evaluations.write(folder, 10 * step, "eval", rows(scores))
+    return folder
+
+
+def test_it_is_the_best_earlier_evaluation_minus_this_one_question_by_question(tmp_path: Path) -> None:
+    folder = kept(tmp_path, [0.0] * 40, [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20)
+    found = forgetting(folder, 30, "eval", rows([1.0] * 10 + [0.0] * 30))
+    assert found["eval_forgetting"] == pytest.approx(0.5), "30 of 40 were right at best, 10 are"
+    assert found["eval_forgetting/low"] == pytest.approx(0.5 - 1.96 * 0.50637 / 40**0.5, abs=1e-3)
+    assert found["eval_forgetting/p"] == pytest.approx(3 * 2**-19, rel=1e-6), "McNemar's p for 20 losses, three looks"
+
+
+def test_a_better_evaluation_has_forgotten_less_than_nothing_and_the_first_has_none(tmp_path: Path) -> None:
+    assert forgetting(tmp_path, 0, "eval", rows([1.0] * 4)) == {}
+    folder = kept(tmp_path, [0.0, 0.0, 1.0, 0.0])
+    assert forgetting(folder, 10, "eval", rows([1.0, 0.0, 1.0, 0.0]))["eval_forgetting"] == -0.25
+
+
+def test_other_questions_and_later_evaluations_are_not_compared(tmp_path: Path) -> None:
+    folder = kept(tmp_path, [1.0] * 3, [1.0] * 4, [1.0] * 4)
+    found = forgetting(folder, 20, "eval", rows([0.0] * 4))
+    assert found["eval_forgetting/p"] == pytest.approx(2 * 0.5**4), (
+        "the set of three questions is another, step 20 is not earlier"
+    )
+
+
+def test_a_run_logs_it_writes_it_down_and_alerts(tmp_path: Path) -> None:
+    calls = {"n": 0}
+
+    def fades(completions: list[str], **columns: Any) -> list[float]:
+        """Evaluations (of 24 prompts) are right the first time and never again."""
+        is_evaluation = len(completions) > 8
+        calls["n"] += is_evaluation
+        return [float(not is_evaluation or calls["n"] == 1)] * len(completions)
+
+    held_out = Dataset.from_list([{**ROWS[0], "prompt": f"What is {i} + {i}?"} for i in range(24)])
+    one = trainer(
+        tmp_path / "run", reward_funcs=fades, eval_dataset=held_out, eval_strategy="steps", eval_steps=1,
+        eval_on_start=True, max_steps=3, per_device_eval_batch_size=96, num_generations=4,
+    )  # fmt: skip
+    one.train()
+    logged = {entry["step"]: entry["eval_forgetting"] for entry in one.state.log_history if "eval_forgetting" in entry}
+    assert logged == {1: 1.0, 2: 1.0, 3: 1.0}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [line.get("eval_forgetting") for line in lines] == [None, 1.0, 1.0, 1.0]
+    alerts = [json.loads(line) for line in (tmp_path / "run" / "alerts.jsonl").read_text().splitlines()]
+    (alert,) = [alert for alert in alerts if alert["rule"] == "forgetting"]
+    assert alert["said"].startswith("the mean reward on a fixed set fell from its best evaluation: eval by 1 (p = ")
