@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from covey.cli import child, output, series, train
+from covey.cli import child, importance, output, series, train
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.rerun import NEVER
@@ -289,9 +289,16 @@ def _report(tuning: Tuning, study: Any, given: Given) -> None:
         text = yaml.safe_dump(mask({**tuning.options, **best.params}), sort_keys=False, allow_unicode=True)
         (tuning.folder / BEST).write_text(text)
     rows = [row_of(trial) for trial in study.trials]
+    shares = importance.importances(study)
     if given.get("json"):
         output.result_json(
-            {"run": str(tuning.folder), "metric": tuning.metric, "best": best and row_of(best), "trials": rows}
+            {
+                "run": str(tuning.folder),
+                "metric": tuning.metric,
+                "best": best and row_of(best),
+                "importance": shares,
+                "trials": rows,
+            }
         )
         return
     names = [one.name for one in tuning.search]
@@ -304,6 +311,8 @@ def _report(tuning: Tuning, study: Any, given: Given) -> None:
         output.result(f"no trial ran to its end; see the logs in {tuning.folder}")
         return
     output.result(f"best: trial {best.number}, {tuning.metric} {best.value:.4g}: {tuning.folder / BEST}")
+    for line in importance.in_words(shares, sum(row["state"] == "complete" for row in rows)):
+        output.result(line)
     output.say("The best of many looks better than it is. Try it with fresh seeds, beside your old options:")
     output.say(f"  covey train {tuning.folder / BEST} --seeds 5 --seed 100")
 

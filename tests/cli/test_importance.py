@@ -1,0 +1,37 @@
+"""`covey tune` says which of the searched options mattered."""
+
+import pytest
+
+from covey.cli.importance import importances, in_words
+
+optuna = pytest.importorskip("optuna")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def study_of(trials, score, options=("rate", "beta")):
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=3))
+    ranges = {name: optuna.distributions.FloatDistribution(0, 1) for name in options}
+    for _ in range(trials):
+        trial = study.ask(ranges)
+        study.tell(trial, score(**trial.params))
+    return study
+
+
+def test_the_option_that_decides_comes_first_and_shares_sum_to_1():
+    found = importances(study_of(40, lambda rate, beta: -((rate - 0.3) ** 2) + 0.001 * beta))
+    assert list(found) == ["rate", "beta"]
+    assert found["rate"] > 0.7
+    assert sum(found.values()) == pytest.approx(1)
+
+
+def test_few_trials_or_one_option_say_nothing():
+    assert importances(study_of(7, lambda rate, beta: rate)) == {}
+    assert importances(study_of(20, lambda rate: rate, options=("rate",))) == {}
+    assert in_words({}, 7) == []
+
+
+def test_less_than_thirty_trials_are_called_a_hint():
+    assert in_words({"rate": 0.9, "beta": 0.1}, 12) == [
+        "importance: rate 90%, beta 10%; a hint, from 12 completed trials"
+    ]
+    assert in_words({"rate": 0.9, "beta": 0.1}, 30) == ["importance: rate 90%, beta 10%"]
