@@ -25,6 +25,7 @@ GOOD = "max_steps: 3\nlearning_rate: 1e-5\nreward: [demo]\ncolumns: [a=b]\n"
 
 @fuzz
 @given(st.dictionaries(st.sampled_from(OPTIONS), json_values, min_size=1, max_size=3))
+@example({"accelerator_config": 0})
 def test_options_of_any_value_are_taken_or_refused_in_a_sentence(given_options: dict[str, Any]) -> None:
     with only_covey_errors():
         GRPOConfig(**{"output_dir": "unused", "use_cpu": True, "report_to": "none", **given_options})

@@ -92,6 +92,15 @@ def refuse_bad_values(config: Any) -> None:
         if hasattr(config, name):  # some are only in newer transformers
             declared.check(name, getattr(config, name))
     _refuse_bad_steps(config)
+    _refuse_bad_accelerator(config.accelerator_config)
+
+
+def _refuse_bad_accelerator(given: Any) -> None:
+    """transformers would open a number as a file descriptor, and wait for what standard input says."""
+    if not (given is None or isinstance(given, str | os.PathLike | Mapping) or hasattr(given, "split_batches")):
+        raise ConfigError(
+            f"accelerator_config={given!r} is no mapping, no path of a JSON file and no AcceleratorConfig."
+        )
 
 
 def _refuse_bad_steps(config: Any) -> None:

@@ -84,6 +84,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             TypeError,
             AttributeError,
             LookupError,
+            OSError,
         ) as error:  # raised by transformers for its own options
             raise ConfigError(str(error)) from error
         vars(self).update(compiling)
