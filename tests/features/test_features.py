@@ -128,7 +128,10 @@ def test_the_command_grades_prompts_by_the_shipped_model_and_a_curriculum_reads_
         ([], "needs a data set"),
         (["demo"], "needs --features"),
         (["demo", "--features", "length", "--output", "x.txt"], "must be a file that ends in .jsonl or .parquet"),
-        (["demo", "--features", "difficulty", "--output", "x.jsonl"], "need --model and --reward"),
+        (
+            ["demo", "--features", "difficulty", "--output", "x.jsonl"],
+            "need --model, which writes the answers, and --reward",
+        ),
         (["demo", "--features", "embedding", "--output", "x.jsonl"], "need --embedding-model"),
     ],
 )

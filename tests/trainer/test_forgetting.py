@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from covey.runs import evaluations
-from covey.training.forgetting import forgetting
+from covey.training.forgetting import Forgetting
 from faults.small_runs import ROWS, trainer
 
 
@@ -18,32 +17,35 @@ def rows(scores: list[float]) -> list[dict[str, Any]]:
     return [{"question": str(i), "uid": f"0:{i}", "reward": score} for i, score in enumerate(scores)]
 
 
-def kept(folder: Path, *evaluated: list[float]) -> Path:
-    for step, scores in enumerate(evaluated):
-        evaluations.write(folder, 10 * step, "eval", rows(scores))
-    return folder
+def after(*evaluated: list[float]) -> Forgetting:
+    forgetting = Forgetting()
+    for scores in evaluated:
+        forgetting("eval", rows(scores))
+    return forgetting
 
 
-def test_it_is_the_best_earlier_evaluation_minus_this_one_question_by_question(tmp_path: Path) -> None:
-    folder = kept(tmp_path, [0.0] * 40, [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20)
-    found = forgetting(folder, 30, "eval", rows([1.0] * 10 + [0.0] * 30))
+def test_it_is_the_best_earlier_evaluation_minus_this_one_question_by_question() -> None:
+    forgetting = after([0.0] * 40, [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20)
+    found = forgetting("eval", rows([1.0] * 10 + [0.0] * 30))
     assert found["eval_forgetting"] == pytest.approx(0.5), "30 of 40 were right at best, 10 are"
     assert found["eval_forgetting/low"] == pytest.approx(0.5 - 1.96 * 0.50637 / 40**0.5, abs=1e-3)
     assert found["eval_forgetting/p"] == pytest.approx(3 * 2**-19, rel=1e-6), "McNemar's p for 20 losses, three looks"
 
 
-def test_a_better_evaluation_has_forgotten_less_than_nothing_and_the_first_has_none(tmp_path: Path) -> None:
-    assert forgetting(tmp_path, 0, "eval", rows([1.0] * 4)) == {}
-    folder = kept(tmp_path, [0.0, 0.0, 1.0, 0.0])
-    assert forgetting(folder, 10, "eval", rows([1.0, 0.0, 1.0, 0.0]))["eval_forgetting"] == -0.25
+def test_a_better_evaluation_has_forgotten_less_than_nothing_and_the_first_has_none() -> None:
+    assert Forgetting()("eval", rows([1.0] * 4)) == {}
+    assert after([0.0, 0.0, 1.0, 0.0])("eval", rows([1.0, 0.0, 1.0, 0.0]))["eval_forgetting"] == -0.25
 
 
-def test_other_questions_and_later_evaluations_are_not_compared(tmp_path: Path) -> None:
-    folder = kept(tmp_path, [1.0] * 3, [1.0] * 4, [1.0] * 4)
-    found = forgetting(folder, 20, "eval", rows([0.0] * 4))
-    assert found["eval_forgetting/p"] == pytest.approx(2 * 0.5**4), (
-        "the set of three questions is another, step 20 is not earlier"
-    )
+def test_other_questions_and_other_sets_are_not_compared() -> None:
+    assert after([1.0] * 3)("eval", rows([0.0] * 4)) == {}
+    assert after([1.0] * 4)("eval_hard", rows([0.0] * 4)) == {}
+
+
+def test_a_checkpoint_holds_what_is_compared_with() -> None:
+    forgetting, again = after([1.0] * 6, [0.0] * 6), Forgetting()
+    again.load_state_dict(forgetting.state_dict())
+    assert again("eval", rows([0.0] * 6)) == forgetting("eval", rows([0.0] * 6)) != {}
 
 
 def test_a_run_logs_it_writes_it_down_and_alerts(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from covey.rollout import NativeSampler
 from covey.runs import RunFolder, checkpoint, evaluations, rng, rollouts
 from covey.training.ahead import in_flight, restore_in_flight
 from covey.training.averaging import restore_average
-from covey.training.forgetting import forgetting
+from covey.training.forgetting import Forgetting
 from covey.training.parts import Parts
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -233,6 +233,14 @@ class Recording:
     ) -> None:
         self.folder, self.reward_names = folder, list(reward_names)
         self.rollout_steps, self.rollout_limit, self.with_images = rollout_steps, rollout_limit, with_images
+        self.forgetting = Forgetting()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The evaluations that later ones are compared with."""
+        return self.forgetting.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.forgetting.load_state_dict(state)
 
     def step(self, report: StepReport, logs: Mapping[str, float], groups: Sequence[Group]) -> None:
         """Write a step's metrics, events and, every `rollout_log_steps`, its rollouts."""
@@ -260,8 +268,8 @@ class Recording:
         """Metrics of `evaluate(keep)`, which are written with all groups passed to `keep`."""
         rows: list[dict[str, Any]] = []
         metrics = evaluate(lambda groups: rows.extend(evaluations.rows_of(groups, self.reward_names, weights)))
+        metrics = {**metrics, **self.forgetting(name, rows)}
         if self.folder is not None:
-            metrics = {**metrics, **forgetting(self.folder.path / evaluations.FOLDER, step, name, rows)}
             self.folder.write_evaluation(step, name, metrics, rows)
         return metrics
 

@@ -37,6 +37,10 @@ class Recorder(Protocol):
 
     def close(self, outcome: Literal["finished", "stopped", "failed"]) -> None: ...
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
 
 class Display(Protocol):
     """Progress output in the terminal."""
@@ -215,13 +219,15 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Metrics collected for the next log entry."""
         window = {"window": dict(self.window), "seconds": list(self.window_seconds), "total_loss": self.total_loss}
-        return {**window, "monitor": self.monitor.state_dict()}
+        return {**window, "monitor": self.monitor.state_dict(), "evaluations": self.recorder.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.window, self.window_seconds = dict(state["window"]), list(state["seconds"])
         self.total_loss = state["total_loss"]
         if "monitor" in state:
             self.monitor.load_state_dict(state["monitor"])
+        if "evaluations" in state:
+            self.recorder.load_state_dict(state["evaluations"])
 
     def log(self, logs: Mapping[str, float]) -> None:
         """Add an entry to `log_history` and pass it to the trackers."""
