@@ -16,6 +16,7 @@ def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_in_order_is_exit_code_0_and_leaves_nothing_behind(capsys):
     assert main(DEMO) == 0
     out = capsys.readouterr().out

@@ -114,6 +114,7 @@ def test_the_word_demo_stands_for_the_shipped_model_data_and_reward(capsys):
     assert (shown["model"], shown["dataset"], shown["reward"]) == ("demo", "demo", ["demo"])
 
 
+@pytest.mark.slow
 def test_the_word_demo_brings_the_settings_that_the_shipped_model_learns_with(capsys):
     from covey.demo import DEMO_SETTINGS
 

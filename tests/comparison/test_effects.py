@@ -129,10 +129,12 @@ def test_equally_good_methods_are_told_apart_in_about_5_of_100_comparisons(k, se
     assert rate(k, seed_spread, 0.0, times=times) <= 0.075  # 0.05 and two standard errors
 
 
+@pytest.mark.slow
 def test_runs_of_other_seeds_are_no_more_often_wrong():
     assert rate(3, 0.05, 0.0, paired=False) <= 0.075
 
 
+@pytest.mark.slow
 def test_several_seeds_are_not_needlessly_timid():
     assert rate(5, 0.05, 0.0) >= 0.02
 

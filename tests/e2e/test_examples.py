@@ -16,6 +16,7 @@ from covey.cli import main
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_the_trl_script_trains(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "trl_script.py"), "demo", "2"]
     done = subprocess.run(
@@ -41,7 +42,13 @@ def test_the_rescue_example_learns_what_the_policy_alone_never_finds(tmp_path: P
     assert rescued["after"] > 0.3
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=[] if path.name == "gsm8k.yaml" else pytest.mark.slow)
+        for path in sorted(EXAMPLES.glob("*.yaml"))
+    ],
+)
 def test_every_configuration_is_whole(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the model and the data, which are on the hub, are replaced."""
     column = yaml.safe_load((EXAMPLES / name).read_text())["prompt_column"]

@@ -107,7 +107,7 @@ ANYWHERE = [
         for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save")
     ],
     *[
-        (event, 6)
+        pytest.param(event, 6, marks=pytest.mark.slow)
         for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save")
     ],
     *[(event, 4) for event in ("on_log", "on_evaluate")],

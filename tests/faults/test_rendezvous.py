@@ -100,6 +100,7 @@ assert world.sum(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 """
 
 
+@pytest.mark.slow
 def test_a_process_leaves_the_group_before_it_ends() -> None:
     """Gloo's threads abort a process that ends with them: one in four of such scripts on a loaded machine."""
     with socket.socket() as free:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:U
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_without_staleness_the_run_is_the_ordinary_one_bit_for_bit(tmp_path: Path) -> None:
     runs = {
         "sync": trainer(tmp_path / "sync", 4, async_rollouts=False, save_strategy="no"),
