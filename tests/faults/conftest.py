@@ -6,23 +6,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
+from mounting import can_mount
 from saving import Saver
 
 SIZE = "400k"
-
-
-@cache
-def can_mount(*prefix: str) -> bool:
-    """Whether a tmpfs can be mounted here, by way of `prefix`."""
-    script = "d=$(mktemp -d) && mount -t tmpfs -o size=1m none $d && umount $d && rmdir $d"
-    try:
-        return subprocess.run([*prefix, "sh", "-c", script], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mounting import can_mount
 from safetensors import SafetensorError
 from small_runs import trainer
 from transformers import TrainerCallback
 
-from conftest import can_mount
 from covey.cli import main
 from covey.errors import CoveyError, StorageError
 from covey.runs import checkpoint, checksums
