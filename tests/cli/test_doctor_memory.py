@@ -24,7 +24,7 @@ def test_it_needs_a_model_and_neither_data_nor_rewards(capsys):
     assert "8 completions of 16 tokens behind prompts of 20, fits: tried" in said["findings"][-1]["said"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_word_may_stand_behind_options_and_nothing_is_loaded_where_only_the_prediction_is_asked_for(capsys):
     assert main(["doctor", *SMALL, "memory", "--predict-only"]) == 0
     said = capsys.readouterr().out
@@ -33,13 +33,13 @@ def test_the_word_may_stand_behind_options_and_nothing_is_loaded_where_only_the_
     assert "tried" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_data_set_says_how_long_the_prompts_are(capsys):
     assert found(capsys, "--predict-only")[1]["prompt_tokens"] == 512
     assert found(capsys, "--predict-only", "--dataset", "demo")[1]["prompt_tokens"] < 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_would_lower_the_peak_does_and_what_is_in_force_is_not_named(capsys):
     plain = ["--predict-only", "--no-gradient-checkpointing"]
     _, said = found(capsys, *plain)

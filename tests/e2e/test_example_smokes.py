@@ -134,7 +134,9 @@ PROCESSES: dict[str, list[Claim]] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # they are the example's reader's, not ours
-@pytest.mark.parametrize("name", SMOKES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "ensemble_rescue.py" else []) for name in SMOKES]
+)
 def test_a_smoke_shows_what_its_header_promises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
