@@ -1,6 +1,7 @@
 """Whole GRPO steps against TRL: the same script with the import changed, the same model, data, reward and seed.
 
     python benchmarks/step.py --size 10m --shots 0 --peer .venv-trl/bin/python
+    python benchmarks/step.py --dense --before ../older/.venv/bin/python  # two versions of Covey
     python benchmarks/step.py --race                                  # the demo's task, to the same held-out accuracy
 
 A step is 4 prompts x 8 completions of up to 200 new tokens on a model trained briefly on GSM8K text (`rollout.py` makes it), with a
@@ -37,6 +38,7 @@ Found = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=".venv-trl/bin/python", help="python of the environment that has TRL")
+    parser.add_argument("--before", help="python of an environment with an older Covey, to compare with that instead")
     parser.add_argument("--size", nargs="*", choices=rollout.SHAPES, default=["10m"])
     parser.add_argument("--shots", nargs="*", type=int, default=[0], help="worked examples in front of the question")
     parser.add_argument("--beta", nargs="*", type=float, default=[0.0])
@@ -57,7 +59,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     given = parser.parse_args()
     given.precision = [PRECISIONS[-1] if name == "faster" else name for name in given.precision]
-    if not Path(given.peer).exists():
+    given.sides = ("before", "covey") if given.before else ("trl", "covey")
+    if not given.before and not Path(given.peer).exists():
         raise SystemExit(f"{given.peer} is not there; `make .venv-trl/.installed` makes it, or give --peer.")
     given.out.mkdir(parents=True, exist_ok=True)
     found = race(given) if given.race else steps(given)
@@ -118,9 +121,9 @@ def together(given: argparse.Namespace, task: Found, precision: str) -> list[Fou
     found = []
     with tempfile.TemporaryDirectory() as folder:
         turn, file = Path(folder) / "turn", Path(folder) / "task.json"
-        turn.write_text("trl")
-        file.write_text(json.dumps({**task, "turn": str(turn)}))
-        started = {library: start(given, library, precision, Path(folder)) for library in ("trl", "covey")}
+        turn.write_text(given.sides[0])
+        file.write_text(json.dumps({**task, "turn": str(turn), "sides": given.sides}))
+        started = {library: start(given, library, precision, Path(folder)) for library in given.sides}
         for library, (process, said) in started.items():
             while process.poll() is None:
                 time.sleep(0.1)
@@ -138,7 +141,7 @@ def start(
     given: argparse.Namespace, library: str, precision: str, folder: Path
 ) -> tuple[subprocess.Popen[bytes], dict[str, Path]]:
     """A side's process, and the files that it writes to."""
-    python = given.peer if library == "trl" else sys.executable
+    python = {"trl": given.peer, "before": given.before, "covey": sys.executable}[library]
     command = [python, str(WORKER), "--library", library, "--precision", precision, "--out", f"{folder}/{library}"]
     command += ["--dense"] if given.dense else []
     environment = {**os.environ, "STEP_TASK": f"{folder}/task.json", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -148,7 +151,7 @@ def start(
 
 
 def table(runs: list[Found], cpu_time: bool) -> str:
-    """One row for each side and precision, with ratios of the better TRL to each Covey."""
+    """One row for each side and precision, with ratios of the faster peer to each."""
     clock = "processor" if cpu_time else "wall"
     rows: dict[tuple[str, str], Found] = {}
     for library, precision in dict.fromkeys((one["library"], one["precision"]) for one in runs):
@@ -163,7 +166,7 @@ def table(runs: list[Found], cpu_time: bool) -> str:
             "tokens": statistics.mean(length for one in same for length in one["tokens"]) * 32 / step,
             "dead": statistics.mean(dead for one in same for dead in one["dead"]),
         }
-    peers = {key: row for key, row in rows.items() if key[0] == "trl"}
+    peers = {key: row for key, row in rows.items() if key[0] != "covey"}
     best = min((row["step"] for row in peers.values()), default=float("nan"))
     leanest = min((row["peak"] for row in peers.values()), default=float("nan"))
     lines = [

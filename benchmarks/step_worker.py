@@ -47,7 +47,7 @@ class Turns:
 
     def __init__(self, mine: str) -> None:
         self.file, self.mine = Path(TASK["turn"]), mine
-        self.other = "covey" if mine == "trl" else "trl"
+        self.other = next(side for side in TASK["sides"] if side != mine)
 
     def wait(self) -> None:
         while self.file.read_text() == self.other:
@@ -149,7 +149,7 @@ def adapter(rank: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--library", choices=("trl", "covey"), required=True)
+    parser.add_argument("--library", choices=("trl", "before", "covey"), required=True)
     parser.add_argument("--precision", choices=("fp32", "bf16-autocast", "bf16-weights"), default="fp32")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--out", required=True)
@@ -189,7 +189,7 @@ def main() -> None:
         parts = timed_methods(trainer, {"_generate": "rollout", "_calculate_rewards": "reward"})
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    if given.library == "covey":
+    if given.library != "trl":
         lines = [json.loads(line) for line in (Path(given.out) / "metrics.jsonl").read_text().splitlines()]
         parts = {part: [line.get(f"seconds/{part}", 0.0) for line in lines] for part in ("rollout", "reward")}
     optimizer_mib = (
