@@ -54,6 +54,29 @@ def test_bleu_clips_a_word_that_is_said_too_often():
     assert found == pytest.approx([2 / 7])
 
 
+OF_LIBRARIES = [
+    ("the cat sat on the mat", "the cat is on the mat", 0.485492, 0.833333, 0.6, 0.833333),
+    ("a quick brown fox jumps", "The quick brown fox jumped over the lazy dog", 0.222383, 0.428571, 0.333333, 0.428571),
+    ("a b", "a b c d e f", 0.135335, 0.5, 0.333333, 0.5),
+    ("我有3个苹果", "我有三个苹果", 0.485492, 0.833333, 0.6, 0.833333),
+    ("今天天气很好我们去公园", "今天天气不错我们去公园玩", 0.576299, 0.782609, 0.666667, 0.782609),
+    ("机器学习", "深度学习是机器学习的一个分支", 0.082085, 0.444444, 0.375, 0.444444),
+    ("It's 3.5, no?", "It is 3.5, yes!", None, 0.6, 0.25, 0.6),  # sacrebleu counts marks as words: 0.278212
+]
+
+
+@pytest.mark.parametrize("text, reference, expected", [(said, gold, rest) for said, gold, *rest in OF_LIBRARIES])
+def test_scores_are_those_of_sacrebleu_and_rouge_score(text, reference, expected):
+    """`BLEU(smooth_method="add-k", lowercase=True).sentence_score` of sacrebleu 2.6.0, with its tokenizer 13a, or zh for Chinese.
+
+    F-measures of `RougeScorer` of rouge-score 0.1.2, with its own tokenizer, or sacrebleu's for Chinese.
+    """
+    names = ("bleu", "rouge(kind='1')", "rouge(kind='2')", "rouge")
+    found = [call(name, text, reference=reference)[0] for name in names]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert theirs is None or mine == pytest.approx(theirs, abs=1e-6)
+
+
 def test_empty_texts_share_nothing_with_a_reference():
     for name in ("rouge", "rouge(kind='2')", "bleu"):
         assert call(name, "", "...", reference="some words") == [0.0, 0.0]

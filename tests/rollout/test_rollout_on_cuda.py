@@ -8,6 +8,7 @@ from test_native_engine import NATIVE, build
 from test_samplers import TEXTS, collect, ids_of
 from test_static_steps import PROMPTS, WAYS, finishes_of, logprobs_of, writer
 
+from covey.process.memory import release
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.cuda_graphs import Captured, CudaCapture
 from kit import tiny_tokenizer
@@ -115,6 +116,33 @@ def test_weights_that_change_in_place_are_seen_by_the_next_call(tokenizer):
     after = ids_of(collect(sampler, PROMPTS, 2, params))
     assert before != after
     assert after == ids_of(collect(NativeSampler(model, tokenizer, dtype="float32"), PROMPTS, 2, params))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_are_captured_once_for_three_rollouts_with_new_weights_each(tokenizer, dtype):
+    """ "bfloat16" reads a packed copy, which every `load` writes in place; greedy completions are those of eager steps."""
+    torch.manual_seed(0)
+    model, params = writer().cuda(), SamplingParams(max_tokens=40, temperature=0)
+    model.lm_head.bias.data[2] = -1e4  # no completion ends early, so the sizes come back
+    sampler, made = counted(NativeSampler(model, tokenizer, dtype=dtype))
+    captured, written = [], []
+    for version in range(3):
+        if version:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 0.02 * torch.randn_like(weight)
+            sampler.load(model, version)
+        written.append(ids_of(collect(sampler, PROMPTS, 4, params)))
+        eager = NativeSampler(model, tokenizer, dtype=dtype, cuda_graphs=False)
+        assert written[-1] == ids_of(collect(eager, PROMPTS, 4, params))
+        (steps,) = made
+        captured.append(steps.num_captured)
+    assert written[0] != written[1] != written[2]
+    assert captured[0] == captured[1] == captured[2] > 0
+    assert steps.nbytes > 0
+    release()
+    collect(sampler, PROMPTS, 4, params)
+    assert len(made) == 2  # memory ran out: nothing was kept
 
 
 def test_a_step_that_asks_the_host_is_not_captured_and_the_device_still_works(tokenizer):

@@ -67,10 +67,14 @@ class Bf16Matmul:
         )  # fmt: skip
         return out
 
-    def pair_columns(self, x: Tensor) -> Tensor:
-        """The weight `x` [N, K], float32 or bfloat16, in pairs along K (even), for K inputs and N outputs."""
+    def pair_columns(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """The weight `x` [N, K], float32 or bfloat16, in pairs along K (even), for K inputs and N outputs.
+
+        Written into `into`, an earlier result, if that has the shape.
+        """
         rows, columns = x.shape
-        out = x.new_empty(rows // PANEL, columns // 2, PANEL, 2, dtype=torch.bfloat16)
+        shape = (rows // PANEL, columns // 2, PANEL, 2)
+        out = into if into is not None and into.shape == shape else x.new_empty(shape, dtype=torch.bfloat16)
         self._pair_columns(
             x.data_ptr(), x.dtype == torch.float32, rows, columns, out.data_ptr(), torch.get_num_threads()
         )

@@ -22,31 +22,39 @@ class SamplerLinear(ABC):
     """A linear layer [.., K] -> [.., N] for inference."""
 
     @staticmethod
-    def make(*linears: Any, dtype: torch.dtype | None = None) -> SamplerLinear:
+    def make(*linears: Any, dtype: torch.dtype | None = None, into: SamplerLinear | None = None) -> SamplerLinear:
         """These layers concatenated along outputs: their live weights, or a copy in `dtype` with active LoRA adapters merged.
 
+        The copy is written into the memory of `into`, an earlier copy, where it fits; oneDNN's layout is always made anew.
         Raises Unsupported for other kinds of layers.
         """
         if dtype is None:
             return InPlaceLinear.of(*linears)
-        weight, bias = _side_by_side(linears, dtype)
-        if dtype == torch.bfloat16 and has_bfloat16(weight.device):
-            return Bf16PairLinear.from_bfloat16(weight, bias)
-        return InPlaceLinear(((weight, None if bias is None else bias.to(dtype)),))
+        weights, biases = _parts_of(linears)
+        if dtype == torch.bfloat16 and has_bfloat16(weights[0].device):
+            return Bf16PairLinear.from_parts(weights, biases, into)
+        before = into.parts[0] if isinstance(into, InPlaceLinear) and into.is_copy else (None, None)
+        bias = None if biases is None else stacked(biases, dtype, before[1])
+        return InPlaceLinear(((stacked(weights, dtype, before[0]), bias),), is_copy=True)
 
     @staticmethod
-    def in_float32(linear: Any) -> SamplerLinear:
+    def in_float32(linear: Any, into: SamplerLinear | None = None) -> SamplerLinear:
         """This layer with active LoRA adapters merged, for float32 inputs; a copy unless it is a plain float32 layer.
 
-        Raises Unsupported for other kinds of layers.
+        `into` as in `make`. Raises Unsupported for other kinds of layers.
         """
-        weight, bias = effective(linear)
-        return InPlaceLinear(((weight.float(), None if bias is None else bias.float()),))
+        is_live = type(linear) is nn.Linear and all(x.dtype == torch.float32 for x in linear.parameters())
+        return SamplerLinear.make(linear, dtype=None if is_live else torch.float32, into=into)
 
     @staticmethod
     def has_bfloat16(device: torch.device) -> bool:
         """True on an x86 CPU that multiplies bfloat16 in hardware, under a torch that has oneDNN."""
         return has_bfloat16(device)
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weights and biases, live or copied."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -70,9 +78,15 @@ class SamplerLinear(ABC):
 
 @dataclass(frozen=True, eq=False)
 class InPlaceLinear(SamplerLinear):
-    """Plain linear layers with the trainer's own parameters; the outputs of several are concatenated."""
+    """Plain linear layers with the trainer's own parameters, or one copy; the outputs of several are concatenated."""
 
     parts: tuple[tuple[Tensor, Tensor | None], ...]
+    is_copy: bool = False
+    """True if the memory belongs to this layer; the trainer's own must never be written."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(tensor for part in self.parts for tensor in part)
 
     @staticmethod
     def of(*linears: Any) -> InPlaceLinear:
@@ -99,7 +113,7 @@ class InPlaceLinear(SamplerLinear):
     @property
     def is_plain(self) -> bool:
         """True if all weights and biases are contiguous float32 CPU tensors."""
-        tensors = [tensor for part in self.parts for tensor in part if tensor is not None]
+        tensors = [tensor for tensor in self.tensors if tensor is not None]
         return all(x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and type(x) in PLAIN for x in tensors)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -125,15 +139,20 @@ class OneDnnLinear(SamplerLinear):
     weight: Tensor
     bias: Tensor | None
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.weight, self.bias
+
     @staticmethod
     def of(*linears: Any) -> OneDnnLinear:
         """These layers concatenated along outputs, active LoRA adapters merged. Raises Unsupported for other kinds."""
-        return OneDnnLinear.from_bfloat16(*_side_by_side(linears, torch.bfloat16))
+        weights, biases = _parts_of(linears)
+        return OneDnnLinear.from_bfloat16(stacked(weights, torch.bfloat16), biases)
 
     @staticmethod
-    def from_bfloat16(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
+    def from_bfloat16(weight: Tensor, biases: Sequence[Tensor] | None) -> OneDnnLinear:
         """Of `weight` [N, K] bfloat16."""
-        half = None if bias is None else bias.to(torch.bfloat16)
+        half = None if biases is None else stacked(biases, torch.bfloat16)
         return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight, None), half)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -165,18 +184,26 @@ class Bf16PairLinear(SamplerLinear):
     """[N] float32"""
     kernels: Bf16Matmul
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.weight, self.bias
+
     @staticmethod
     def of(*linears: Any) -> Bf16PairLinear | OneDnnLinear:
         """These layers concatenated along outputs; a `OneDnnLinear` if the kernels are missing or do not support the size."""
-        return Bf16PairLinear.from_bfloat16(*_side_by_side(linears, torch.bfloat16))
+        return Bf16PairLinear.from_parts(*_parts_of(linears))
 
     @staticmethod
-    def from_bfloat16(weight: Tensor, bias: Tensor | None) -> Bf16PairLinear | OneDnnLinear:
-        """Of `weight` [N, K] bfloat16."""
-        found = bf16_matmul()
+    def from_parts(
+        weights: Sequence[Tensor], biases: Sequence[Tensor] | None, into: SamplerLinear | None = None
+    ) -> Bf16PairLinear | OneDnnLinear:
+        """Of several [N, K] and [N], in the memory of `into` where it fits."""
+        weight, found = stacked(weights, torch.bfloat16), bf16_matmul()
         if found is None or weight.shape[1] % 2 or weight.shape[0] % PANEL:
-            return OneDnnLinear.from_bfloat16(weight, bias)
-        return Bf16PairLinear(found.pair_columns(weight), None if bias is None else bias.float(), found)
+            return OneDnnLinear.from_bfloat16(weight, biases)
+        before = into.tensors if isinstance(into, Bf16PairLinear) else (None, None)
+        bias = None if biases is None else stacked(biases, torch.float32, before[1])
+        return Bf16PairLinear(found.pair_columns(weight, before[0]), bias, found)
 
     @property
     def inside(self) -> int:
@@ -222,12 +249,23 @@ def has_bfloat16(device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _side_by_side(linears: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Concatenated weights [N, K] in `dtype` and biases of these layers."""
+def _parts_of(linears: Sequence[Any]) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Weights [N, K], and biases if there are any, of these layers with active LoRA adapters merged."""
     parts = [effective(linear) for linear in linears]
-    biases = [bias for _, bias in parts]
-    weight = torch.cat([weight.to(dtype) for weight, _ in parts])
-    return weight, torch.cat(cast("list[Tensor]", biases)) if biases[0] is not None else None
+    biases = None if parts[0][1] is None else [cast(Tensor, bias) for _, bias in parts]
+    return [weight for weight, _ in parts], biases
+
+
+def stacked(parts: Sequence[Tensor], dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """Copy of the parts, concatenated, in `dtype`: in the memory of `into` if that has the shape, dtype and device."""
+    sizes = [len(part) for part in parts]
+    shape = (sum(sizes), *parts[0].shape[1:])
+    kind = into is not None and (tuple(into.shape), into.dtype, into.device)
+    out = into if kind == (shape, dtype, parts[0].device) else parts[0].new_empty(shape, dtype=dtype)
+    assert out is not None  # for mypy: only an existing tensor has that kind
+    for part, place in zip(parts, out.split(sizes), strict=True):
+        place.copy_(part)
+    return out
 
 
 def effective(linear: Any) -> tuple[Tensor, Tensor | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,8 +25,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in said for sign in _SIGNS)
 
 
+class Keeper(Protocol):
+    """An object that keeps memory which it can do without."""
+
+    def release_memory(self) -> None: ...
+
+
+_KEEPERS: weakref.WeakSet[Keeper] = weakref.WeakSet()
+
+
+def release_under_pressure(keeper: Keeper) -> None:
+    """Call `keeper.release_memory()` whenever memory runs out in this process, while the keeper lives."""
+    _KEEPERS.add(keeper)
+
+
 def release() -> None:
-    """Free the memory of a failed attempt."""
+    """Free the memory of a failed attempt, and what keepers can do without."""
+    for keeper in list(_KEEPERS):
+        keeper.release_memory()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

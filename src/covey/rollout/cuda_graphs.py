@@ -15,10 +15,16 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Capture function: records a step without running it. The returned callable replays it on the same tensors and returns its result."""
 
 
+MOST = 256
+"""Captured steps held at a time; beyond that, all are dropped: shapes that do not come back must not fill the memory."""
+
+
 class Eager:
     """Eager execution of every step, without capture."""
 
-    def run(self, key: Hashable, epoch: int, step: Callable[[], Result]) -> Result:
+    nbytes = 0
+
+    def run(self, key: Hashable, epoch: Hashable, step: Callable[[], Result]) -> Result:
         """The result of `step`."""
         return step()
 
@@ -34,16 +40,22 @@ class Captured:
         self.capture, self.refused = capture, refused
         self.reason: str | None = None
         """Reason why steps are no longer captured; None while they are."""
-        self.epoch = -1
+        self.epoch: Hashable = None
         self.known: dict[Hashable, Callable[[], Any] | None] = {}
         self.num_captured = self.num_replayed = 0
 
-    def run(self, key: Hashable, epoch: int, step: Callable[[], Result]) -> Result:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory pool of all captures."""
+        return self.capture.nbytes if isinstance(self.capture, CudaCapture) else 0
+
+    def run(self, key: Hashable, epoch: Hashable, step: Callable[[], Result]) -> Result:
         """The result of `step`, whose tensors keep their addresses within an epoch and whose kernels depend on `key` alone."""
         if self.reason is not None:
             return step()
-        if epoch != self.epoch:
-            self.known, self.epoch = {}, epoch
+        if epoch != self.epoch or len(self.known) > MOST:
+            self.known = {}
+        self.epoch = epoch  # also if it is equal: tuples of the same objects compare fast
         if key not in self.known:
             self.known[key] = None
             return step()
@@ -82,11 +94,14 @@ class CudaCapture:
         self.pool = torch.cuda.graph_pool_handle()
         self.last: Any = None
         """The last captured graph: a memory pool cannot be used again once all its graphs are freed."""
+        self.nbytes = 0
+        """Bytes that captures have added to the pool. The allocator counts them as free, but nothing else can use them."""
 
     def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
         # torch.cuda.graph would also empty the allocator's cache; "thread_local" lets rewards and loaders use the device.
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
@@ -96,6 +111,7 @@ class CudaCapture:
                 raise
             graph.capture_end()
         self.last = graph
+        self.nbytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
 
         def replay() -> Any:
             graph.replay()

@@ -1,12 +1,12 @@
 """Decoders of the Llama architecture computed without their modules: the same arithmetic in a quarter of the calls.
 
-In the model's own precision the live weights are read; another precision reads a copy of the linear layers, refreshed by every
-`load`. The residual stream, norms, rotary embeddings and softmax stay in float32, as under the learner's autocast.
+In the model's own precision the live weights are read; another precision reads a copy of the linear layers, written again in the
+same memory by every `load`. The residual stream, norms, rotary embeddings and softmax stay in float32, as under the learner's autocast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from covey.errors import Unsupported
 from covey.kernels import DecodeKernels, DecodeStep, DecodeWeights, SamplerLinear
 from covey.models import unwrapped
-from covey.rollout.forward import ModulesForward
+from covey.rollout.forward import ModulesForward, addresses_of
 from covey.rollout.kv_cache import DecodeBatch, KVCache, LayerShape, PrefillBatch
 
 Attend = Callable[[int, Tensor], "Tensor | None"]
@@ -80,6 +80,9 @@ class DecoderForward:
         self._heads_of_qkv = (self.query_heads, self.key_heads, self.key_heads)
         self.rotation = torch.zeros(2, 0, self.width)
         self.is_reserved = False
+        self.blocks: list[_Layer] = []
+        self.head: SamplerLinear | None = None
+        self._norms: dict[nn.Module, Tensor] = {}
         self._take()
 
     def refresh(self) -> bool:
@@ -96,33 +99,53 @@ class DecoderForward:
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
-        self.weights: DecodeWeights | None = None  # frees the old copy before the new one is made
-        self.blocks: list[_Layer] = []
-        self.__dict__.pop("head", None)
+        self.weights: DecodeWeights | None = None
+        before = self.blocks if len(self.blocks) == len(decoder.layers) else [None] * len(decoder.layers)
         with torch.no_grad():
             self.embedding = decoder.embed_tokens.weight.detach()  # the live one, read row by row
-            self.blocks = [self._pack(layer) for layer in decoder.layers]
-            self.norm = decoder.norm.weight.detach().float()
+            self.blocks = [self._pack(layer, old) for layer, old in zip(decoder.layers, before, strict=True)]
+            self.norm = self._norm(decoder.norm)
             if self.float32_head:
-                self.head = SamplerLinear.in_float32(self.model.lm_head)
+                self.head = SamplerLinear.in_float32(self.model.lm_head, self.head)
                 return
-            self.head = SamplerLinear.make(self.model.lm_head, dtype=self.copied)
+            self.head = SamplerLinear.make(self.model.lm_head, dtype=self.copied, into=self.head)
         self.weights = DecodeWeights.of(self.blocks, self.norm, self.head)
 
-    def _pack(self, layer: Any) -> _Layer:
+    def _pack(self, layer: Any, old: _Layer | None) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        norm_of = lambda name: getattr(attention, name).weight.detach().float() if hasattr(attention, name) else None
+        norm_of = lambda name: self._norm(getattr(attention, name)) if hasattr(attention, name) else None
+
+        def linear(name: str, *linears: Any) -> SamplerLinear:
+            into = None if old is None else getattr(old, name)
+            return SamplerLinear.make(*linears, dtype=self.copied, into=into)
+
         return _Layer(
-            before=layer.input_layernorm.weight.detach().float(),
-            qkv=SamplerLinear.make(attention.q_proj, attention.k_proj, attention.v_proj, dtype=self.copied),
+            before=self._norm(layer.input_layernorm),
+            qkv=linear("qkv", attention.q_proj, attention.k_proj, attention.v_proj),
             query_norm=norm_of("q_norm"),
             key_norm=norm_of("k_norm"),
-            out=SamplerLinear.make(attention.o_proj, dtype=self.copied),
-            after=layer.post_attention_layernorm.weight.detach().float(),
-            gate=SamplerLinear.make(mlp.gate_proj, dtype=self.copied),
-            up=SamplerLinear.make(mlp.up_proj, dtype=self.copied),
-            down=SamplerLinear.make(mlp.down_proj, dtype=self.copied),
+            out=linear("out", attention.o_proj),
+            after=self._norm(layer.post_attention_layernorm),
+            gate=linear("gate", mlp.gate_proj),
+            up=linear("up", mlp.up_proj),
+            down=linear("down", mlp.down_proj),
         )
+
+    def _norm(self, module: Any) -> Tensor:
+        """The module's weight in float32: the live one, or a copy in the same memory each time."""
+        weight: Tensor = module.weight.detach()
+        if weight.dtype == torch.float32:
+            return weight
+        kept = self._norms.get(module)
+        if kept is None or (kept.shape, kept.device) != (weight.shape, weight.device):
+            kept = self._norms[module] = torch.empty_like(weight, dtype=torch.float32)
+        return kept.copy_(weight)
+
+    def capture_key(self) -> Hashable:
+        products = [*(product for block in self.blocks for product in block.products), self.head]
+        linears = (tensor for product in products if product is not None for tensor in product.tensors)
+        norms = (norm for block in self.blocks for norm in block.norms)
+        return addresses_of((self.embedding, self.rotation, self.norm, *norms, *linears))
 
     def evaluating(self) -> AbstractContextManager[None]:
         return torch.no_grad()  # no module is called, so their training modes do not matter
@@ -157,6 +180,7 @@ class DecoderForward:
         in_kernels = cache.kernels and not cache.is_windowed
         attend = self._by_kernels(cache, positions) if in_kernels else self._by_operations(cache, positions)
         hidden = self._run(ids, attend, cache.kernels)
+        assert self.head is not None  # `_take` made it
         return self.head(hidden.float() if self.float32_head else hidden)
 
     def _by_operations(self, cache: KVCache, positions: Tensor) -> Attend:

@@ -16,7 +16,7 @@ from covey.images import banned_ids, reason_against, refuse_loose_places
 from covey.kernels import DecodeKernels, SamplerLinear
 from covey.models import unwrapped
 from covey.process.device import free_on
-from covey.process.memory import is_out_of_memory, release
+from covey.process.memory import device_memory, is_out_of_memory, release, release_under_pressure
 from covey.rollout.autocast import AutocastForward, SamplerPrecision, expect_precision
 from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.decoder import DecoderForward
@@ -28,6 +28,7 @@ from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.scheduler import GroupRequest, Scheduler
+from covey.rollout.static_buffers import StaticBuffers, StaticState
 from covey.rollout.static_kv_cache import Attention, bucket_below
 from covey.rollout.stopping import checked_eos_ids, context_of
 from covey.types import Group, Prompt
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 BFLOAT16_FROM = 4_000_000
 """Parameter count from which "auto" samples in bfloat16: 2.5 times as fast at 10 million; at 1 million a step is short anyway."""
+KEPT_SHARE = 1 / 16
+"""Share of a device's memory up to which buffers and captured steps are kept between calls, while others use the device."""
 
 
 def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False) -> Forward:
@@ -113,9 +116,11 @@ class NativeSampler:
         self.check_stop = check_stop
         """Callback between tokens; its exception ends the sampling."""
         self.asked_graphs, self.asked_attention, self.float32_head = cuda_graphs, attention, float32_head
+        self._may_keep = True
         self._take(model)
         self.version = 0
         self._running: Callable[[], Scheduler | None] = lambda: None
+        release_under_pressure(self)
 
     def _take(self, model: Any) -> None:
         """Choose the fastest forward pass and kernels that reproduce this model's logits."""
@@ -133,6 +138,8 @@ class NativeSampler:
             self.attention = verified_attention(self.forward, model, self.asked_attention)
         else:
             self.kernels = verified_kernels(self.forward, model, self.asked_attention)
+        self._kept: StaticState | None = None
+        """Buffers and captured steps of the last call, for the next one."""
         self.new_capture: Callable[[], Capture] = lambda: CudaCapture(device)
         self.model = model
         self.banned = banned_ids(model)
@@ -212,6 +219,7 @@ class NativeSampler:
                 else:
                     yield from groups
             if failed is None:
+                self._kept = self._worth_keeping(scheduler)
                 del scheduler
                 self._give_back()
                 return
@@ -222,8 +230,19 @@ class NativeSampler:
 
     def _give_back(self) -> None:
         """Release cached memory: that of freed CUDA graphs is reusable only after `empty_cache()`."""
-        if self.cuda_graphs and self.forward.device.type == "cuda":
+        if self._kept is None and self.cuda_graphs and self.forward.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _worth_keeping(self, scheduler: Scheduler) -> StaticState | None:
+        """Buffers and captured steps of an ended call that the next one may use; None if they take too much memory."""
+        if not self._may_keep or not self.cuda_graphs or not isinstance(scheduler, GraphScheduler):
+            return None
+        memory = device_memory(self.forward.device)
+        return None if memory and scheduler.static.nbytes > KEPT_SHARE * memory else scheduler.static
+
+    def release_memory(self) -> None:
+        """Free the buffers and captured steps of the last call, and keep none from now on: memory has run out."""
+        self._kept, self._may_keep = None, False
 
     def _halve(self, n: int, rows: int, held: int, said: str) -> None:
         """Halve the number of rows decoded at once. Each completion has its own seed, so none of them changes."""
@@ -261,11 +280,15 @@ class NativeSampler:
         if not self.is_static:
             return Scheduler(self.forward, requests, params, **options, kernels=self.kernels)
         return GraphScheduler(
-            self.forward, requests, params, **options, steps=self._new_steps(), attention=self.attention
+            self.forward, requests, params, **options, static=self._static_state(), attention=self.attention
         )
 
+    def _static_state(self) -> StaticState:
+        """Buffers and captured steps left by the last call, else new ones: a call that begins while another one runs has its own."""
+        kept, self._kept = self._kept, None
+        return kept or StaticState(StaticBuffers(self.forward.device), self._new_steps())
+
     def _new_steps(self) -> Eager | Captured:
-        """Runner of decode steps for a new scheduler, which captures its own graphs: its buffers are freed with it."""
         return Captured(self.new_capture(), self._refuse_graphs) if self.cuda_graphs else Eager()
 
     def _refuse_graphs(self) -> None:
@@ -286,7 +309,8 @@ class NativeSampler:
         return max(n, bucket_below(budget // a_row))
 
     def budget(self) -> int:
-        """Upper bound of the KV cache in bytes."""
+        """Upper bound of the KV cache in bytes. Kept buffers count as free; the memory pool of captured steps does not."""
         if self.cache_bytes is not None:
             return self.cache_bytes
-        return int(self.cache_fraction * free_on(self.forward.device))
+        kept = 0 if self._kept is None else self._kept.buffers.nbytes - self._kept.steps.nbytes
+        return int(self.cache_fraction * max(0, free_on(self.forward.device) + kept))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import Unsupported
 from covey.images import embed
@@ -33,6 +33,10 @@ class Forward(Protocol):
 
     def refresh(self) -> bool:
         """Read the live weights after an update. False when the model's structure changed, so that a new Forward is needed."""
+        ...
+
+    def capture_key(self) -> Hashable:
+        """All that a captured step keeps of this forward pass: addresses of weights and tables, adapters, hooks."""
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -61,6 +65,8 @@ class ModulesForward:
         Raises Unsupported, with the reason, for a model that it cannot run exactly.
         """
         self.float32_head = float32_head
+        self.head: SamplerLinear | None = None
+        """The output layer in float32, at one address for steps that were captured."""
         refuse_known(model)
         register()
         self.model = unwrapped(model)
@@ -75,10 +81,18 @@ class ModulesForward:
     def refresh(self) -> bool:
         return True  # the weights are read in place
 
+    def capture_key(self) -> Hashable:
+        head = () if self.head is None else self.head.tensors
+        return addresses_of(head), tuple(map(_state_of, self.model.modules()))
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with evaluating(self.model), head_in_float32(self.model) if self.float32_head else nullcontext():
-            yield
+        with evaluating(self.model):
+            if not self.float32_head:
+                yield
+                return
+            with head_in_float32(self.model, self.head) as self.head:
+                yield
 
     def reserve(self, positions: int) -> None:
         """Nothing to do: the modules compute their own position tables."""
@@ -123,12 +137,28 @@ class ModulesForward:
         return tuple(replace(shape, window=shape.window_within(self.context)) for shape in shapes)
 
 
+def addresses_of(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+
+
+def _state_of(module: nn.Module) -> Hashable:
+    """Addresses of a module's own tensors, its hooks, and for an adapter what PEFT can switch."""
+    own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), vars(module).get("forward"))
+    switches = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    adapter = [repr(getattr(module, name, None)) for name in switches] if hasattr(module, "active_adapters") else []
+    return id(module), addresses_of(x for x in own if isinstance(x, Tensor)), tuple(map(id, hooks)), tuple(adapter)
+
+
 @contextmanager
-def head_in_float32(model: Any) -> Iterator[None]:
-    """Context in which the output layer computes in float32, without gradient. Raises Unsupported if it is not a linear layer."""
+def head_in_float32(model: Any, into: SamplerLinear | None = None) -> Iterator[SamplerLinear]:
+    """Context in which the output layer computes in float32, without gradient; as a layer, its copy in the memory of `into`.
+
+    Raises Unsupported if it is not a linear layer.
+    """
     layer = unwrapped(model).get_output_embeddings()
     with torch.no_grad():
-        product = SamplerLinear.in_float32(layer)
+        product = SamplerLinear.in_float32(layer, into)
 
     def forward(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -137,7 +167,7 @@ def head_in_float32(model: Any) -> Iterator[None]:
     before = layer.__dict__.get("forward")
     layer.forward = forward
     try:
-        yield
+        yield product
     finally:
         del layer.forward
         if before is not None:

@@ -6,15 +6,17 @@ until the host removes them. Completions do not depend on the bucket or on when 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covey.rollout.cuda_graphs import Captured, Eager
 from covey.rollout.kv_cache import DecodeBatch
 from covey.rollout.sampling import Draw, draw
 from covey.rollout.scheduler import LIMIT, OUTPUT_ROW, POSITION, TOKEN, WRITTEN, GroupRequest, Scheduler
+from covey.rollout.static_buffers import StaticState
 from covey.rollout.static_kv_cache import NEVER, Attention, StaticKVCache, rows_for
 from covey.types import Group
 
@@ -24,17 +26,32 @@ FEW = 32
 """Finished rows are removed when they are more than 1 of this many, ..."""
 PATIENCE = 16
 """... and at the latest after this many checks."""
+TABLES = (
+    "rows",
+    "tokens",
+    "logprobs",
+    "uniforms",
+    "is_eos",
+    "banned",
+    "outside",
+    "seen",
+    "nobody",
+    "live",
+    "stopped",
+    "said",
+)
+"""Tensors of a scheduler that a decode step reads or writes."""
 
 
 class GraphScheduler(Scheduler):
-    """`Scheduler` whose decode steps are run by `steps`: eagerly, or captured as CUDA graphs."""
+    """`Scheduler` whose decode steps run eagerly, or captured as CUDA graphs, on the buffers of `static`."""
 
-    def __init__(self, *args: Any, steps: Eager | Captured, attention: Attention = "torch", **options: Any) -> None:
-        """Arguments of `Scheduler`, the runner of decode steps, and the attention kernels."""
+    def __init__(self, *args: Any, static: StaticState, attention: Attention = "torch", **options: Any) -> None:
+        """Arguments of `Scheduler`, buffers and runner of the decode steps, and the attention kernels."""
         self.attention: Attention = attention
         self.cache: StaticKVCache
+        self.static = static
         super().__init__(*args, **options)
-        self.steps = steps
         self.window = 1 if self.environment is not None or self.params.stop else WINDOW
         self.looks = 0
         device, rows = self.forward.device, rows_for(self.max_rows, self.max_rows)
@@ -46,6 +63,19 @@ class GraphScheduler(Scheduler):
         self.live = torch.zeros(rows, dtype=torch.bool, device=device)  # running and not finished
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)  # ended by itself
         self.said = torch.zeros(rows, dtype=torch.bool, device=device)  # the last token comes from an environment
+        self.weights = self.forward.capture_key()
+        shapes = []
+        for name in TABLES:
+            table: Tensor | None = getattr(self, name)
+            shapes.append(None if table is None else table.shape)
+            if table is not None:
+                setattr(self, name, static.buffers.copied(name, table))
+        same = replace(self.params, seed=None, max_tokens=1)  # neither is frozen into a step
+        self.fixed: Hashable = same, self.environment is not None, tuple(shapes)
+
+    def change_weights(self, version: int) -> None:
+        super().change_weights(version)
+        self.weights = self.forward.capture_key()
 
     def _new_cache(self, longest: int) -> StaticKVCache:
         forward = self.forward
@@ -58,6 +88,7 @@ class GraphScheduler(Scheduler):
             most_rows=self.max_rows,
             longest=longest + PATIENCE * WINDOW,
             attention=self.attention,
+            buffers=self.static.buffers,
         )
 
     def _place(self, request: GroupRequest, slot: int) -> None:
@@ -73,7 +104,7 @@ class GraphScheduler(Scheduler):
         cache.reserve(self.window)
         rows = cache.num_computed
         for _ in range(self.window):
-            self._one(rows, cache.epoch)
+            self._one(rows)
         cache.advance(self.window)
         if self.window == 1:
             self._judge()
@@ -85,12 +116,13 @@ class GraphScheduler(Scheduler):
         self.looks = 0
         return self._retire(ends, self.stopped[: self.num_rows].clone())
 
-    def _one(self, rows: int, epoch: int) -> None:
+    def _one(self, rows: int) -> None:
         """One decode step of the first `rows` rows. Top-p needs values on the host, so with it only the forward pass is captured."""
+        key, epoch = (rows, self.cache.layout, self.fixed), (self.weights, self.static.buffers.moves)
         if self.params.top_p < 1 and not self.params.is_greedy:
-            self._write(self.steps.run(rows, epoch, lambda: self._forward(rows)), rows)
+            self._write(self.static.steps.run(key, epoch, lambda: self._forward(rows)), rows)
         else:
-            self.steps.run(rows, epoch, lambda: self._write(self._forward(rows), rows))
+            self.static.steps.run(key, epoch, lambda: self._write(self._forward(rows), rows))
 
     def _forward(self, rows: int) -> Tensor:
         """[rows, V] logits. Tensors only: no synchronization, so that it can be captured."""

@@ -1,12 +1,12 @@
 """KV cache in static buffers (fixed addresses), so that a captured decode step can be replayed on them.
 
 The layout is that of `KVCache`. A decode step reads its indices from tensors: the step column, each row's first column, and the
-rows of each prompt. Buffers grow by buckets; only then do they move, which increments `epoch`.
+rows of each prompt. Buffers grow by buckets; only then does `layout` change, and with it the key of captured steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.kernels import TritonDecode, Window
 from covey.rollout.attention import HIDDEN, RowMap
 from covey.rollout.kv_cache import STEP, KVCache, LayerShape, rounded
+from covey.rollout.static_buffers import StaticBuffers
 
 Attention = Literal["torch", "triton"]
 """Decode attention: PyTorch's operations, or the Triton kernels of `triton_attention.py`."""
@@ -65,28 +66,36 @@ class StaticKVCache(KVCache):
         most_rows: int,
         longest: int,
         attention: Attention = "torch",
+        buffers: StaticBuffers | None = None,
     ) -> None:
-        """For at most `most_rows` rows of at most `longest` decode steps; at most `group_size` rows share a prompt."""
+        """For at most `most_rows` rows of at most `longest` decode steps; at most `group_size` rows share a prompt.
+
+        `buffers` may be those of an earlier cache that is no longer used; by default they are new.
+        """
         super().__init__(layers, device, dtype, context)
+        self.buffers = buffers or StaticBuffers(device)
         self.group_size, self.most_rows, self.attention = group_size, most_rows, attention
         self.longest = longest
         self.most_columns = rounded(longest + max(longest // 8, 2 * STEP))
-        self.epoch = 0
-        """Number of reallocations so far; CUDA graphs captured in an earlier epoch are invalid."""
-        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step column, read by kernels
-        self.first = self._table(0)  # [rows] int32, first column of each
-        self.lengths = self._table(0)  # [prompts] int32, keys of each
+        self.now = self.buffers.full("now", (1,), torch.int64)  # the step column, read by kernels
+        self.first = self._table("first", 0)  # [rows] int32, first column of each
+        self.lengths = self._table("lengths", 0)  # [prompts] int32, keys of each
         self._new_owners(0, 0)
 
-    def _table(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=self.device)
+    @property
+    def layout(self) -> Hashable:
+        """Shapes of all buffers, and the windows that mask a key; a captured step is valid for one layout."""
+        shapes = tuple(x.shape for x in (self.prefix_bias, self.suffix_bias, self.members, self.first, self.back))
+        return shapes, frozenset(window for window in self.windows if window.hides(self.reach))
+
+    def _table(self, name: str, size: int, value: int = 0) -> Tensor:
+        return self.buffers.full(name, (size,), torch.int32, value)
 
     def _new_owners(self, prompts: int, rows: int) -> None:
         """Tables that `set_row_owners` fills."""
-        self.members = torch.zeros(prompts, self.group_size, dtype=torch.int64, device=self.device)
-        self.counts, self.owned = self._table(prompts), self._table(rows)  # see `Spans`
-        self.back = torch.zeros(rows, dtype=torch.int64, device=self.device)  # see `RowMap`
-        self.epoch += 1
+        self.members = self.buffers.full("members", (prompts, self.group_size), torch.int64)
+        self.counts, self.owned = self._table("counts", prompts), self._table("owned", rows)  # see `Spans`
+        self.back = self.buffers.full("back", (rows,), torch.int64)  # see `RowMap`
 
     @property
     def num_computed(self) -> int:
@@ -106,25 +115,16 @@ class StaticKVCache(KVCache):
         ends = torch.tensor(lengths, device=self.device)
         self.prefix_bias[old:prompts] = torch.where(column < ends[:, None], 0.0, HIDDEN).to(self.dtype)
         self.lengths[old:prompts] = ends.to(torch.int32)
-        self._reach_to(min(max(lengths, default=0) + self.longest + 1, self.context))
+        self.reach = max(self.reach, min(max(lengths, default=0) + self.longest + 1, self.context))
         return range(old, prompts)
 
-    def _reach_to(self, positions: int) -> None:
-        """Raise the longest position to `positions`. Steps captured before a window masked any key become invalid."""
-        active = {window for window in self.windows if window.hides(positions) and not window.hides(self.reach)}
-        self.epoch += bool(active)
-        self.reach = max(self.reach, positions)
-
     def _grow_prefix(self, old: int, prompts: int, columns: int) -> None:
+        grown = self.buffers.grown
         for i, layer in enumerate(self.layers):
-            held = self.prefix[i][:, :old]
-            self.prefix[i] = self._zeros(layer, prompts, columns)
-            self.prefix[i][:, :old, :, : held.shape[3]] = held
-        bias, lengths = self.prefix_bias[:old], self.lengths[:old]
-        self.prefix_bias = torch.full((prompts, columns), HIDDEN, device=self.device, dtype=self.dtype)
-        self.prefix_bias[:old, : bias.shape[1]] = bias
-        self.lengths = self._table(prompts)
-        self.lengths[:old] = lengths
+            shape = (2, prompts, layer.heads, columns, layer.width)
+            self.prefix[i] = grown(("prefix", i), self.prefix[i][:, :old], shape)
+        self.prefix_bias = grown("prefix_bias", self.prefix_bias[:old], (prompts, columns), HIDDEN)
+        self.lengths = grown("lengths", self.lengths[:old], (prompts,))
         self._new_owners(prompts, len(self.first))
 
     def drop_prompts(self, kept: list[int]) -> None:
@@ -177,16 +177,12 @@ class StaticKVCache(KVCache):
         self._set_step_column(used)
 
     def _grow_suffix(self, old: int, rows: int, columns: int) -> None:
+        used, grown = slice(self.step_column), self.buffers.grown
         for i, layer in enumerate(self.layers):
-            held = self.suffix[i][:, :old, :, : self.step_column]
-            self.suffix[i] = self._zeros(layer, rows, columns)
-            self.suffix[i][:, :old, :, : self.step_column] = held
-        bias, first = self.suffix_bias[:old, : self.step_column], self.first[:old]
-        self.suffix_bias = torch.full((rows, columns), HIDDEN, device=self.device, dtype=self.dtype)
-        self.suffix_bias[:old, : self.step_column] = bias
-        self.first = self._table(rows).fill_(NEVER)
-        self.first[:old] = first
-        self.epoch += 1
+            shape = (2, rows, layer.heads, columns, layer.width)
+            self.suffix[i] = grown(("suffix", i), self.suffix[i][:, :old, :, used], shape)
+        self.suffix_bias = grown("suffix_bias", self.suffix_bias[:old, used], (rows, columns), HIDDEN)
+        self.first = grown("first", self.first[:old], (rows,), NEVER)
 
     def _set_step_column(self, step_column: int) -> None:
         self.step_column = step_column

@@ -1,0 +1,139 @@
+"""Captured decode steps that outlive a call of `sample`: kept while they are valid and memory allows, never replayed on other tensors."""
+
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from test_samplers import collect, ids_of
+from test_static_steps import PROMPTS, Recording, keeping_sampler, logprobs_of, record, sampler_of, writer
+
+from covey.process.memory import release
+from covey.rollout import SamplingParams, cuda_graphs, engine
+from covey.rollout.cuda_graphs import Captured
+from covey.rollout.forward import ModulesForward
+from kit import tiny_tokenizer
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+class Noted(Recording):
+    """Recordings of which `held` has weak references."""
+
+    held: ClassVar[list] = []
+
+    def of(self, step):
+        self.held.append(weakref.ref(self))
+        return super().of(step)
+
+
+@pytest.mark.parametrize("reason", ["memory ran out", "too large to keep"])
+def test_what_a_call_has_captured_goes_when_its_memory_is_needed(tokenizer, reason, monkeypatch):
+    monkeypatch.setattr(Noted, "held", [])
+    sampler = keeping_sampler(writer(), tokenizer, lambda step: Noted().of(step))
+    if reason == "too large to keep":
+        monkeypatch.setattr(engine, "device_memory", lambda device: 16 * 1024)
+    collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=20, seed=7))
+    if reason == "memory ran out":
+        assert all(reference() is not None for reference in Noted.held)
+        release()
+    assert Noted.held
+    assert not [reference for reference in Noted.held if reference() is not None]
+    if reason == "memory ran out":
+        captured = len(Noted.held)
+        collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=20, seed=7))
+        assert len(Noted.held) == 2 * captured  # it still captures, but keeps nothing
+        assert not [reference for reference in Noted.held if reference() is not None]
+
+
+def test_steps_are_captured_once_for_several_rollouts_and_again_when_a_buffer_grows(tokenizer):
+    """Weights that change in place are those of the next replay, and completions are those of a sampler without a past."""
+    torch.manual_seed(0)
+    model, taken = writer(), []
+    model.lm_head.bias.data[2] = -1e4  # no completion ends early, so the sizes come back
+    sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
+    every = []
+    for seed in range(3):
+        params = SamplingParams(max_tokens=40, seed=seed, temperature=0)
+        if seed:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 0.02 * torch.randn_like(weight)
+            sampler.load(model, seed)
+        groups = collect(sampler, PROMPTS[:3], 2, params)
+        fresh = collect(sampler_of(model, tokenizer), PROMPTS[:3], 2, params)
+        assert ids_of(groups) == ids_of(fresh)
+        assert torch.equal(logprobs_of(groups), logprobs_of(fresh))
+        every.append((len(taken), ids_of(groups)))
+    counts, written = zip(*every, strict=True)
+    assert counts[0] == counts[1] == counts[2] > 0
+    assert written[0] != written[1] != written[2]
+    longer = SamplingParams(max_tokens=100, seed=5)
+    groups = collect(sampler, PROMPTS[:3], 2, longer)
+    assert len(taken) > counts[2]
+    fresh = collect(sampler_of(model, tokenizer), PROMPTS[:3], 2, longer)
+    assert ids_of(groups) == ids_of(fresh)
+    assert torch.equal(logprobs_of(groups), logprobs_of(fresh))
+
+
+def test_a_captured_step_is_not_replayed_with_other_weights_parameters_or_adapters(tokenizer):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(writer(), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+    taken = []
+    sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
+    assert isinstance(sampler.forward, ModulesForward)
+
+    def check(params, is_new):
+        before = len(taken)
+        groups = collect(sampler, PROMPTS[:2], 2, params)
+        assert (len(taken) > before) == is_new
+        fresh = collect(sampler_of(model, tokenizer), PROMPTS[:2], 2, params)
+        assert ids_of(groups) == ids_of(fresh)
+        assert torch.equal(logprobs_of(groups), logprobs_of(fresh))
+
+    params = SamplingParams(max_tokens=12, seed=7)
+    check(params, True)
+    check(params, False)
+    check(SamplingParams(max_tokens=12, seed=7, temperature=0.5), True)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.scaling["default"] *= 3
+    check(params, True)
+    with model.disable_adapter():
+        check(params, True)
+    layer.base_layer.weight.data = layer.base_layer.weight.data * 2  # moved, not changed in place
+    check(params, True)
+
+
+def test_calls_that_overlap_have_buffers_of_their_own(tokenizer):
+    model, params = writer(), SamplingParams(max_tokens=30, seed=7)
+    sampler = keeping_sampler(model, tokenizer)
+    expected = [ids_of(collect(sampler, prompts, 2, params)) for prompts in (PROMPTS[:4], PROMPTS[4:8])]
+    outer = sampler.sample(PROMPTS[:4], 2, params)
+    groups = [next(outer)]
+    inner = list(sampler.sample(PROMPTS[4:8], 2, params))
+    groups += outer
+    order = lambda found, prompts: sorted(found, key=lambda group: prompts.index(list(group.prompt.token_ids)))
+    assert ids_of(order(groups, PROMPTS)) == expected[0]
+    assert ids_of(order(inner, PROMPTS)) == expected[1]
+
+
+def test_the_cache_budget_counts_kept_buffers_as_free_but_not_the_pool_of_captures(tokenizer, monkeypatch):
+    sampler = keeping_sampler(writer(), tokenizer, cache_fraction=0.5)
+    monkeypatch.setattr(engine, "free_on", lambda device: 1_000_000)
+    assert sampler.budget() == 500_000
+    collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=8, seed=7))
+    held = sampler._kept.buffers.nbytes
+    assert sampler.budget() == (1_000_000 + held) // 2
+    monkeypatch.setattr(Captured, "nbytes", 300_000)
+    assert sampler.budget() == (1_000_000 + held - 300_000) // 2
+
+
+def test_captures_of_shapes_that_never_come_back_are_bounded(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "MOST", 4)
+    steps = Captured(record)
+    for key in range(20):
+        steps.run(key, 0, lambda: None)
+        assert len(steps.known) <= 5
