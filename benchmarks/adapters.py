@@ -51,7 +51,9 @@ def measured(words: list[str], log: Path) -> tuple[float, float, float]:
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         sys.exit(log.read_text()[-2000:])
-    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / MIB
+    found = time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / MIB
+    print("measured: {:.0f} s, {:.0f} processor s, {:.0f} MiB".format(*found), file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> None:

@@ -214,3 +214,71 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_makes_way(tmp_path):
     (run / "run.json").write_text("{}")
     make_way(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trial-000.previous-1"]
+
+
+@pytest.mark.slow
+def test_trials_of_adapters_share_one_base_and_are_the_runs_of_their_options(place, capsys):
+    given = words("--search", "learning_rate=1e-3,3e-3", "--lora-r", 2, "--max-steps", 2, "--trials", 2, "--seed", 3)
+    assert main([*given, "--learning-rate", "1e-3", "--keep-all", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("trials share one base, in this process") == 1
+    found = json.loads(shown.out)
+    assert [row["state"] for row in found["trials"]] == ["complete", "complete"]
+    assert "trial-000" in Path("runs/t/trial-000.log").read_text()
+    # alone, in the order and the process of its own, a trial is the same bit by bit
+    rate = found["trials"][1]["params"]["learning_rate"]
+    alone = [
+        *words()[1:],
+        "--lora-r",
+        2,
+        "--max-steps",
+        2,
+        "--seed",
+        3,
+        "--learning-rate",
+        rate,
+        "--output-dir",
+        "alone",
+    ]
+    assert main(["train", *map(str, alone)]) == 0
+    name = Path("model") / "adapter_model.safetensors"
+    assert (place / "alone" / name).read_bytes() == (place / "runs" / "t" / "trial-001" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_hopeless_trial_on_the_shared_base_saves_and_stops_and_the_next_one_goes_on(place):
+    from covey.cli.shared_trials import SharedTrials
+
+    options = {
+        "model": "model", "dataset": "train.jsonl", "reward": ["mine.py:digits"], "lora_r": 2, "use_cpu": True, "max_steps": 50,
+        "max_completion_length": 4, "num_generations": 4, "per_device_train_batch_size": 4, "disable_tqdm": True,
+    }  # fmt: skip
+    trials = SharedTrials(options)
+    with StopRequest() as stop:
+        ended = trials.train({"beta": 0.0}, place / "one", place / "one.log", stop, lambda: True)
+        assert (ended.code, ended.result, stop.requested) == (75, {}, False)
+        assert [path.name for path in (place / "one").glob("checkpoint-*")] == ["checkpoint-1"]
+        failed = trials.train({"reward": ["mine.py:none"]}, place / "two", place / "two.log", stop, lambda: False)
+    assert failed.code == 2
+    assert "has no 'none'" in (place / "two.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "options, searched, said",
+    [
+        ({}, ["learning_rate"], "without --lora-r"),
+        ({"lora_r": 2}, ["dtype"], "--search dtype"),
+        ({"lora_r": 2}, ["max_prompts"], "--search max_prompts"),
+        ({"lora_r": 2, "streaming": True}, ["beta"], "--streaming"),
+        ({"lora_r": 2, "report_to": "wandb"}, ["beta"], "one run a process"),
+        ({"lora_r": 2}, ["learning_rate", "beta", "reward", "seed"], None),
+        ({}, ["lora_r"], None),
+    ],
+)
+def test_trials_share_a_base_where_only_adapters_differ(options, searched, said):
+    from covey import GRPOConfig
+    from covey.cli.shared_trials import reason_against
+
+    config = GRPOConfig("runs/x", report_to=options.get("report_to", "none"))
+    reason = reason_against(options, searched, config)
+    assert reason is None if said is None else said in reason

@@ -170,7 +170,7 @@ EXAMPLES = {
     "pattern": "pattern(pattern='(a|b)+')",
 }
 """Built-in rewards that have a parameter without a default."""
-NEED_MODELS = {"judge", "judge_pairs", "reward_model", "classifier", "similarity", "fluency"}
+NEED_MODELS = {"judge", "judge_pairs", "reward_model", "process", "classifier", "similarity", "fluency"}
 COLUMNS = {"gym": None, "solution": "4", "schema": {"type": "integer"}, "language": "en", "tests": ["assert f(1) == 2"]}
 
 

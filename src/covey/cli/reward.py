@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from covey.cli import output, reward_audit, reward_train
+from covey.cli import output, reward_audit, reward_steps, reward_train
 from covey.cli.flags import Flag
 from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError, DataError, RewardError, did_you_mean
@@ -15,6 +15,7 @@ from covey.errors import ConfigError, DataError, RewardError, did_you_mean
 if TYPE_CHECKING:
     from covey.doctor.reward_audit.examination import Examination, Tried
     from covey.doctor.reward_audit.verdicts import Verdict
+    from covey.evaluation.calibration import Calibration
 
 _FLAGS = (
     Flag(name="reward", help="Built-in name, import path or reward model; may be repeated.", type="list[str]", group="reward"),
@@ -46,11 +47,18 @@ def run(given: Given) -> int:
         check_signature(spec, columns)
     logging.getLogger("covey.rewards.scorer").setLevel(logging.ERROR)  # completions without a score are counted below
     examined = [_examined(spec, data, gold, options) for spec in specs]
+    stepwise = [_stepwise(spec.call, options) for spec in specs]
+    for (_, verdicts), steps in zip(examined, stepwise, strict=True):
+        verdicts += _of_steps(steps)
     if options["json"]:
         output.result_json({"ok": all(_is_ok(v, options) for _, v in examined), "gold_column": gold,
-                            "rewards": [_as_json(found, verdicts) for found, verdicts in examined]})  # fmt: skip
+                            "rewards": [_as_json(found, verdicts) | _steps_json(steps) for (found, verdicts), steps in zip(examined, stepwise, strict=True)]})  # fmt: skip
     else:
-        for spec, (found, verdicts) in zip(specs, examined, strict=True):
+        for spec, (found, verdicts), steps in zip(specs, examined, stepwise, strict=True):
+            for line in (
+                [] if steps is None else [f"{spec.name}: {reward_steps.in_words(steps)}", *reward_steps.table(steps)]
+            ):
+                output.result(line)
             _show(spec.name, found, verdicts, len(data))
     return 0 if all(_is_ok(verdicts, options) for _, verdicts in examined) else RewardError.exit_code
 
@@ -104,6 +112,28 @@ def _examined(spec: Any, data: list[dict[str, Any]], gold: str | None, options: 
     except RewardError as error:
         return None, [Verdict("FAIL", "contract", str(error))]
     return found, judge(found)
+
+
+def _stepwise(call: Any, options: dict[str, Any]) -> Calibration | None:
+    """A process reward against the scored steps of the data set, all of them; None where there are none."""
+    from covey.cli.columns import column_map
+
+    name = options["dataset"]
+    return None if name is None else reward_steps.of_dataset(call, name, column_map(options["columns"]))
+
+
+def _of_steps(found: Calibration | None) -> list[Verdict]:
+    from covey.doctor.reward_audit.verdicts import Verdict
+
+    if found is None or found.auc.low > 0.5:
+        return []
+    return [
+        Verdict("WARN", "steps", "does not tell right steps from wrong ones better than a coin, as far as can be seen")
+    ]
+
+
+def _steps_json(found: Calibration | None) -> dict[str, Any]:
+    return {} if found is None else {"steps": reward_steps.as_json(found)}
 
 
 _LEVELS = {"FAIL": "failure", "WARN": "warning", "NOTE": "note"}

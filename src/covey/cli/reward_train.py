@@ -1,4 +1,4 @@
-"""`covey reward train`: a reward model from preference pairs, and how often it is right on pairs it has not seen."""
+"""`covey reward train`: a reward model from preference pairs or scored steps, judged on rows that it has not seen."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from covey.cli.verb import CONFIG, JSON, Given, Verb
 from covey.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from covey.evaluation.intervals import Estimate
-    from covey.rewards.preference import Pair
+    import torch
+
+    from covey.rewards.preference import Pair, PreferenceOptions
+    from covey.rewards.steps import ScoredSteps
+
+    Examples = list[ScoredSteps] | list[Pair]
 
 _FLAGS = (
     Flag(name="model", help="Model to start from: a language model (its head starts anew) or a reward model; a folder, a hub id, or demo.", group="what"),
-    Flag(name="dataset", help="Pairs with the columns prompt, chosen, rejected, as covey export pairs writes them: a file, a folder or a hub id.", group="what"),
+    Flag(name="dataset", help="Pairs with the columns prompt, chosen, rejected, as covey export pairs writes them, or scored steps: prompt, completions, labels; a file, a folder or a hub id.", group="what"),
     Flag(name="output", short="o", help="Folder for the reward model; it must not be there yet.", group="what"),
-    Flag(name="eval_dataset", help="Held-out pairs; left out: a share of --dataset.", group="what"),
-    Flag(name="held_out", help="Share of the pairs that is kept from training to be judged on, whole prompts at a time.", type=float, default=0.1, group="what"),
+    Flag(name="eval_dataset", help="Held-out rows; left out: a share of --dataset.", group="what"),
+    Flag(name="held_out", help="Share of the rows that is kept from training to be judged on, whole prompts at a time.", type=float, default=0.1, group="what"),
     CONFIG,
-    Flag(name="epochs", help="Passes over the pairs.", type=float, default=1.0, group="training"),
-    Flag(name="batch_size", help="Pairs of an update.", type=int, default=16, group="training"),
+    Flag(name="epochs", help="Passes over the rows.", type=float, default=1.0, group="training"),
+    Flag(name="batch_size", help="Pairs, or completions with scored steps, of an update.", type=int, default=16, group="training"),
     Flag(name="learning_rate", help="Peak learning rate, of all weights.", type=float, default=1e-5, group="training"),
     Flag(name="centre", help="Weight of the squared sum of a pair's rewards, which keeps them around 0.", type=float, default=0.0, group="training"),
+    Flag(name="step_separator", help="With scored steps: text behind each step; left out: a line break.", group="training"),
+    Flag(name="aggregate", help="With scored steps: score of a completion from its steps': min, prod or mean; left out: min.", group="training"),
     Flag(name="seed", help="Seed of the head, the order and what is held out.", type=int, default=0, group="training"),
     Flag(name="use_cpu", help="Use the CPU even where there is an accelerator.", type=bool, default=False, group="training"),
     JSON,
@@ -40,16 +46,17 @@ def run(given: Given) -> int:
     _check(options)
     import torch
 
-    from covey.evaluation.intervals import proportion
-    from covey.rewards import preference
+    from covey.rewards.preference import Pair, PreferenceOptions
 
     wanted = {name: options[name] for name in ("epochs", "batch_size", "learning_rate", "centre", "seed")}
-    how = preference.PreferenceOptions(**wanted)
-    pairs, held = _pairs(options)
+    how = PreferenceOptions(**wanted)
+    rows, held = _examples(options)
     torch.manual_seed(options["seed"])
     found = None if options["use_cpu"] else torch.accelerator.current_accelerator()
-    reward = preference.load_classifier(options["model"], torch.device("cpu") if found is None else found)
-    output.say(f"model      {options['model']}\npairs      {len(pairs)} to learn from, {len(held)} held out")
+    device = torch.device("cpu") if found is None else found
+    what = "pairs" if isinstance(rows[0], Pair) else "completions"
+    output.say(f"model       {options['model']}\n{what:<12}{len(rows)} to learn from, {len(held)} held out")
+    folder = Path(options["output"])
     started = time.monotonic()
 
     def told(step: int, total: int, loss: float) -> None:
@@ -57,25 +64,79 @@ def run(given: Given) -> int:
             left = (time.monotonic() - started) / step * (total - step)
             output.say(f"step {step}/{total}  loss {loss:.3f}  {left:.0f} s left")
 
-    preference.train(reward, pairs, how, told)
-    judged = preference.judge(reward, held)
-    accuracy = proportion(round(judged.num_right), len(held))
-    folder = Path(options["output"])
-    folder.mkdir(parents=True)
-    preference.save(reward, folder)
+    learn: Any = _learn_pairs if isinstance(rows[0], Pair) else _learn_steps
+    judged, said = learn(options, folder, device, rows, held, how, told)
     result = {
-        "accuracy": accuracy.value,
-        "interval": [accuracy.low, accuracy.high],
+        **judged,
         "held_out": len(held),
-        "loss": judged.loss,
-        "pairs": len(pairs),
+        what: len(rows),
         "model": options["model"],
         "dataset": options["dataset"],
         **wanted,
     }
     (folder / REPORT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    _report(options, folder, accuracy, result)
+    if options["json"]:
+        output.result_json({"output": str(folder), **result})
+        return 0
+    output.result(f"{folder}: {said}")
+    if judged["interval"][0] <= 0.5:
+        output.result(
+            f"No better than a coin can be ruled out: give more {what}, more epochs or another learning rate."
+        )
+    named = folder if len(folder.parts) > 1 else f"./{folder}"  # a bare word may be a built-in reward's name
+    output.say(f"try it: covey reward test --reward {named}\nuse it: covey train ... --reward {named}")
     return 0
+
+
+def _learn_pairs(
+    options: Given,
+    folder: Path,
+    device: torch.device,
+    rows: list[Pair],
+    held: list[Pair],
+    how: PreferenceOptions,
+    told: Any,
+) -> tuple[dict[str, Any], str]:
+    """A Bradley-Terry model, saved in `folder`: numbers on the held-out pairs, and a sentence."""
+    from covey.evaluation.intervals import proportion
+    from covey.rewards import preference
+
+    reward = preference.load_classifier(options["model"], device)
+    preference.train(reward, rows, how, told)
+    judged = preference.judge(reward, held)
+    accuracy = proportion(round(judged.num_right), len(held))
+    folder.mkdir(parents=True)
+    preference.save(reward, folder)
+    found = {"accuracy": accuracy.value, "interval": [accuracy.low, accuracy.high], "loss": judged.loss}
+    said = f"right on {accuracy.value:.0%} (95% {accuracy.low:.0%} to {accuracy.high:.0%}) of {len(held)} held-out pairs, loss {judged.loss:.3f}"
+    return found, said
+
+
+def _learn_steps(
+    options: Given,
+    folder: Path,
+    device: torch.device,
+    rows: list[ScoredSteps],
+    held: list[ScoredSteps],
+    how: PreferenceOptions,
+    told: Any,
+) -> tuple[dict[str, Any], str]:
+    """A process reward model, saved in `folder`: numbers on the steps of the held-out completions, and a sentence."""
+    from covey.cli.reward_steps import as_json, in_words, judged
+    from covey.rewards import steps
+    from covey.rewards.builtin.process_reward import AGGREGATES, SEPARATOR
+
+    aggregate = options["aggregate"] or "min"
+    if aggregate not in AGGREGATES:
+        raise ConfigError(f"--aggregate {aggregate} is not known; use {', '.join(AGGREGATES)}.")
+    separator = options["step_separator"] or SEPARATOR
+    reward = steps.load_step_classifier(options["model"], device, separator=separator, aggregate=aggregate)
+    steps.train(reward, rows, how, told)
+    found = judged(reward, held)
+    folder.mkdir(parents=True)
+    steps.save(reward, folder)
+    settings = {"aggregate": aggregate, "step_separator": separator}
+    return {**as_json(found), "interval": [found.auc.low, found.auc.high], **settings}, in_words(found)
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -88,49 +149,48 @@ def _check(options: dict[str, Any]) -> None:
         raise ConfigError(f"--held-out {options['held_out']} must be between 0 and 1, or give --eval-dataset.")
 
 
-def _pairs(options: dict[str, Any]) -> tuple[list[Pair], list[Pair]]:
-    from covey.rewards.preference import load_pairs, parted_by_prompt
+def _examples(options: dict[str, Any]) -> tuple[Examples, Examples]:
+    """Rows to learn from, and others to be judged on."""
+    from covey.rewards.preference import parted_by_prompt
+    from covey.rewards.steps import load_examples
 
-    pairs = load_pairs(options["dataset"])
+    rows: Any = load_examples(options["dataset"])
     if options["eval_dataset"] is not None:
-        held = load_pairs(options["eval_dataset"])
-        seen = {(repr(pair.prompt), repr(pair.chosen), repr(pair.rejected)) for pair in pairs}
-        known = sum((repr(pair.prompt), repr(pair.chosen), repr(pair.rejected)) in seen for pair in held)
-        if known:
+        held: Any = load_examples(options["eval_dataset"])
+        if rows and held and type(rows[0]) is not type(held[0]):
             raise DataError(
-                f"{known} of the {len(held)} pairs of --eval-dataset are in --dataset too; hold out others."
+                "One of --dataset and --eval-dataset has pairs, the other scored steps; give two of a kind."
             )
+        seen = set(map(repr, rows))
+        if known := sum(repr(row) in seen for row in held):
+            raise DataError(f"{known} of the {len(held)} rows of --eval-dataset are in --dataset too; hold out others.")
     else:
-        pairs, held = parted_by_prompt(pairs, options["held_out"], options["seed"])
-    if not pairs or not held:
+        rows, held = parted_by_prompt(rows, options["held_out"], options["seed"])
+    if not rows or not held:
         raise DataError(
-            f"{options['dataset']} leaves {len(pairs)} pairs to learn from and {len(held)} held out; give more prompts."
+            f"{options['dataset']} leaves {len(rows)} rows to learn from and {len(held)} held out; give more prompts."
         )
-    return pairs, held
+    _refuse_others(options, type(rows[0]).__name__ == "Pair")
+    return rows, held
 
 
-def _report(options: dict[str, Any], folder: Path, accuracy: Estimate, result: dict[str, Any]) -> None:
-    if options["json"]:
-        output.result_json({"output": str(folder), **result})
-        return
-    output.result(
-        f"{folder}: right on {accuracy.value:.0%} (95% {accuracy.low:.0%} to {accuracy.high:.0%}) of {result['held_out']} held-out "
-        f"pairs, loss {result['loss']:.3f}"
-    )
-    if accuracy.low <= 0.5:
-        output.result("No better than a coin can be ruled out: give more pairs, more epochs or another learning rate.")
-    named = folder if len(folder.parts) > 1 else f"./{folder}"  # a bare word may be a built-in reward's name
-    output.say(f"try it: covey reward test --reward {named}\nuse it: covey train ... --reward {named}")
+def _refuse_others(options: dict[str, Any], is_pairs: bool) -> None:
+    """Raise ConfigError for an option that acts on the other kind of rows only."""
+    if is_pairs and (options["step_separator"] or options["aggregate"]):
+        raise ConfigError("--step-separator and --aggregate belong to scored steps; the data set has pairs.")
+    if not is_pairs and options["centre"]:
+        raise ConfigError("--centre belongs to pairs; the data set has scored steps.")
 
 
 verb = Verb(
     name="reward train",
-    usage="--model MODEL --dataset PAIRS -o FOLDER [options]",
-    sentence="Trains a reward model on preference pairs (Bradley-Terry) and tells how often it is right on held-out ones.",
+    usage="--model MODEL --dataset ROWS -o FOLDER [options]",
+    sentence="Trains a reward model on preference pairs (Bradley-Terry), or a process reward model on scored steps, and judges it on held-out rows.",
     flags=lambda: _FLAGS,
     run=run,
     examples=(
         "covey reward train --model Qwen/Qwen2.5-0.5B-Instruct --dataset pairs.jsonl -o runs/judge",
+        "covey reward train --model Qwen/Qwen2.5-0.5B-Instruct --dataset steps.jsonl --aggregate min -o runs/steps",
         "covey train ... --reward runs/judge",
     ),
 )

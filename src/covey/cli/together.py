@@ -21,8 +21,8 @@ from covey.errors import ConfigError, CoveyError
 
 RESULTS = "together.json"
 """File of final results by run, in the folder of runs that vary options."""
-_OF_THE_BASE = frozenset({"model", "dtype", "model_init_kwargs", "trust_remote_code"})
-_OF_THE_DATA = frozenset(
+OF_THE_BASE = frozenset({"model", "dtype", "model_init_kwargs", "trust_remote_code"})
+OF_THE_DATA = frozenset(
     {
         "dataset",
         "prompt_column",
@@ -34,7 +34,7 @@ _OF_THE_DATA = frozenset(
         "max_prompts",
     }
 )
-_OF_THE_PROCESS = frozenset({"use_cpu", "full_determinism", "report_to"})
+OF_THE_PROCESS = frozenset({"use_cpu", "full_determinism", "report_to"})
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _varied(
     """Every combination of the values, with each seed where several are asked for."""
     values = choices(given["vary"], list(flags.values()), "--vary")
     for name in values:
-        for why, names in (("base", _OF_THE_BASE), ("data set", _OF_THE_DATA), ("process", _OF_THE_PROCESS)):
+        for why, names in (("base", OF_THE_BASE), ("data set", OF_THE_DATA), ("process", OF_THE_PROCESS)):
             if name in names:
                 raise ConfigError(
                     f"--vary {name}: runs side by side have one {why}; train them one after another instead."

@@ -149,11 +149,11 @@ def run(given: Given) -> int:
         rerun.refuse_other_run(chosen, config, dataset)
     own = {name: value for name, value in given.items() if name in _OWN}
     if together.is_asked(given):
-        load = functools.partial(_load_rows, dataset=dataset)
+        load = functools.partial(load_rows, dataset=dataset)
         known = {flag.name: flag for flag in (*other_flags(), *flags())}
         types = {**{flag.name: flag.type for flag in _WHAT}, **config_types()}
-        member = functools.partial(_member, load=load)
-        return together.run(given, wanted, own, config_options, member, known, types)
+        member_of = functools.partial(member, load=load)
+        return together.run(given, wanted, own, config_options, member_of, known, types)
     if given.get("seeds") is not None:
         return seeds.run(given, wanted, own)
     refuse_other_options(config, given, dataset)
@@ -241,13 +241,13 @@ def _finish(config: Any, given: Given, turns: Generator[None, None, Outcome]) ->
     return 0
 
 
-def _load_rows(given: Given, dataset: Any) -> tuple[Any, Any]:
+def load_rows(given: Given, dataset: Any) -> tuple[Any, Any]:
     """The prompts to train on, loaded before, and the held-out ones."""
     held_out = given.get("eval_dataset")
     return dataset, load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
 
 
-def _member(given: Given, base: Any, load: Any) -> Generator[None, None, Outcome]:
+def member(given: Given, base: Any, load: Any) -> Generator[None, None, Outcome]:
     """One of several runs on one base, as `covey train` alone would make it; resumes where it stopped."""
     from covey.config import GRPOConfig
 

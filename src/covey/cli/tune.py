@@ -17,6 +17,7 @@ from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.rerun import NEVER
 from covey.cli.search import Dimension, dimensions
+from covey.cli.shared_trials import SharedTrials, reason_against
 from covey.cli.verb import Given, Verb
 from covey.errors import ConfigError
 from covey.process.counting import tell
@@ -55,6 +56,8 @@ class Tuning:
     trials: int
     keeps_all: bool
     seed: int
+    apart: str | None = None
+    """Reason why each trial is a process that loads its own model; None: trials share one base in this process."""
     start: Mapping[str, Any] = field(default_factory=dict)
     """The user's own values of searched options; the first trial takes them."""
 
@@ -96,7 +99,7 @@ def tuning_of(given: Given) -> Tuning:
     options = {name: value for name, value in given.items() if name not in _OWN | NEVER | searched}
     if "eval_strategy" not in options and "eval_steps" not in options:
         options |= {"eval_strategy": "steps", "eval_steps": 0.125}
-    _check_ends(options, search)
+    config = _check_ends(options, search)
     folder = Path(given.get("output_dir") or next_folder()).expanduser()
     start = {one.name: given[one.name] for one in search if one.name in given and one.holds(given[one.name])}
     judged = {"metric": given.get("metric", "eval_reward"), "minimize": bool(given.get("minimize"))}
@@ -111,12 +114,13 @@ def tuning_of(given: Given) -> Tuning:
         trials=given.get("trials", 20),
         keeps_all=bool(given.get("keep_all")),
         seed=given.get("seed", 0),
+        apart=reason_against(options, searched, config),
         start=start,
     )
 
 
-def _check_ends(options: Mapping[str, Any], search: list[Dimension]) -> None:
-    """Raise ConfigError where a value at the end of a range does not fit the other options."""
+def _check_ends(options: Mapping[str, Any], search: list[Dimension]) -> Any:
+    """The configuration of a trial. Raises ConfigError where a value at the end of a range does not fit the other options."""
     from covey.config import GRPOConfig
 
     middle = {one.name: one.ends[0] for one in search}
@@ -124,9 +128,10 @@ def _check_ends(options: Mapping[str, Any], search: list[Dimension]) -> None:
         for value in one.ends:
             wanted = train.config_options({**options, **middle, one.name: value})
             try:
-                GRPOConfig(**wanted)
+                config = GRPOConfig(**wanted)
             except ConfigError as error:
                 raise ConfigError(f"--search {one.name}, at {value}: {error}") from error
+    return config
 
 
 def open_study(tuning: Tuning) -> Any:
@@ -161,10 +166,16 @@ def open_study(tuning: Tuning) -> Any:
 def _search(tuning: Tuning, study: Any, stop: Any) -> int:
     """Trials until there are enough. Returns 0, or the exit code of the last of several failures in a row."""
     in_a_row = 0
+    trials = SharedTrials(tuning.options) if tuning.apart is None else None
+    output.say(
+        f"each trial is a process with a model of its own: {tuning.apart}"
+        if tuning.apart
+        else "trials share one base, in this process: only options of the adapter are searched"
+    )
     tell("trials", _ended(study), tuning.trials)
     while not stop.requested and _ended(study) < tuning.trials:
         trial = _next_trial(tuning, study)
-        state, code = _try(tuning, study, trial, stop)
+        state, code = _try(tuning, study, trial, stop, trials)
         if state is None:
             break
         in_a_row = in_a_row + 1 if state == "FAIL" else 0
@@ -192,7 +203,7 @@ def _next_trial(tuning: Tuning, study: Any) -> Any:
     return study.ask({one.name: one.distribution() for one in tuning.search})
 
 
-def _try(tuning: Tuning, study: Any, trial: Any, stop: Any) -> tuple[str | None, int]:
+def _try(tuning: Tuning, study: Any, trial: Any, stop: Any, trials: SharedTrials | None) -> tuple[str | None, int]:
     """Run a trial and tell the study. Returns COMPLETE, PRUNED or FAIL, None when the search was asked to stop; the exit code."""
     place, started = tuning.place(trial.number), time.perf_counter()
     watch = Watch(place, tuning.metric, trial)
@@ -201,9 +212,13 @@ def _try(tuning: Tuning, study: Any, trial: Any, stop: Any) -> tuple[str | None,
     )
     output.say(f"trial {trial.number} of {tuning.trials}: {shown}")
     series.make_way(place)
-    with child.options_file(_yaml(tuning, trial.params)) as file:
-        words = ["--config", file, "--output-dir", str(place), "--resume", "auto"]
-        ended = child.train(words, Path(f"{place}.log"), stop, is_quiet=True, is_over=watch.is_hopeless)
+    log = Path(f"{place}.log")
+    if trials is not None:
+        ended = trials.train(trial.params, place, log, stop, watch.is_hopeless)
+    else:
+        with child.options_file(_yaml(tuning, trial.params)) as file:
+            words = ["--config", file, "--output-dir", str(place), "--resume", "auto"]
+            ended = child.train(words, log, stop, is_quiet=True, is_over=watch.is_hopeless)
     if stop.requested:
         return None, ended.code
     value = _number(ended.result.get("metrics", {}).get(tuning.metric))

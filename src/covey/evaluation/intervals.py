@@ -58,7 +58,7 @@ def proportion(successes: int, count: int) -> Estimate:
     if count == 0:
         return Estimate(math.nan, 0.0, 1.0, 0)
     share = successes / count
-    return Estimate(share, *_wilson(share, count), count)
+    return Estimate(share, *wilson(share, count), count)
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -88,11 +88,11 @@ def bounded_mean(values: Sequence[float], low: float = 0.0, high: float = 1.0) -
     share = min(1.0, max(0.0, float((x.mean() - low) / (high - low))))
     variance = float(x.var(ddof=1)) / (high - low) ** 2 if x.size > 1 else 0.0
     effect = share * (1 - share) / variance if variance > 0 else 1.0
-    found = _wilson(share, x.size * max(1.0, effect))
+    found = wilson(share, x.size * max(1.0, effect))
     return Estimate(float(x.mean()), low + (high - low) * found[0], low + (high - low) * found[1], int(x.size))
 
 
-def _wilson(share: float, count: float) -> tuple[float, float]:
+def wilson(share: float, count: float) -> tuple[float, float]:
     """Wilson's score interval of a share of `count` trials, which need not be a whole number."""
     z2 = Z95 * Z95
     center = (share + z2 / (2 * count)) / (1 + z2 / count)

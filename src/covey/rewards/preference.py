@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +29,23 @@ class Pair:
     rejected: Any
 
 
+class Example(Protocol):
+    """A row to learn from or to be judged on."""
+
+    @property
+    def prompt(self) -> Any: ...
+
+
+E = TypeVar("E", bound=Example)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
     """Training options of a reward model. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
 
     epochs: float = 1.0
     batch_size: int = 16
-    """Pairs of an update."""
+    """Pairs, or completions with scored steps, of an update."""
     learning_rate: float = 1e-5
     warmup: float = 0.05
     """Share of the updates."""
@@ -82,7 +92,11 @@ def load_pairs(source: str) -> list[Pair]:
     Without `prompt`, `chosen` and `rejected` are whole conversations, which part at their last message. Raises DataError for a
     missing column, a row without two different completions, or mixed forms.
     """
-    dataset, name = opened(*parted(source, None), False, None), shown(source)
+    return pairs_of(opened(*parted(source, None), False, None), shown(source))
+
+
+def pairs_of(dataset: Any, name: str) -> list[Pair]:
+    """The pairs of an opened data set; see `load_pairs`."""
     have = list(dataset.column_names or [])
     if not {"chosen", "rejected"} <= set(have):
         raise DataError(f"{name} has no pairs: it needs the columns chosen and rejected; it has {', '.join(have)}.")
@@ -105,14 +119,14 @@ def _pair(row: Any, where: str) -> Pair:
     return Pair(prompt, chosen, rejected)
 
 
-def parted_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+def parted_by_prompt(pairs: Sequence[E], share: float, seed: int) -> tuple[list[E], list[E]]:
     """About `1 - share` and `share` of the pairs; those of one prompt stay together, so that none is known from training."""
-    by_prompt: dict[str, list[Pair]] = {}
+    by_prompt: dict[str, list[E]] = {}
     for pair in pairs:
         by_prompt.setdefault(repr(pair.prompt), []).append(pair)
     groups = list(by_prompt.values())
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
-    held, kept = list[Pair](), list[Pair]()
+    held, kept = list[E](), list[E]()
     for place in order:
         (held if len(held) < share * len(pairs) else kept).extend(groups[place])
     return kept, held
@@ -123,7 +137,18 @@ def load_classifier(source: str, device: torch.device) -> ModelReward:
 
     The head of a language model starts anew. Raises ModelError for what cannot be loaded.
     """
-    from transformers import AutoModelForSequenceClassification
+    model, tokenizer = load_head("AutoModelForSequenceClassification", source, 1)
+    reward = ModelReward.of(model, tokenizer, device=device)
+    model.requires_grad_(True)
+    return reward
+
+
+def load_head(auto: str, source: str, num_labels: int) -> tuple[Any, Any]:
+    """A float32 model of transformers' class `auto` with so many labels, and its tokenizer. A head that is missing starts anew.
+
+    Raises ModelError for what cannot be loaded.
+    """
+    import transformers
     from transformers.utils import logging as hf_logging
 
     place = resolve_source(source)
@@ -131,12 +156,11 @@ def load_classifier(source: str, device: torch.device) -> ModelReward:
     hf_logging.set_verbosity_error()  # that a head is new is what is wanted here
     try:
         with quiet_bars(), told_as_model_error(source):
-            model: Any = AutoModelForSequenceClassification.from_pretrained(place, num_labels=1, dtype=torch.float32)
+            load = getattr(transformers, auto).from_pretrained
+            model: Any = load(place, num_labels=num_labels, dtype=torch.float32)
     finally:
         hf_logging.set_verbosity(before)
-    reward = ModelReward.of(model, load_tokenizer(model, place), device=device)
-    model.requires_grad_(True)
-    return reward
+    return model, load_tokenizer(model, place)
 
 
 def train(
@@ -147,22 +171,36 @@ def train(
     Changes `reward.model`. `told` is called with each update's number, their count, and its loss. Raises DataError for a pair that the model
     cannot read whole.
     """
-    encoded = _encoded(reward, pairs)
-    total = options.num_steps(len(encoded))
-    model, generator = reward.model, torch.Generator().manual_seed(options.seed)
+
+    def losses(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+        scores = _scores(reward, [ids for pair in batch for ids in pair])
+        chosen, rejected = scores[0::2], scores[1::2]
+        loss = -F.logsigmoid(chosen - rejected).mean()
+        return loss, options.centre * (chosen + rejected).square().mean()
+
+    fit(reward.model, _encoded(reward, pairs), options, losses, told)
+
+
+def fit(
+    model: Any,
+    items: Sequence[Any],
+    options: PreferenceOptions,
+    losses: Callable[[Sequence[Any]], tuple[Tensor, Tensor]],
+    told: Callable[[int, int, float], None],
+) -> None:
+    """Minimize the sum of both `losses` of each batch by AdamW, over all weights; `told` gets the first of them."""
+    total = options.num_steps(len(items))
+    generator = torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
     warm = max(1, round(options.warmup * total))
     rate = lambda step: min((step + 1) / warm, max(0.0, (total - step) / max(1, total - warm + 1)))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     torch.manual_seed(options.seed)
     model.train()
-    for step, batch in enumerate(_batches(encoded, options.batch_size, total, generator), 1):
-        scores = _scores(reward, [ids for pair in batch for ids in pair])
-        chosen, rejected = scores[0::2], scores[1::2]
-        loss = -F.logsigmoid(chosen - rejected).mean()
-        whole = loss + options.centre * (chosen + rejected).square().mean()
+    for step, batch in enumerate(_batches(items, options.batch_size, total, generator), 1):
+        loss, more = losses(batch)
         optimizer.zero_grad(set_to_none=True)
-        whole.backward()
+        (loss + more).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()

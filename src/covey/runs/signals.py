@@ -53,7 +53,7 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """True if a signal asked to stop."""
-        if self.signal is None and self._heard_by is not None:
+        if self.signal is None and self._heard_by is not None and self._heard_by.requested:
             self.signal = self._heard_by.signal
         return self.signal is not None
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from covey.errors import ModelError
 from covey.rewards.adaptive_batches import AdaptiveBatches
 
-Kind = Literal["encoder", "classifier", "causal"]
+Kind = Literal["encoder", "classifier", "token classifier", "causal"]
 
 _CLASSES = {
     "encoder": "AutoModel",
     "classifier": "AutoModelForSequenceClassification",
+    "token classifier": "AutoModelForTokenClassification",
     "causal": "AutoModelForCausalLM",
 }
 
@@ -91,7 +92,7 @@ class Frozen:
         device = next(self.model.parameters()).device
 
         def forward(held: list[int]) -> Tensor:
-            ids, mask = (x.to(device) for x in self._padded([rows[i] for i in held]))
+            ids, mask = (x.to(device) for x in self.padded([rows[i] for i in held]))
             return read(self.model(input_ids=ids, attention_mask=mask), ids, mask).float().cpu()
 
         for held, values in self.portions.run([len(row) for row in rows], forward):
@@ -99,7 +100,8 @@ class Frozen:
                 found[i] = value
         return found
 
-    def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """[B, L] ids padded on the right, and their mask."""
         longest = max(len(row) for row in rows)
         ids = torch.full((len(rows), longest), int(self.tokenizer.pad_token_id))  # [B, L]
         mask = torch.zeros(len(rows), longest, dtype=torch.long)

@@ -23,6 +23,7 @@ from covey.rewards.builtin.language import Language
 from covey.rewards.builtin.length_scaled import CosineScaled, reasoning_accuracy_reward
 from covey.rewards.builtin.math import accuracy_reward, exact_reward, math_reward
 from covey.rewards.builtin.overlap import Bleu, Rouge
+from covey.rewards.builtin.process_reward import ProcessReward, is_token_classifier
 from covey.rewards.builtin.reward_model import reward_model
 from covey.rewards.builtin.text import Length, Repetition, SoftOverlong, format_reward, think_format_reward
 from covey.rewards.builtin.text_models import ClassifierReward, FluencyReward, SimilarityReward
@@ -51,6 +52,7 @@ BUILTIN: dict[str, Any] = {
     "language": Language,
     "gym": gym_reward,
     "reward_model": reward_model,
+    "process": ProcessReward,
     "classifier": ClassifierReward,
     "similarity": SimilarityReward,
     "fluency": FluencyReward,
@@ -89,6 +91,9 @@ def resolve(reward: Any, tokenizer: Any = None, *, device: Any = None, **model_o
         found = _named(str(reward))
         if found is not None:
             return _placed(found, device)
+    if isinstance(reward, str | Path) and is_token_classifier(reward):
+        steps = ProcessReward(str(Path(reward).expanduser()), tokenizer=tokenizer)
+        return _placed(RewardSpec(name=steps.frozen.name, call=steps, timeout_seconds=float("inf")), device)
     if isinstance(reward, str | Path | torch.nn.Module):
         from covey.rewards.builtin.reward_model import ModelReward
 
