@@ -61,7 +61,7 @@ def trained(model: str, folder: Path, share: float, seed: int, steps: int) -> GR
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--out", type=Path, default=Path("runs/forgetting"))
     given = parser.parse_args()
