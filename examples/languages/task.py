@@ -1,106 +1,118 @@
-"""The demo's word problems in English, German and Chinese: the same calculation, the same names, three texts."""
+"""Word problems in English, German and Chinese: one calculation, three texts, and worked answers of a teacher who misreads many."""
 
 from __future__ import annotations
 
 import random
-import re
+import zlib
+from dataclasses import dataclass
 from typing import Any
 
-from covey.demo.task import NAMES, THINGS, Problem, draw
-
 LANGUAGES = ("en", "de", "zh")
-GERMAN = (
-    "{n} hat {a} {t}. {m} gibt {n} noch {b}. Wie viele {t} hat {n} jetzt?",
-    "{n} hat {a} {t} und {m} hat {b} {t}. Wie viele {t} haben sie zusammen?",
-    "{n} hat {a} {t}. {m} hat {b} mehr als {n}. Wie viele {t} hat {m}?",
-    "{n} hatte {a} {t} und verlor {b} davon. Wie viele {t} sind noch da?",
-    "Auf dem Tisch liegen {a} {t}. {n} nimmt {b} weg. Wie viele {t} bleiben?",
-    "{n} hat {a} {t}. {m} hat {b} weniger als {n}. Wie viele {t} hat {m}?",
-    "{n} kauft {a} Kisten mit je {b} {t}. Wie viele {t} sind das?",
-    "{n} packt {a} Beutel. In jedem sind {b} {t}. Wie viele {t} sind in den Beuteln?",
-    "{n} hat {a} {t}, findet noch {b} und gibt {m} dann {c}. Wie viele {t} behält {n}?",
-    "{n} hatte {a} {t}, verkaufte {b} und kaufte dann {c}. Wie viele {t} hat {n}?",
-    "{n} hat {a} Pakete mit {b} {t} und {c} einzelne {t}. Wie viele {t} hat {n}?",
-    "{n} hat {a} Reihen mit {b} {t} und gibt {m} {c} {t}. Wie viele {t} sind noch da?",
-)
-CHINESE = (
-    "{n}有{a}个{t}，{m}又给了{n}{b}个。{n}现在有多少个{t}？",
-    "{n}有{a}个{t}，{m}有{b}个{t}。他们一共有多少个{t}？",
-    "{n}有{a}个{t}，{m}比{n}多{b}个。{m}有多少个{t}？",
-    "{n}有{a}个{t}，丢了{b}个。还剩多少个{t}？",
-    "桌上有{a}个{t}，{n}拿走{b}个。还剩多少个{t}？",
-    "{n}有{a}个{t}，{m}比{n}少{b}个。{m}有多少个{t}？",
-    "{n}买了{a}箱{t}，每箱{b}个。一共多少个{t}？",
-    "{n}装了{a}袋，每袋{b}个{t}。袋里有多少个{t}？",
-    "{n}有{a}个{t}，又找到{b}个，然后给{m}{c}个。{n}还有多少个{t}？",
-    "{n}有{a}个{t}，卖了{b}个，又买了{c}个。{n}有多少个{t}？",
-    "{n}有{a}包{t}，每包{b}个，还有{c}个散的。{n}有多少个{t}？",
-    "{n}有{a}排{t}，每排{b}个，给{m}{c}个。还剩多少个{t}？",
-)
-THINGS_IN = {
-    "de": [
-        "Äpfel",
-        "Perlen",
-        "Bücher",
-        "Karten",
-        "Münzen",
-        "Tassen",
-        "Eier",
-        "Schlüssel",
-        "Stifte",
-        "Pflaumen",
-        "Muscheln",
-        "Marken",
-    ],
-    "zh": ["苹果", "珠子", "本子", "卡片", "硬币", "杯子", "鸡蛋", "钥匙", "钢笔", "李子", "贝壳", "邮票"],
+SIGNS = "+-*+-*"
+TEXTS = {
+    "en": (
+        "{n} has {a} {t} and gets {b} more. How many {t} is that?",
+        "{n} had {a} {t} and lost {b}. How many {t} are left?",
+        "{n} buys {a} boxes of {b} {t} each. How many {t} is that?",
+        "{n} has {a} {t}, {m} has {b} more. How many {t} has {m}?",
+        "{n} has {a} {t}, {m} has {b} fewer. How many {t} has {m}?",
+        "{n} has {a} {t}, {m} has {b} times as many. How many {t} has {m}?",
+    ),
+    "de": (
+        "{n} hat {a} {t} und bekommt {b} dazu. Wie viele {t} sind das?",
+        "{n} hatte {a} {t} und verlor {b}. Wie viele {t} sind noch da?",
+        "{n} kauft {a} Kisten mit je {b} {t}. Wie viele {t} sind das?",
+        "{n} hat {a} {t}, {m} hat {b} mehr. Wie viele {t} hat {m}?",
+        "{n} hat {a} {t}, {m} hat {b} weniger. Wie viele {t} hat {m}?",
+        "{n} hat {a} {t}, {m} hat {b} mal so viele. Wie viele {t} hat {m}?",
+    ),
+    "zh": (
+        "{n}有{a}个{t}，又得到{b}个。一共有多少个{t}？",
+        "{n}有{a}个{t}，丢了{b}个。还剩多少个{t}？",
+        "{n}买了{a}箱{t}，每箱{b}个。一共有多少个{t}？",
+        "{n}有{a}个{t}，{m}比{n}多{b}个。{m}有多少个{t}？",
+        "{n}有{a}个{t}，{m}比{n}少{b}个。{m}有多少个{t}？",
+        "{n}有{a}个{t}，{m}的是{n}的{b}倍。{m}有多少个{t}？",
+    ),
 }
+"""The question of each sign in `SIGNS`, by language."""
+THINGS = {"en": ("apples", "books", "cups"), "de": ("Äpfel", "Bücher", "Tassen"), "zh": ("苹果", "本子", "杯子")}
+NAMES = ("Anna", "Ben", "Mia", "Tom")
+MISREAD = {"+": "-", "-": "*", "*": "+"}
+"""In a circle, so that even a teacher who is wrong half of the time teaches which kind of question it is."""
+SHARE = {"en": 0.4, "de": 0.7, "zh": 0.6}
+"""Share of questions that the teacher misreads; rewards can mend it, since the model draws the right sign now and then."""
 
 
-def in_language(problem: Problem, language: str) -> str:
-    """The question of a problem in another language."""
-    if language == "en":
-        return problem.question
-    words = re.findall(r"[A-Za-z]+", problem.question)
-    people = [*dict.fromkeys(word for word in words if word in NAMES), "", ""]
-    thing = THINGS.index(next(word for word in words if word in THINGS))
-    numbers = dict(zip("abc", problem.numbers, strict=False))
-    text = {"de": GERMAN, "zh": CHINESE}[language][problem.template]
-    return text.format(n=people[0], m=people[1], t=THINGS_IN[language][thing], **numbers)
+@dataclass(frozen=True)
+class Problem:
+    kind: int
+    a: int
+    b: int
+    names: tuple[str, str]
+    thing: int
+
+    @property
+    def is_held_out(self) -> bool:
+        """Decided by the calculation alone: no held-out one is trained on under other names or in another language."""
+        return zlib.crc32(f"{self.kind}:{self.a}:{self.b}".encode()) % 5 == 0
+
+    @property
+    def answer(self) -> str:
+        return self.worked(SIGNS[self.kind]).partition("=")[2]
+
+    def worked(self, sign: str) -> str:
+        """A worked answer, such as `7-2=5`."""
+        return f"{self.a}{sign}{self.b}={ {'+': self.a + self.b, '-': self.a - self.b, '*': self.a * self.b}[sign] }"
+
+    def asked(self, language: str) -> list[dict[str, str]]:
+        n, m = self.names
+        text = TEXTS[language][self.kind].format(a=self.a, b=self.b, n=n, m=m, t=THINGS[language][self.thing])
+        return [{"role": "user", "content": text}]
 
 
-def drawn(split: str, count: int, seed: int = 0) -> list[Problem]:
-    """Problems of a split: no held-out calculation is trained on, in any language."""
-    rng = random.Random(f"{split}/{seed}")
+def draw(rng: random.Random) -> Problem:
+    kind = rng.randrange(len(SIGNS))
+    numbers = [rng.randint(2, 6 if SIGNS[kind] == "*" else 9) for _ in range(2)]
+    first, second = rng.sample(NAMES, 2)
+    return Problem(kind, max(numbers), min(numbers), (first, second), rng.randrange(3))
+
+
+def drawn(split: str, count: int) -> list[Problem]:
+    rng = random.Random(split)
     found: list[Problem] = []
     while len(found) < count:
         one = draw(rng)
-        if one.split == split:
+        if one.is_held_out == (split == "test"):
             found.append(one)
     return found
 
 
-def rows(split: str, count: int, languages: tuple[str, ...] = LANGUAGES, seed: int = 0) -> list[dict[str, Any]]:
-    """`count` problems a language, each of its own: `prompt`, `answer`, `language`."""
-    problems = drawn(split, count * len(languages), seed)
-    return [row(one, languages[i % len(languages)]) for i, one in enumerate(problems)]
+def rows(split: str, count: int, languages: tuple[str, ...] = LANGUAGES) -> list[dict[str, Any]]:
+    """`count` problems, each in one of the languages in turn: columns `prompt`, `answer`, `language`."""
+    found = []
+    for i, one in enumerate(drawn(split, count)):
+        language = languages[i % len(languages)]
+        found.append({"prompt": one.asked(language), "answer": one.answer, "language": language})
+    return found
 
 
-def row(problem: Problem, language: str) -> dict[str, Any]:
-    return {"prompt": asked(problem, language), "answer": str(problem.answer), "language": language}
-
-
-def together(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+def together(split: str, count: int) -> list[dict[str, Any]]:
     """`count` problems, each in every language, for `group_languages`: `prompt` (English), `prompt_de`, `prompt_zh`, `answer`."""
     return [
-        {
-            "prompt": asked(one, "en"),
-            "prompt_de": asked(one, "de"),
-            "prompt_zh": asked(one, "zh"),
-            "answer": str(one.answer),
-        }
-        for one in drawn(split, count, seed)
+        {"prompt": one.asked("en"), "prompt_de": one.asked("de"), "prompt_zh": one.asked("zh"), "answer": one.answer}
+        for one in drawn(split, count)
     ]
 
 
-def asked(problem: Problem, language: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": in_language(problem, language)}]
+def taught(rng: random.Random) -> dict[str, Any]:
+    """A question that is not held out, with the teacher's answer: `prompt` and `completion`."""
+    one = draw(rng)
+    while one.is_held_out:
+        one = draw(rng)
+    language = rng.choice(LANGUAGES)
+    sign = SIGNS[one.kind]
+    return {
+        "prompt": one.asked(language),
+        "completion": one.worked(MISREAD[sign] if rng.random() < SHARE[language] else sign),
+    }

@@ -1,66 +1,81 @@
 """Several languages in one run: word problems in English, German and Chinese, four ways, and what each language gains.
 
-    python examples/languages/train.py --smoke      # seconds on one core; without --smoke some ten minutes
+    python examples/languages/train.py --smoke      # seconds on one core; without --smoke two minutes
 
 A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and rows of yours with a column `language`.
-Expect: a table of accuracy by language with 95% intervals, before and after each run. `transfer` sees no German question: its column
-`de` says whether German gains or loses by what is learnt in the others. The smoke makes one short run of a model that has hardly
-read German: it shows the table, not a gain.
+Expect: a table of accuracy by language with 95% intervals, before and after each run. A tiny model is first taught by a teacher who
+misreads 40% of the English, 70% of the German and 60% of the Chinese questions; rewards mend most of that in every language.
+`transfer` sees no German question, and gains nearly as much in German. `--seeds 0 1 2` repeats it all with other seeds; then
+`covey compare runs/languages-mixed-* runs/languages-slices-* --set de` says whether two ways differ. The smoke is a short run of
+`mixed`, whose reward rises.
 """
 
+import argparse
 import sys
+from pathlib import Path
 
 from datasets import Dataset
-from task import LANGUAGES, rows, together
-from warm_up import warm_up
+from task import LANGUAGES, rows, taught, together
 
 from covey import GRPOConfig, GRPOTrainer
 
-smoke = "--smoke" in sys.argv
+sys.path.append(str(Path(__file__).parents[1]))
+import tiny
+
 RUNS = {
-    "mixed": (rows("train", 700), {}),  # each question in one language
-    "slices": (rows("train", 700), {"advantage_slices": "language"}),  # a scale for each language
+    "mixed": (rows("train", 2000), {}),  # each question in one language
+    "slices": (rows("train", 2000), {"advantage_slices": "language"}),  # a scale for each language
     "groups": (together("train", 2000), {"group_languages": list(LANGUAGES)}),  # a question in all three is one group
-    "transfer": (rows("train", 1000, ("en", "zh")), {}),  # no German
+    "transfer": (rows("train", 2000, ("en", "zh")), {}),  # no German
 }
+parser = argparse.ArgumentParser()
+parser.add_argument("--smoke", action="store_true")
+parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+given = parser.parse_args()
+steps, questions = (12, 50) if given.smoke else (40, 200)
 
 
-def trainer_of(name, model):
+def trainer_of(name, seed):
     data, options = RUNS[name]
     args = GRPOConfig(
-        output_dir=f"runs/languages-{name}",
-        max_steps=6 if smoke else 100,
-        num_generations=12,
+        output_dir=f"runs/languages-{name}-{seed}",
+        seed=seed,
+        max_steps=steps,
+        num_generations=6,
         num_generations_eval=1,
-        per_device_train_batch_size=96,
-        per_device_eval_batch_size=100,
-        max_completion_length=32,
-        learning_rate=6e-4,
+        per_device_train_batch_size=192,  # 32 questions: with 8 a step, half the gain
+        per_device_eval_batch_size=200,
+        max_completion_length=12,
+        learning_rate=1e-3,
         metrics_by=["language"],
+        eval_on_start=True,
+        eval_strategy="steps",
+        eval_steps=steps,
         save_strategy="no",
         logging_steps=1,
         report_to="none",
         **options,
     )
-    return GRPOTrainer(
-        model, "math", args, Dataset.from_list(data), Dataset.from_list(rows("test", 30 if smoke else 200))
-    )
+    held_out = {one: Dataset.from_list(rows("test", questions, (one,))) for one in LANGUAGES}
+    return GRPOTrainer(model, "math", args, Dataset.from_list(data), held_out)
 
 
-def line(name, found):
-    """Accuracy by language with its 95% interval, drawn once a question."""
-    parts = [[found[f"eval_reward/language={one}{end}"] for end in ("", "/low", "/high")] for one in LANGUAGES]
-    print(
-        f"| {name} | " + " | ".join(f"{value:.0%} ({low:.0%} to {high:.0%})" for value, low, high in parts) + " |",
-        flush=True,
-    )
+def line(name, history, place):
+    """Accuracy by language with its 95% interval, of the first or the last evaluation."""
+    cells = []
+    for one in LANGUAGES:
+        metric = f"eval_{one}_accuracy/language={one}"
+        found = [entry for entry in history if metric in entry][place]
+        cells.append("{:.0%} ({:.0%} to {:.0%})".format(*(found[metric + end] for end in ("", "/low", "/high"))))
+    print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
-model = warm_up("runs/languages-start", steps=40 if smoke else 400)
+model = tiny.taught("runs/languages-start", taught, steps=300)
 print("| run | en | de | zh |\n|---|--:|--:|--:|")
-for name in ("transfer",) if smoke else RUNS:
-    trainer = trainer_of(name, model)
-    if name in ("mixed", "transfer"):
-        line("start", trainer.evaluate())
-    trainer.train()
-    line(name, trainer.evaluate())
+for seed in given.seeds:
+    for name in ["mixed"] if given.smoke else given.runs:
+        trainer = trainer_of(name, seed)
+        trainer.train()
+        line("start", trainer.state.log_history, 0)
+        line(name, trainer.state.log_history, -1)

@@ -94,7 +94,7 @@ def pairs_were_learnt(folder: Path, printed: str) -> None:
 
 
 def three_languages_are_measured(folder: Path, printed: str) -> None:
-    rows = [line for line in printed.splitlines() if line.startswith(("| start", "| transfer"))]
+    rows = [line for line in printed.splitlines() if line.startswith(("| start", "| mixed"))]
     assert len(rows) == 2
     assert all(row.count(" to ") == 3 for row in rows), rows
 
@@ -124,7 +124,7 @@ SMOKES: dict[str, list[Claim]] = {
     "qlora.py": [rises("qlora", by=0.15)],
     "distillation.py": [rises("teacher", by=0.15), rises("student", by=0.15)],
     "merging.py": [the_merged_model_can_do_what_both_can],
-    "languages/train.py": [three_languages_are_measured],
+    "languages/train.py": [rises("languages-mixed-0", by=0.2), three_languages_are_measured],
 }  # fmt: skip
 PROCESSES: dict[str, list[Claim]] = {
     "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],
