@@ -40,8 +40,8 @@ extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task lib
 	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "covey[wandb,trackio,mlflow,gym]"
 	touch $@
 
-test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts, and a torchrun a node, under a real Ray on this machine
-	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/e2e/test_distributed_examples.py -k ray
+test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts, rewards, and a torchrun a node, under a real Ray on this machine
+	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/rewards/test_rewards_on_ray.py tests/e2e/test_distributed_examples.py -k ray
 
 .venv-ray/.installed: pyproject.toml   ## sees the packages of .venv, and keeps Ray to itself
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
