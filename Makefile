@@ -40,14 +40,24 @@ extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task lib
 	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "covey[wandb,trackio,mlflow,gym]"
 	touch $@
 
-test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts, and a torchrun a node, under a real Ray on this machine
-	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/e2e/test_distributed_examples.py -k ray
+test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts, rewards, and a torchrun a node, under a real Ray on this machine
+	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/rewards/test_rewards_on_ray.py tests/e2e/test_distributed_examples.py -k ray
 
 .venv-ray/.installed: pyproject.toml   ## sees the packages of .venv, and keeps Ray to itself
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-ray/here
 	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-ray/here)/covey-development.pth"
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check "ray>=2.40,<3"
+	touch $@
+
+test-openenv: $(STAMP) .venv-openenv/.installed   ## OpenEnv's servers as environments of a run, and its harness as a run's agent
+	COVEY_OPENENV_PYTHON=.venv-openenv/bin/python .venv-openenv/bin/python -m pytest -n 0 tests/agents/test_openenv_harness.py tests/environments/test_adapters.py -k "openenv or OpenEnv"
+
+.venv-openenv/.installed: pyproject.toml   ## sees the packages of .venv, and keeps OpenEnv's to itself
+	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-openenv/here
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-openenv/here)/covey-development.pth"
+	.venv-openenv/bin/python -m pip install --quiet --disable-pip-version-check "openenv-core>=0.3,<0.4"
 	touch $@
 
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md

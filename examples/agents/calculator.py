@@ -75,13 +75,13 @@ def share(value: float, count: int) -> str:
     return f"{value:.1%} (95% {max(0.0, middle - half):.1%} to {min(1.0, middle + half):.1%})"
 
 
-def train(folder: Path, is_smoke: bool) -> None:
+def train(folder: Path, is_smoke: bool, seed: int) -> None:
     started, count = time.process_time(), 8 if is_smoke else 200
     if not (folder / "warm" / "config.json").exists():
         warm_up("calculator", folder / "warm", 4 if is_smoke else STEPS["calculator"])
     warmed = time.process_time()
     args = GRPOConfig(
-        output_dir=str(folder / "grpo"),
+        output_dir=str(folder / f"grpo-{seed}"),
         max_steps=2 if is_smoke else 30,
         per_device_train_batch_size=16 if is_smoke else 64,
         per_device_eval_batch_size=64,
@@ -89,6 +89,7 @@ def train(folder: Path, is_smoke: bool) -> None:
         num_generations_eval=1,
         max_completion_length=192,
         learning_rate=2e-4,
+        seed=seed,
         reward_weights=[0.0],  # of `called`; the agent's own score has 1
         save_strategy="no",
         logging_steps=5,
@@ -112,6 +113,7 @@ def train(folder: Path, is_smoke: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/calculator"))
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     given = parser.parse_args()
-    train(given.folder, given.smoke)
+    train(given.folder, given.smoke, given.seed)

@@ -104,6 +104,29 @@ def test_an_answer_goes_to_the_rewards_as_the_completion_and_columns_by_name(tmp
     assert steps == [3] * 8
 
 
+def test_a_client_of_host_port_and_key_alone_is_known_by_its_key_and_may_have_an_event_loop_a_call(tmp_path):
+    def agent(row, base_url, model, api_key):
+        import asyncio
+        from urllib.parse import urlsplit
+
+        from openai import AsyncOpenAI
+
+        there, messages = urlsplit(base_url), list(row["prompt"])
+        client = AsyncOpenAI(base_url=f"http://{there.hostname}:{there.port}/v1", api_key=api_key, max_retries=0)
+        for _ in range(2):  # as OpenEnv's harness does
+            said = asyncio.run(client.chat.completions.create(model=model, messages=messages, max_tokens=6))
+            messages += [
+                {"role": "assistant", "content": said.choices[0].message.content},
+                {"role": "user", "content": "more"},
+            ]
+        return len(messages[1]["content"])
+
+    trainer = trainer_of(tmp_path, agent, max_steps=1)
+    trainer.train()
+    logged = log_of(trainer)
+    assert (logged["agents/lost"], logged["agents/calls"], logged["agents/breaks"]) == (0.0, 2.0, 0.0)
+
+
 def test_retries_are_rows_that_share_the_advantage_of_their_episode_and_no_token_counts_twice(tmp_path):
     def agent(row, client, model):
         ask = lambda messages: client.chat.completions.create(model=model, messages=messages, max_tokens=5)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from covey.rewards.contract import RewardSpec, check
     from covey.rewards.decorators import per_completion, reward
     from covey.rewards.metrics import has_signal, mean_score, reward_metrics
+    from covey.rewards.ray_actors import on_ray
     from covey.rewards.scorer import Scorer, Scoring
 
 _WHERE = {
@@ -39,6 +40,7 @@ _WHERE = {
     "get_soft_overlong_punishment": "builtin.text:get_soft_overlong_punishment",
     "has_signal": "metrics:has_signal",
     "mean_score": "metrics:mean_score",
+    "on_ray": "ray_actors:on_ray",
     "per_completion": "decorators:per_completion",
     "reasoning_accuracy_reward": "builtin.length_scaled:reasoning_accuracy_reward",
     "resolve": "builtin.registry:resolve",
@@ -65,6 +67,7 @@ __all__ = [
     "get_soft_overlong_punishment",
     "has_signal",
     "mean_score",
+    "on_ray",
     "per_completion",
     "reasoning_accuracy_reward",
     "resolve",

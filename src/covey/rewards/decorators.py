@@ -88,11 +88,11 @@ def per_completion(function: T | None = None, *, pure: bool = True, **options: A
     None, and is called while other completions are still being written. `options` are those of `reward`.
     """
 
-    def mark(target: T) -> T:
+    def marked(target: T) -> T:
         reward(pure=pure, **options)(target)
         return _marker(replace(call_options_of(target), unit="completion", is_singular=True))(target)
 
-    return mark if function is None else mark(function)
+    return marked if function is None else marked(function)
 
 
 def call_options_of(target: Any) -> CallOptions:
@@ -102,9 +102,11 @@ def call_options_of(target: Any) -> CallOptions:
     return getattr(target, _MARK, None) or CallOptions()
 
 
-def _marker(call_options: CallOptions) -> Callable[[T], T]:
-    def mark(target: T) -> T:
-        setattr(target, _MARK, call_options)
-        return target
+def mark(target: T, call_options: CallOptions) -> T:
+    """The reward, with these call options from now on."""
+    setattr(target, _MARK, call_options)
+    return target
 
-    return mark
+
+def _marker(call_options: CallOptions) -> Callable[[T], T]:
+    return lambda target: mark(target, call_options)

@@ -1,4 +1,4 @@
-"""A sampler worker as a Ray actor, on this machine or another. The only file that imports Ray, when it is used."""
+"""A sampler worker as a Ray actor, on this machine or another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import queue
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from covey.errors import ConfigError, CoveyError
+from covey.errors import CoveyError
+from covey.process.cluster import connected
 from covey.rollout.worker import Order, Setup, Writer, packed
 from covey.rollout.worker_process import Tell, trained
 
@@ -60,15 +60,7 @@ class RayWorker:
 
     def __init__(self, model: Any, tokenizer: Any, version: int, setup: Setup, tell: Tell) -> None:
         """Start an actor in the cluster of RAY_ADDRESS, or in one on this machine. Raises ConfigError without Ray."""
-        try:
-            import ray
-        except ImportError as error:
-            raise ConfigError(
-                "rollout_placement='ray' needs Ray: pip install 'covey[ray]', or leave it out for a process."
-            ) from error
-        if not ray.is_initialized():
-            with _signals_kept():
-                ray.init(log_to_driver=False, include_dashboard=False)
+        ray = connected("rollout_placement='ray'", "leave it out for a process")
         self.ray, self.model, self.tell, self.is_closed = ray, model, tell, False
         needs = {"num_gpus": 1} if setup.device.startswith("cuda") else {"num_cpus": setup.threads}
         made = ray.remote(max_concurrency=2, **needs)(Actor)
@@ -119,15 +111,6 @@ class RayWorker:
                 self.tell(("took", version, now))
             case (what,):
                 self.tell((what, number, now))
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Context that keeps this process's signal handlers: Ray replaces that of SIGTERM when it starts."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
 
 
 def _plain(error: Any) -> CoveyError:

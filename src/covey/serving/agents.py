@@ -180,7 +180,7 @@ class AgentSampler:
             "row": {**run.prompt.columns, "prompt": run.prompt.raw},
             "base_url": f"{base}/sessions/{run.session.id}/v1",
             "model": MODEL,
-            "api_key": "none",
+            "api_key": run.session.id,
             "seed": run.session.key & 0x7FFFFFFF,
         }
         thread = threading.Thread(

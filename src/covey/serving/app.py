@@ -140,11 +140,17 @@ class Service:
         wanted = await anyio.to_thread.run_sync(read, body)
         wanted = replace(wanted, model=self.model_for(wanted))
         session = request.headers.get("x-session-id")
-        if self.admit is not None:
-            wanted = self.admit(wanted, session)
-        call = _Call(self, wanted, session)
+        if self.admit is None:
+            return await self._call(request, _Call(self, wanted, session))
+        named = session or request.headers.get("authorization", "").removeprefix("Bearer ")
+        answer = await self._call(request, _Call(self, self.admit(wanted, named), named))
+        if session is None:  # OpenEnv's client has an event loop a call, and cannot use the connection of one before
+            answer.headers["Connection"] = "close"
+        return answer
+
+    async def _call(self, request: Request, call: _Call) -> Response:
         self.engine.submit(call.tickets)
-        if wanted.is_streamed:
+        if call.wanted.is_streamed:
             self._count(request, 200)
             return _Streamed(call)
         try:

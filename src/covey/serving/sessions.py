@@ -86,11 +86,7 @@ class Sessions:
         with self._lock:
             session = self._open.get(name or "")
             if session is None:
-                said = (
-                    f"The episode {name} is over."
-                    if name
-                    else "Call the base_url that the agent was given; this is none of an episode."
-                )
+                said = f"No episode {name!r} runs: it is over, or this is neither the base_url nor the api_key that the agent was given."
                 raise APIError(410, said, code="no_episode")
             return replace(wanted, asked=tuple(self._drawn(session, one, wanted.template) for one in wanted.asked))
 

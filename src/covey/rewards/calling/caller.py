@@ -11,15 +11,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 from covey.rewards.adaptive_batches import portions_of
 from covey.rewards.calling.deadline import EventLoop, call_within
 from covey.rewards.calling.outcome import CircuitOpen, Outcome, evaluate
 from covey.rewards.calling.score_cache import ScoreCache, keys_of
-from covey.rewards.calling.workers import WorkerPool
+from covey.rewards.calling.workers import WorkerPool, light_state
 from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, is_async
+from covey.rewards.ray_actors import OnRay
 from covey.rewards.surroundings import Surroundings
 from covey.types import Reward
 
@@ -132,6 +132,8 @@ class _Call:
     def _run(self, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
         caller = self.caller
         reward = caller.spec.call
+        if isinstance(reward, OnRay):
+            reward.start()  # no time of the call's
         if caller.pool is not None:
             return _in_worker(caller.pool, keywords, logged, limit)
         if caller.is_async:
@@ -162,23 +164,13 @@ def _listed(reward: Reward, keywords: dict[str, Any], size: int) -> Any:
 def _in_worker(pool: WorkerPool, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
     plain = {name: value for name, value in keywords.items() if name not in _LOGS}
     if "trainer_state" in plain:
-        plain["trainer_state"] = _light(plain["trainer_state"])
+        plain["trainer_state"] = light_state(plain["trainer_state"])
     reply = pool.call(plain, tuple(name for name in _LOGS if name in keywords), limit)
     for column, values in reply["extras"].items():
         logged.extra(column, values)
     for name, value in reply["metrics"]:
         logged.metric(name, value)
     return reply["values"]
-
-
-def _light(trainer_state: Any) -> SimpleNamespace:
-    """The plain numbers and texts of the state, and its log: a worker need not import transformers to read them."""
-    kept = {name: value for name, value in vars(trainer_state or SimpleNamespace()).items() if _is_plain(name, value)}
-    return SimpleNamespace(**kept)
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str) or name == "log_history"
 
 
 class Breaker:

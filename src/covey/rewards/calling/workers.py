@@ -26,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from covey.errors import RewardError
@@ -257,6 +258,16 @@ def packed(name: str, reward: Any) -> dict[str, Any]:
     modules = [(module, _file_of(name, module)) for module in sorted(pickler.modules) if not _is_importable(module)]
     path = [entry or os.getcwd() for entry in sys.path]
     return {"path": path, "modules": modules, "reward": file.getvalue()}
+
+
+def light_state(trainer_state: Any) -> SimpleNamespace:
+    """The plain numbers and texts of the state, and its log: a worker need not import transformers to read them."""
+    kept = {name: value for name, value in vars(trainer_state or SimpleNamespace()).items() if _is_plain(name, value)}
+    return SimpleNamespace(**kept)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str) or name == "log_history"
 
 
 def _is_importable(module: str) -> bool:
