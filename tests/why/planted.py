@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.demo import reward, rows
 
 STEPS = 5
+SOURCES = ("web", "book", "test", "chat", "forum")
+"""Every fifth prompt is of one source; what they say does not depend on it."""
 
 
-def made(out: Path, seed: int, rewards: list[Any] | None = None, **options: Any) -> int:
+def made(out: Path, seed: int, rewards: list[Any] | None = None, peft_config: Any = None, **options: Any) -> int:
     """Train, and return the last step."""
     chosen: dict[str, Any] = {
         **{"max_steps": STEPS, "save_steps": 1, "rollout_log_steps": 1, "per_device_train_batch_size": 64},
@@ -24,7 +27,8 @@ def made(out: Path, seed: int, rewards: list[Any] | None = None, **options: Any)
         **options,
     }
     args = GRPOConfig(output_dir=str(out), **chosen)
-    GRPOTrainer("demo", rewards or [reward], args, Dataset.from_list(rows("train", 256, seed))).train()
+    data = [{**row, "source": SOURCES[i % len(SOURCES)]} for i, row in enumerate(rows("train", 256, seed))]
+    GRPOTrainer("demo", rewards or [reward], args, Dataset.from_list(data), peft_config=peft_config).train()
     return int(chosen["max_steps"])
 
 
@@ -57,6 +61,35 @@ def stale(out: Path, seed: int) -> int:
     return step
 
 
+def poisoned_slice(out: Path, seed: int) -> int:
+    """One source pays for wrong answers instead of right ones, from the first step on."""
+    return _last_with(out, "web", made(out, seed, [pays_wrong_answers]))
+
+
+def outsized_group(out: Path, seed: int) -> int:
+    """One source pays a hundred times as much, and advantages are divided by the deviation of the whole step."""
+    return _last_with(out, "web", made(out, seed, [pays_a_hundred_times], scale_rewards="batch"))
+
+
+def _last_with(out: Path, source: str, last: int) -> int:
+    """The last step in which a group of the source has signal."""
+    for step in range(last, 0, -1):
+        held = pq.read_table(
+            out / "rollouts" / f"step-{step:06d}.parquet", columns=["columns", "advantage"]
+        ).to_pylist()
+        if any(json.loads(row["columns"])["source"] == source and row["advantage"] for row in held):
+            return step
+    raise AssertionError(f"no step with a group of {source} that has signal")
+
+
+def pays_wrong_answers(completions: Any, answer: Any, source: Any, **columns: Any) -> list[float]:
+    return [1 - one if of == "web" else one for one, of in zip(reward(completions, answer), source, strict=True)]
+
+
+def pays_a_hundred_times(completions: Any, answer: Any, source: Any, **columns: Any) -> list[float]:
+    return [one * (100 if of == "web" else 1) for one, of in zip(reward(completions, answer), source, strict=True)]
+
+
 def wrong_sign(completions: Any, answer: Any, **columns: Any) -> list[float]:
     return [-3.0 * one for one in reward(completions, answer)]
 
@@ -65,5 +98,11 @@ def shows_work(completions: Any, **columns: Any) -> list[float]:
     return [float("=" in str(one)) for one in completions]
 
 
-PLANTED = {"learning_rate": rate, "reward": reward_bug, "stale": stale}
+PLANTED = {
+    "learning_rate": rate,
+    "reward": reward_bug,
+    "stale": stale,
+    "slice": poisoned_slice,
+    "group": outsized_group,
+}
 """The kind of change that should be named first, and the run."""

@@ -34,7 +34,9 @@ def run(given: Given) -> None:
         output.result(
             "nothing is wrong with this step by what is measured here: how far it moves the policy, how stale its completions"
         )
-        output.result("are, its gradient beside those before, and what it does to each reward.")
+        output.result(
+            "are, its gradient beside those before, its groups and slices beside each other, and what it does to each reward."
+        )
         return
     for said, value, limit in found.troubles:
         output.result(output.row("WARN", "trouble", f"{said}: {value:.3g}, at most {limit:.3g} is usual"))
@@ -57,7 +59,7 @@ verb = Verb(
     positional=("run",),
     run=run,
     flags=lambda: (
-        Flag(name="run", help="Folder of a run of whole weights, with the checkpoint before the step and the step's rollouts.", group="what"),
+        Flag(name="run", help="Folder of a run, with the checkpoint before the step and the step's rollouts.", group="what"),
         Flag(name="step", help="The step to make again, from 1 on.", type=int, group="what"),
         JSON,
     ),

@@ -12,7 +12,8 @@ import numpy as np
 
 from covey.algorithms import Algorithm
 from covey.doctor.why.recorded import Recorded
-from covey.doctor.why.replay import Effect, Made, Replay
+from covey.doctor.why.replay import FEWEST_GROUPS, Effect, Made, Replay
+from covey.doctor.why.slices import Contradiction, contradictions
 from covey.training.credit import with_advantages
 from covey.types import Group
 
@@ -22,9 +23,10 @@ MOST_STALE = 0.02
 """Largest KL between the sampling policy and the policy being trained, nats a token."""
 SPIKE = 5.0
 """Times the median gradient norm of the steps before."""
+OUTSIZED = 10.0
+"""Times the median sum of absolute advantages of the groups with signal; divided by their deviation, groups differ by sqrt(G) at most."""
 _FEWEST_BEFORE = 3
 _GROUPS_TRIED = 4
-_FEWEST_GROUPS = 4
 _RESAMPLES = 400
 
 
@@ -44,7 +46,7 @@ class Change:
     """One thing changed."""
 
     kind: str
-    """learning_rate, reward, group, stale, scale, reference or clip."""
+    """learning_rate, reward, group, slice, stale, scale, reference or clip."""
     said: str
     apply: Callable[[list[Group], Algorithm], Made]
 
@@ -76,13 +78,12 @@ def diagnose(recorded: Recorded) -> Diagnosis:
     """Replay the step as it was, name the causes, then try each change."""
     replay = Replay(recorded)
     base = replay.effect(lambda groups, algorithm: (groups, algorithm, 1.0, None))
-    troubles = list(_troubles(recorded, base))
-    remedies = (
-        [_remedy(change, troubles, base, replay.effect(change.apply)) for change in _changes(recorded, replay)]
-        if troubles
-        else []
-    )
-    order = {"stale": 0, "group": 1, "reward": 2, "scale": 3, "reference": 4, "clip": 5, "learning_rate": 6}
+    against = contradictions(recorded)
+    troubles = [*_troubles(recorded, base), *_contradicted(against)]
+    changes = [*_changes(recorded, replay), *map(_without_slice, against)] if troubles else []
+    remedies = [_remedy(change, troubles, base, replay.effect(change.apply)) for change in changes]
+    kinds = ("stale", "slice", "group", "reward", "scale", "reference", "clip", "learning_rate")
+    order = {kind: place for place, kind in enumerate(kinds)}
     ranked = sorted(remedies, key=lambda one: (-round(one.share, 1), order[one.change.kind], -one.share))
     told = recorded.metrics.get("grad_norm")
     left = (
@@ -112,6 +113,12 @@ def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
             measure=lambda e: np.array([e.grad_norm]),
             limit=limit,
         )
+    if _outsized(base)[0] > OUTSIZED:
+        yield Trouble(
+            said="one group outweighs the others (its sum of absolute advantages, in medians of the groups)",
+            measure=_outsized,
+            limit=OUTSIZED,
+        )
     for name, gains in base.gains.items():
         if len(base.gains) > 1 and _interval(gains)[1] < 0:
             yield Trouble(
@@ -119,6 +126,33 @@ def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
                 measure=partial(_loss_of, name=name),
                 limit=0.0,
             )
+
+
+def _contradicted(against: list[Contradiction]) -> Iterator[Trouble]:
+    for one in against:
+        yield Trouble(
+            said=f"prompts with {one.said} are paid for the opposite of what similar completions of other prompts are paid for "
+            f"(p = {one.p_value:.1g}; their share of the step's absolute advantages)",
+            measure=partial(_share_of, one),
+            limit=0.0,
+        )
+
+
+def _share_of(against: Contradiction, effect: Effect) -> Any:
+    """[P] parts of the step's sum of absolute advantages that a slice has, times P."""
+    inside = np.isin(np.arange(len(effect.weights)), against.places)
+    return np.where(inside, effect.weights, 0.0) / max(effect.weights.mean(), 1e-12)
+
+
+def _outsized(effect: Effect) -> Any:
+    """[1] the largest group by absolute advantages, in medians of those with signal; 1 where they are few."""
+    loud = effect.weights[effect.weights > 0]
+    return np.array([loud.max() / np.median(loud) if len(loud) >= FEWEST_GROUPS else 1.0])
+
+
+def _without_slice(one: Contradiction) -> Change:
+    rest = lambda g, a: ([group for i, group in enumerate(g) if i not in one.places], a, 1.0, None)
+    return Change(kind="slice", said=f"the prompts with {one.said} left out", apply=rest)
 
 
 def _loss_of(effect: Effect, name: str) -> Any:
@@ -143,7 +177,7 @@ def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:
         yield Change(kind="stale", said="completions drawn by another policy left out", apply=keep)
     weight = [0.0 if g.advantages is None else float(g.advantages.abs().max()) for g in recorded.groups]
     loud = [i for i in range(len(weight)) if weight[i] > 0]
-    few = len(loud) < _FEWEST_GROUPS  # without one of so few there is hardly an update, whatever the cause
+    few = len(loud) < FEWEST_GROUPS  # without one of so few there is hardly an update, whatever the cause
     for index in [] if few else sorted(loud, key=lambda i: -weight[i])[:_GROUPS_TRIED]:
         uid = recorded.groups[index].prompt.uid
         without = lambda g, a, index=index: ([*g[:index], *g[index + 1 :]], a, 1.0, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from covey.config import GRPOConfig
 from covey.config.options import HONOURED
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.learner import Learner
+from covey.models import load_model
 from covey.process.world import World
 from covey.runs import checkpoint, checksums, manifest, rollouts
 from covey.runs.metrics import read as read_metrics
@@ -26,6 +27,8 @@ from covey.training.loading import load_for_training
 from covey.types import Completion, Group, Message, Prompt
 
 _OF_THE_CALL = frozenset({"output_dir", "report_to", "resume_from_checkpoint", "model_init_kwargs", "run_name"})
+_MOST_EARLIER = 256
+"""Completions of the step and of steps before it that slices are judged by."""
 _SAME = 1e-4
 """Judged again, advantages may differ from the recorded ones by this much, relative to the largest."""
 
@@ -49,6 +52,8 @@ class Recorded:
     """Of this step, as the run wrote them."""
     earlier: Mapping[str, Sequence[float]]
     """Of the steps before."""
+    earlier_groups: tuple[Group, ...] = ()
+    """Recorded groups of the steps before, newest first, a few hundred completions at most."""
 
 
 def load(run_dir: Path, step: int) -> Recorded:
@@ -73,10 +78,6 @@ def load(run_dir: Path, step: int) -> Recorded:
         )
     if wrong := checksums.problems(folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(wrong)}.")
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{folder} holds an adapter; covey why makes steps of whole weights again, not yet of adapters."
-        )
     args = _options(described, run_dir)
     tree = checkpoint.load_state(folder)
     algorithm = build_algorithm(args)
@@ -103,12 +104,27 @@ def load(run_dir: Path, step: int) -> Recorded:
         reward_names=names,
         weights=weights,
         algorithm=algorithm,
-        learner=_learner(args, algorithm, folder),
+        learner=_learner(args, algorithm, _policy(folder, described)),
         state=tree,
         can_judge=can_judge,
         metrics=next((row for row in told if row["step"] == step), {}),
         earlier={"grad_norm": [row["grad_norm"] for row in before if isinstance(row.get("grad_norm"), float)]},
+        earlier_groups=tuple(_earlier(run_dir / "rollouts", step, names, _MOST_EARLIER - len(rows))),
     )
+
+
+def _earlier(folder: Path, step: int, names: Sequence[str], room: int) -> Iterator[Group]:
+    """Groups of the files before a step, newest first, of `room` completions at most; an older file of another form ends them."""
+    for before in sorted((one for one in rollouts.steps(folder) if one < step), reverse=True):
+        rows = rollouts.read(folder / f"step-{before:06d}.parquet")
+        if room < len(rows) or any(name not in rows[0] for name in ("prompt_ids", "advantage", *_columns(names))):
+            return
+        room -= len(rows)
+        yield from groups_of(rows, names)
+
+
+def _columns(names: Sequence[str]) -> list[str]:
+    return [f"reward/{name}" for name in names]
 
 
 def groups_of(rows: Sequence[Mapping[str, Any]], reward_names: Sequence[str]) -> list[Group]:
@@ -177,9 +193,26 @@ def _options(described: Mapping[str, Any], run_dir: Path) -> GRPOConfig:
     return GRPOConfig(output_dir=str(run_dir), report_to="none", **kept)
 
 
-def _learner(args: GRPOConfig, algorithm: Algorithm, folder: Path) -> Learner:
+def _policy(folder: Path, described: Mapping[str, Any]) -> Any:
+    """The model of a checkpoint: its folder, or its adapter on the base that it names."""
+    if not (folder / "adapter_config.json").is_file():
+        return str(folder)
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"{folder} holds an adapter, which needs the peft package: pip install 'covey[peft]'."
+        ) from error
+    dtype = (described.get("model") or {}).get("dtype")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"{folder} holds an adapter on a quantized base, whose steps covey why cannot make again.")
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return PeftModel.from_pretrained(load_model(base, {"dtype": dtype}), str(folder), is_trainable=True)
+
+
+def _learner(args: GRPOConfig, algorithm: Algorithm, policy: Any) -> Learner:
     world = World.of(args)
-    loaded = load_for_training(str(folder), args, world.device)
+    loaded = load_for_training(policy, args, world.device)
     scorer: Any = None  # rewards are recorded, none is called
     given = RunInputs(
         args=args,

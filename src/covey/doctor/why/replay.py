@@ -19,6 +19,10 @@ Made = tuple[list[Group], Algorithm, float, float | None]
 """Groups to learn from, the algorithm, a factor on the learning rate, a bound on the gradient's norm (None: the run's)."""
 
 
+FEWEST_GROUPS = 4
+"""Groups with signal below which no group is compared with the others, nor left out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Effect:
     """Effect of an update, measured on every completion of the step, by group [P]."""
@@ -31,6 +35,8 @@ class Effect:
     """KL (k3) of the sampling policy of trained completions from the policy before the update, nats a token."""
     gains: Mapping[str, np.ndarray[Any, Any]]
     """For each reward, to first order, how much the update raises its mean: mean of (reward - group's mean) x change of log-probability."""
+    weights: np.ndarray[Any, Any]
+    """Sum of the absolute advantages that each group was learned from with; 0 where it was left out."""
 
 
 class Replay:
@@ -38,7 +44,7 @@ class Replay:
 
     def __init__(self, recorded: Recorded) -> None:
         self.recorded = recorded
-        self._weights = {k: v.detach().clone() for k, v in recorded.learner.policy.model.state_dict().items()}
+        self._weights = [p.detach().clone() for p in recorded.learner.policy.parameters()]
         self._clip = recorded.learner.max_grad_norm
         self._restore(1.0)
         self.before = self._logp()
@@ -64,15 +70,17 @@ class Replay:
         return out
 
     def _measured(self, used: Sequence[Group], after: list[list[Tensor]], grad_norm: float) -> Effect:
+        sizes = _sizes(used)
         used_ids = {id(done) for group in used for done in group.completions}
         used_tokens = {id(done.token_ids) for group in used for done in group.completions}
-        moved, stale = [], []
+        moved, stale, weights = [], [], []
         gains: dict[str, list[float]] = {name: [] for name in self.recorded.reward_names}
         for group, old, new, aged in zip(self.recorded.groups, self.before, after, self.staleness(), strict=True):
             kls = [_k3(a - b, done.written) for a, b, done in zip(new, old, group.completions, strict=True)]
             moved.append(float(torch.stack(kls).mean()))
             learnt = [id(d) in used_ids or id(d.token_ids) in used_tokens for d in group.completions]
             stale.append(float(aged[torch.tensor(learnt)].mean()) if any(learnt) else 0.0)
+            weights.append(sum(sizes.get(id(d.token_ids), 0.0) for d in group.completions))
             change = torch.stack(
                 [((a - b) * d.written).sum() for a, b, d in zip(new, old, group.completions, strict=True)]
             )
@@ -81,7 +89,13 @@ class Replay:
                 reward = group.rewards[:, r].nan_to_num(0.0)
                 gains[name].append(float(((reward - reward.mean()) * change.clamp(-2, 2)).mean()))
         arrays = {name: np.array(values) for name, values in gains.items()}
-        return Effect(grad_norm=grad_norm, moved=np.array(moved), stale=np.array(stale), gains=arrays)
+        return Effect(
+            grad_norm=grad_norm,
+            moved=np.array(moved),
+            stale=np.array(stale),
+            gains=arrays,
+            weights=np.array(weights),
+        )
 
     @torch.no_grad()
     def _logp(self) -> list[list[Tensor]]:
@@ -96,11 +110,24 @@ class Replay:
     def _restore(self, factor: float) -> None:
         learner, tree = self.recorded.learner, self.recorded.state
         learner.forget()
-        learner.policy.model.load_state_dict(self._weights)
+        with torch.no_grad():
+            for parameter, value in zip(learner.policy.parameters(), self._weights, strict=True):
+                parameter.copy_(value)
         learner.optimizer.load_state_dict(copy.deepcopy(tree["optimizer"]))
         learner.scheduler.load_state_dict(copy.deepcopy(tree["scheduler"]))
         for group in learner.optimizer.param_groups:
             group["lr"] *= factor
+
+
+def _sizes(groups: Sequence[Group]) -> dict[int, float]:
+    """Sum over tokens (1 for a completion's own advantage) of |advantage| of each completion, by the id of its tokens."""
+    sizes = {}
+    for group in groups:
+        for done, advantage in zip(
+            group.completions, () if group.advantages is None else group.advantages, strict=False
+        ):
+            sizes[id(done.token_ids)] = float(advantage.abs().sum())
+    return sizes
 
 
 def _k3(log_ratio: Tensor, mask: Tensor) -> Tensor:
