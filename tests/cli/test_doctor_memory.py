@@ -9,6 +9,10 @@ from covey.cli import main
 SMALL = ["--model", "demo", "--per-device-train-batch-size", "8", "--max-completion-length", "16", "--use-cpu"]
 
 
+LOWERED = ["--optim", "adamw_bnb_8bit", "--lora-r", "16"]
+"""Options in force, so that a test does not wait for what they would save."""
+
+
 def found(capsys, *more):
     code = main(["doctor", "memory", *SMALL, "--json", *more])
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -16,11 +20,13 @@ def found(capsys, *more):
 
 @pytest.mark.slow
 def test_it_needs_a_model_and_neither_data_nor_rewards(capsys):
-    code, said = found(capsys, "--prompt-tokens", "20")
+    few = ["--no-gradient-checkpointing", "--max-tokens-per-microbatch", "1024"]
+    code, said = found(capsys, "--prompt-tokens", "20", *LOWERED, *few)
     assert code == 0
     assert said["ok"]
     assert said["prompt_tokens"] == 20
     assert said["memory"]["peak"] > said["memory"]["weights"] > 0
+    assert list(said["lower"]) == ["--gradient-checkpointing"]
     assert "8 completions of 16 tokens behind prompts of 20, fits: tried" in said["findings"][-1]["said"]
 
 
@@ -53,7 +59,7 @@ def test_what_would_lower_the_peak_does_and_what_is_in_force_is_not_named(capsys
 @pytest.mark.slow
 def test_a_run_that_cannot_fit_fails_before_anything_is_loaded(capsys):
     huge = ["--max-completion-length", "9000000", "--max-tokens-per-microbatch", "90000000"]
-    code, said = found(capsys, *huge)
+    code, said = found(capsys, *huge, *LOWERED, "--gradient-checkpointing")
     assert code == 1
     assert not said["ok"]
     assert [finding["status"] for finding in said["findings"]] == ["FAIL"]

@@ -38,6 +38,7 @@ WAYS = {
     "qwen2, LoRA and a reference": {"beta": 0.1},
     "qwen2, SGD": {"optim": "sgd"},
 }  # fmt: skip
+KINDS = ("qwen2, gradients of the micro-batch before", "qwen2, a critic", "qwen2, LoRA and a reference")
 
 
 def options(tmp_path, **more):
@@ -60,7 +61,9 @@ def test_where_no_kernels_are_written_none_are_expected_to_save_memory(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [way if way in KINDS else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]
+)
 def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
     """In float64, for which no kernels are written."""
     args = options(tmp_path, model_init_kwargs={"dtype": "float64"}, bf16=False, **WAYS[name])
@@ -106,8 +109,8 @@ needs_bfloat16 = pytest.mark.skipif(not processor_has_bfloat16(), reason="this p
     "more",
     [
         {"gradient_checkpointing": True},
-        pytest.param({"bf16": True}, marks=needs_bfloat16),
-        {"max_tokens_per_microbatch": 120},
+        pytest.param({"bf16": True}, marks=[needs_bfloat16, pytest.mark.nightly]),
+        pytest.param({"max_tokens_per_microbatch": 120}, marks=pytest.mark.nightly),
     ],
 )
 def test_options_that_save_memory_do(more, tmp_path):
@@ -124,7 +127,7 @@ def test_the_state_of_an_8_bit_optimizer_is_a_quarter(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, period", [("qwen2", 1), ("gemma2", 2)])
+@pytest.mark.parametrize("name, period", [pytest.param("qwen2", 1, marks=pytest.mark.nightly), ("gemma2", 2)])
 def test_many_layers_are_continued_from_few_to_the_byte(name, period, tmp_path, monkeypatch):
     config, args = tiny_model(name, layers=12, hidden=32).config, options(tmp_path)
     assert few_layers(config) == ((2, 4) if period == 1 else (period, 2 * period))

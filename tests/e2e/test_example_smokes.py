@@ -126,6 +126,8 @@ SMOKES: dict[str, list[Claim]] = {
     "merging.py": [the_merged_model_can_do_what_both_can],
     "languages/train.py": [rises("languages-mixed-0", by=0.2), three_languages_are_measured],
 }  # fmt: skip
+KINDS = ("maths.py", "own_algorithm.py", "live_data.py", "qlora.py", "distillation.py", "merging.py")
+"""One of each kind; the others nightly."""
 PROCESSES: dict[str, list[Claim]] = {
     "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],
     "reward_model.sh": [rises("reward-model/second", by=0.1), pairs_were_learnt],
@@ -135,7 +137,7 @@ PROCESSES: dict[str, list[Claim]] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # they are the example's reader's, not ours
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "ensemble_rescue.py" else []) for name in SMOKES]
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in SMOKES]
 )
 def test_a_smoke_shows_what_its_header_promises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -149,7 +151,7 @@ def test_a_smoke_shows_what_its_header_promises(
         claim(tmp_path, printed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_smoke_that_starts_processes_does_too(name: str, tmp_path: Path) -> None:
     first_word = "bash" if name.endswith(".sh") else sys.executable

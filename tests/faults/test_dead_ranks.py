@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from covey.runs import checkpoint
+from forked import Forked, free_port, rank_environment
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
@@ -25,18 +24,13 @@ class Pair:
     """Two processes of one run, without a launcher that would end one when the other ends."""
 
     def __init__(self, folder: Path, fault: str, *more: str, patience: int = 60) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.folder = folder
+        self.folder, port = folder, free_port()
         self.processes = []
         for rank in range(2):
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PATIENCE": str(patience)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            command = [sys.executable, str(SCRIPT), str(SCRIPT.parents[1]), str(folder), fault, *more]
+            env = {**rank_environment(rank, port), "PATIENCE": str(patience)}
+            words = [SCRIPT, SCRIPT.parents[1], folder, fault, *more]
             with open(folder / f"{rank}.err", "a") as errors:
-                self.processes.append(subprocess.Popen(command, env=env, stderr=errors, stdout=errors))
+                self.processes.append(Forked(*words, env=env, stderr=errors.fileno(), stdout=errors.fileno()))
 
     def said(self, rank: int) -> str:
         return (self.folder / f"{rank}.err").read_text()
@@ -56,8 +50,7 @@ def pair(folder: Path, fault: str, *more: str, patience: int = 60) -> Iterator[P
         yield both
     finally:
         for process in both.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             process.wait()
 
 

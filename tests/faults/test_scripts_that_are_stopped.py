@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from saving import wait_until
 from small_runs import lines
 
 from covey.runs import checkpoint, checksums
+from forked import Forked
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
@@ -38,10 +40,8 @@ one.save_model(str(Path(sys.argv[1], "final")))
 """
 
 
-def start(run: Path, steps: int, **how: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT, str(run), str(TESTS / "faults"), str(TESTS), str(steps)]
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
-    return subprocess.Popen(command, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **given)
+def start(run: Path, steps: int, **how: Any) -> Forked:
+    return Forked("-c", SCRIPT, run, TESTS / "faults", TESTS, str(steps), **how)
 
 
 def trained_steps(run: Path) -> int:
@@ -61,8 +61,8 @@ def test_a_script_that_is_stopped_saves_says_how_to_go_on_and_ends_there(number,
     with start(run, 100_000) as process:
         wait_until(lambda: trained_steps(run) >= 2 or process.poll() is not None)
         process.send_signal(number)
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == code, said
+        assert process.wait(120) == code, process.err
+        said = process.err
     (saved,) = checkpoint.checkpoints(run)
     assert checksums.problems(saved) == []
     told = f"Stopped by {number.name} after step {checkpoint.step_of(saved)}. {saved.name} is whole, in {run}."
@@ -79,7 +79,7 @@ def test_sigterm_and_ctrl_c_a_second_later_still_end_with_the_save(tmp_path: Pat
         time.sleep(1.0)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.wait(120)
     assert [checksums.problems(saved) for saved in checkpoint.checkpoints(run)] == [[]]
 
 
@@ -112,7 +112,7 @@ def test_a_run_whose_reader_goes_away_is_complete(which: str, tmp_path: Path) ->
     run = tmp_path / "run"
     reading, writing = os.pipe()
     streams = {name: writing for name in ("stdout", "stderr") if which in (name, "both")}
-    with start(run, 30, **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams}) as process:
+    with start(run, 30, **streams) as process:
         os.close(writing)
         wait_until(lambda: trained_steps(run) >= 2 or process.poll() is not None)
         os.close(reading)
@@ -124,7 +124,7 @@ def test_a_run_whose_reader_goes_away_is_complete(which: str, tmp_path: Path) ->
 def test_a_run_whose_terminal_is_closed_is_complete(tmp_path: Path) -> None:
     run = tmp_path / "run"
     ours, theirs = os.openpty()
-    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "is_session": True}
     with start(run, 60, **terminal) as process:
         os.close(theirs)
         os.set_blocking(ours, False)

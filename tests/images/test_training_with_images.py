@@ -53,7 +53,7 @@ def trained(path, kind="idefics3", steps=4, resume=None, peft=None, data=None, *
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", [pytest.param("idefics3", marks=pytest.mark.nightly), "qwen2_5_vl"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, kind):
     whole = trained(tmp_path / "whole", kind, steps_per_generation=2)
     trained(tmp_path / "cut", kind, steps=3, steps_per_generation=2)  # in the middle of a rollout

@@ -288,7 +288,7 @@ def work(folder, cases, runs):
 if __name__ == "__main__":
     import signal
 
-    signal.alarm(170)  # a launcher that is killed leaves its processes behind; this ends one that hangs
+    signal.alarm(580)  # one that hangs ends
     torch.set_num_threads(1)
     is_quick = sys.argv[2] == "quick"
     work(Path(sys.argv[1]), QUICK_CASES if is_quick else CASES, QUICK_RUNS if is_quick else RUNS)

@@ -1,30 +1,21 @@
 """A model that is split over two processes takes the step, draws the completions and ends the run of a whole one."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 import sharded_cases as cases
 import torch
 from transformers import AutoModelForCausalLM
 
 from covey.process.world import World
+from forked import Forked, free_port, rank_environment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # processes of their own on a machine that others load
 
 
 def two_processes(folder, which):
-    """What two processes under torchrun found, by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
-    command = [sys.executable, *launch, "--master_port", str(port), cases.__file__, str(folder), which]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """What two processes with torchrun's environment found, by rank."""
+    port = free_port()
+    ranks = [Forked(cases.__file__, folder, which, env=rank_environment(rank, port)) for rank in range(2)]
+    assert [rank.wait(600) for rank in ranks] == [0, 0], [rank.err for rank in ranks]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

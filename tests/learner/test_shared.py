@@ -79,7 +79,8 @@ def policy_by(kernel, model):
     "architecture, kernel",
     [(architecture, kernel) for architecture in ("qwen2", "qwen3", "llama", "gpt2") for kernel in KERNELS[:2]]
     + [("qwen2", KERNELS[2])]
-    + [pytest.param(name, KERNELS[2], marks=pytest.mark.slow) for name in ("qwen3", "llama", "gpt2")],
+    + [pytest.param("gpt2", KERNELS[2], marks=pytest.mark.slow)]
+    + [pytest.param(name, KERNELS[2], marks=pytest.mark.nightly) for name in ("qwen3", "llama")],
 )
 def test_sharing_equals_one_row_at_a_time_in_value_and_gradient(architecture, recomputes, kernel, flex_on_a_cpu):
     """Rotary and learned positions, grouped queries, norms of queries and keys."""
@@ -102,8 +103,14 @@ OTHERS = {
 """Architectures of transformers, with options that make them differ from each other."""
 
 
-@pytest.mark.parametrize("architecture", OTHERS)
-@pytest.mark.parametrize("kernel", [KERNELS[0], pytest.param(KERNELS[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture, kernel",
+    [(name, KERNELS[0]) for name in OTHERS]
+    + [
+        pytest.param(name, KERNELS[2], marks=pytest.mark.slow if name == "granite" else pytest.mark.nightly)
+        for name in OTHERS
+    ],
+)
 def test_sharing_is_exact_for_architectures_of_every_kind(architecture, kernel, flex_on_a_cpu):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -2,9 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +18,7 @@ from covey.process import gradient_buckets
 from covey.process.gradient_buckets import GradientBuckets
 from covey.process.world import World
 from covey.types import Completion, Group, Prompt
+from forked import Forked, free_port, rank_environment
 from kit import learner_of, tiny_model, tiny_tokenizer
 
 COMPOSED = {
@@ -279,7 +277,7 @@ sys.path.insert(0, str(Path(sys.argv[1]) / "learner"))
 import torch
 from test_two_processes import work
 
-signal.alarm(100)  # a launcher that is killed leaves its processes behind; this ends one that hangs
+signal.alarm(200)  # one that hangs ends
 torch.set_num_threads(1)
 work(Path(sys.argv[2]))
 """
@@ -287,18 +285,11 @@ work(Path(sys.argv[2]))
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """What two processes under torchrun found, by rank, and the folder they worked in."""
-    folder = tmp_path_factory.mktemp("pair")
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
-    command = [sys.executable, *launch, "--master_port", str(port), str(script), str(Path(__file__).parents[1]), folder]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """What two processes with torchrun's environment found, by rank, and the folder they worked in."""
+    folder, port = tmp_path_factory.mktemp("pair"), free_port()
+    words = ["-c", SCRIPT, Path(__file__).parents[1], folder]
+    ranks = [Forked(*words, env=rank_environment(rank, port)) for rank in range(2)]
+    assert [rank.wait(240) for rank in ranks] == [0, 0], [rank.err for rank in ranks]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)], folder
 
 

@@ -48,7 +48,7 @@ def test_kl_start_is_k3_between_the_start_policy_and_the_one_of_now_on_the_first
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("has_adapter", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_resumed_run_measures_from_the_same_start_to_the_bit(tmp_path, monkeypatch, has_adapter):
     monkeypatch.setattr(policy_drift, "EVERY", 1)
     peft = None

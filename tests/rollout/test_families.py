@@ -14,7 +14,17 @@ from kit import tiny_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 QUICK = ("Llama 3", "Mistral 0.3", "gpt-oss", "DeepSeek V3", "LFM2")
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+SLOW = ("Qwen3.5", "Llama 4", "Gemma 4", "OLMo 3", "Granite 4")
+"""Families with a part that no other of them and of the quick ones has."""
+
+
+def tier(name):
+    if name in QUICK:
+        return name
+    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly)
+
+
+EACH = [tier(name) for name in FAMILIES]
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -118,7 +118,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "way, max_rows",
     [("plain", 9), ("rich", 9), ("top_p", 256)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 256), ("greedy", 9), ("top_p", 9))],
+    + [pytest.param(*case, marks=pytest.mark.nightly) for case in (("plain", 256), ("greedy", 9), ("top_p", 9))],
 )
 def test_steps_on_static_buffers_give_the_same_completions(tokenizer, way, max_rows):
     """Bucketed rows, rows that have ended but are still there, admission, growth and shifting of the cache change nothing."""
@@ -137,8 +137,8 @@ def test_steps_on_static_buffers_give_the_same_completions(tokenizer, way, max_r
     [
         ("qwen2", "plain"),
         ("gpt2", "rich"),
-        pytest.param("qwen3", "greedy", marks=pytest.mark.slow),
-        pytest.param("llama", "top_p", marks=pytest.mark.slow),
+        pytest.param("qwen3", "greedy", marks=pytest.mark.nightly),
+        pytest.param("llama", "top_p", marks=pytest.mark.nightly),
         pytest.param("gemma2", "plain", marks=pytest.mark.slow),
     ],
 )

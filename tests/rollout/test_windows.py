@@ -71,8 +71,8 @@ def test_every_kind_is_native_and_equals_generate(tokenizer, arch):
 @pytest.mark.parametrize(
     "arch, attention",
     [(arch, "static") for arch in LOCAL]
-    + [pytest.param(arch, "auto", marks=() if arch in QUICK else pytest.mark.slow) for arch in LOCAL]
-    + [pytest.param(arch, "torch", marks=() if arch == "mistral" else pytest.mark.slow) for arch in LOCAL],
+    + [pytest.param(arch, "auto", marks=() if arch in QUICK else pytest.mark.nightly) for arch in LOCAL]
+    + [pytest.param(arch, "torch", marks=() if arch == "mistral" else pytest.mark.nightly) for arch in LOCAL],
 )
 def test_log_probabilities_equal_a_plain_forward(tokenizer, arch, attention):
     """Prompts shorter and longer than the window, rows of several ages beside each other."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -30,6 +28,7 @@ from covey.runs import checkpoint
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
+from forked import Forked, free_port, rank_environment
 from kit import tiny_model, tiny_tokenizer
 
 STEPS = 6
@@ -196,30 +195,13 @@ def train(case: Case, folder: Path, resume: Path | None = None) -> None:
     if case.processes == 1 or "RANK" in os.environ:
         trainer(case, folder).train(None if resume is None else str(resume))
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        __file__,
-        case.name,
-        str(folder),
-        *([] if resume is None else [str(resume)]),
-    ]
+    words, port = [__file__, case.name, folder, *([] if resume is None else [resume])], free_port()
     ranks = []
-    for rank in map(str, range(case.processes)):
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": str(case.processes),
-            "LOCAL_WORLD_SIZE": str(case.processes),
-        }
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-        ranks.append(subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate()[1] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), said
+    for rank in range(case.processes):
+        place = {**rank_environment(rank, port, case.processes), "ACCELERATE_USE_CPU": "1"}
+        ranks.append(Forked(*words, env=place))
+    codes = [rank.wait() for rank in ranks]
+    assert not any(codes), [rank.err for rank in ranks]
 
 
 def differences(case: Case, one: Path, other: Path) -> dict[str, float]:

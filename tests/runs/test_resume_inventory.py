@@ -70,9 +70,9 @@ def memory_of(root: Any) -> dict[str, str]:
     "name",
     [
         "in the middle of num_iterations=3",
-        pytest.param("a curriculum by what was learned", marks=pytest.mark.slow),
+        pytest.param("a curriculum by what was learned", marks=pytest.mark.nightly),
         pytest.param("rewards with running statistics", marks=pytest.mark.slow),
-        pytest.param("a reference that follows", marks=pytest.mark.slow),
+        pytest.param("a reference that follows", marks=pytest.mark.nightly),
         pytest.param("algorithm: ppo", marks=pytest.mark.slow),
     ],
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import Forked, free_port, rank_environment
 
 CODE = """
 import sys
@@ -38,16 +36,9 @@ except InvariantError as error:
 
 @pytest.mark.slow
 def test_weights_that_differ_between_processes_are_named_on_every_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen(command, env={**os.environ, **place}, text=True, **pipes))
-    answers = [rank.communicate(timeout=120) for rank in ranks]
-    for said, errors in answers:
-        assert said.startswith("The weight weight of rank 1 differs from rank 0's"), errors
+    port = free_port()
+    places = [{**rank_environment(rank, port), "ACCELERATE_USE_CPU": "1"} for rank in range(2)]
+    ranks = [Forked("-c", CODE, tmp_path, env=place) for place in places]
+    for rank in ranks:
+        assert rank.wait(120) == 0, rank.err
+        assert rank.out.startswith("The weight weight of rank 1 differs from rank 0's"), rank.err

@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -201,40 +202,55 @@ def until(condition):
 
 
 class Held:
-    """Decoding that waits at every step until it is let go."""
+    """Decoding that waits at every step: one goes on with `step`, all with `free`. As a context manager, all at its end."""
 
     def __init__(self, sampler):
-        self.go, self.forward = threading.Event(), sampler.forward
+        self.steps, self.is_free, self.forward = threading.Semaphore(0), False, sampler.forward
         self.decode = sampler.forward.decode
         sampler.forward.decode = self
 
     def __call__(self, *args):
-        self.go.wait()
+        if not self.is_free:
+            self.steps.acquire()
         return self.decode(*args)
+
+    def step(self):
+        self.steps.release()
+
+    def free(self):
+        self.is_free = True
+        self.steps.release()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.free()
 
 
 def test_a_full_queue_is_429_with_the_time_to_come_back():
     sampler = tiny_sampler(max_rows=2)
     held = Held(sampler)
-    with serving(sampler, limits=Limits(max_waiting=2)) as (endpoint, ask):
-        tasks = []
-        for running, waiting in ((1, 0), (2, 0), (2, 1), (2, 2)):
-            tasks.append(threading.Thread(target=write, args=(ask,)))
-            tasks[-1].start()
-            if waiting or running == 1:
-                until(lambda w=waiting, r=running: (endpoint.engine.num_waiting, endpoint.engine.num_running) >= (w, r))
-            else:
-                until(lambda: endpoint.engine.num_waiting == 1)  # it joins at the next step
-                held.go.set()
-                until(lambda: endpoint.engine.num_running == 2 or endpoint.engine.num_waiting == 0)
-                held.go.clear()
+    with serving(sampler, limits=Limits(max_waiting=2)) as (endpoint, ask), ThreadPoolExecutor(4) as clients, held:
+
+        def asked():
+            return clients.submit(write, ask, extra_body={"ignore_eos": True})
+
+        tasks = [asked()]
+        until(lambda: endpoint.engine.num_running == 1)
+        tasks.append(asked())
+        until(lambda: endpoint.engine.num_waiting == 1)
+        held.step()  # the second one joins
+        until(lambda: endpoint.engine.num_running == 2)
+        for waiting in (1, 2):
+            tasks.append(asked())
+            until(lambda waiting=waiting: endpoint.engine.num_waiting == waiting)
         with pytest.raises(openai.RateLimitError, match="at most 2 may") as caught:
             write(ask)
         assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         assert caught.value.code == "queue_full"
-        held.go.set()
-        for task in tasks:
-            task.join()
+        held.free()
+        assert all(task.result().choices for task in tasks)
         assert write(ask).choices
 
 
@@ -242,18 +258,17 @@ def test_a_full_queue_is_429_with_the_time_to_come_back():
 def test_a_client_that_goes_away_frees_its_rows(streamed):
     sampler = tiny_sampler()
     held = Held(sampler)
-    with serving(sampler) as (endpoint, _):
+    with serving(sampler) as (endpoint, _), held:
         there = http.client.HTTPConnection(endpoint.url.removeprefix("http://").removesuffix("/v1"))
         body = {"prompt": "2", "max_tokens": 200, "ignore_eos": True, "n": 3, "stream": streamed}
         there.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         until(lambda: endpoint.engine.num_running == 3)
         there.close()
         until(lambda: endpoint.engine._gone)
-        held.go.set()
-        until(lambda: endpoint.engine.num_running == 0)
-        page = endpoint.engine.counters.text({})
-        assert "covey_cancelled_total 1" in page
-        assert "covey_completion_tokens_total 0" in page
+        held.free()
+        until(lambda: "covey_cancelled_total 1" in endpoint.engine.counters.text({}))  # counted once its rows are gone
+        assert endpoint.engine.num_running == 0
+        assert "covey_completion_tokens_total 0" in endpoint.engine.counters.text({})
 
 
 def test_decoding_that_fails_is_a_500_and_the_next_request_is_answered():
@@ -301,14 +316,14 @@ def test_every_call_is_recorded_exactly_with_the_weights_that_wrote_it():
 def test_new_weights_wait_for_the_answers_that_run():
     sampler, calls = tiny_sampler(), []
     held = Held(sampler)
-    with serving(sampler, on_call=calls.append) as (endpoint, ask):
+    with serving(sampler, on_call=calls.append) as (endpoint, ask), held:
         running = threading.Thread(target=write, args=(ask,), kwargs=ENDLESS)
         running.start()
         until(lambda: endpoint.engine.num_running == 1)
         loading = threading.Thread(target=endpoint.load, args=(tiny_model(seed=5), 1))
         loading.start()
         until(lambda: endpoint.engine._idle_jobs)
-        held.go.set()
+        held.free()
         running.join()
         loading.join()
         write(ask)

@@ -4,8 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from transformers import TrainerCallback
 
 from covey import GRPOConfig
 from covey.errors import CheckpointError, ConfigError
+from forked import Forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
 HERE = Path(__file__).parent
@@ -133,17 +132,16 @@ STEPS = 8
 REPEATABLE = json.dumps({"max_staleness": 1, "in_flight_weights": False})
 
 
-def start(folder: Path, steps: int = STEPS) -> subprocess.Popen[str]:
-    words = [sys.executable, str(HERE / "async_run.py"), str(folder), str(steps), REPEATABLE]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def start(folder: Path, steps: int = STEPS) -> Forked:
+    return Forked(HERE / "async_run.py", folder, str(steps), REPEATABLE)
 
 
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]]:
     folder = tmp_path_factory.mktemp("alone")
-    said = start(folder).communicate(timeout=300)[0]
-    return said.split("digest ")[-1].strip(), prompts_by_step(folder)
+    process = start(folder)
+    assert process.wait(300) == 0, process.err
+    return process.out.split("digest ")[-1].strip(), prompts_by_step(folder)
 
 
 @pytest.mark.timeout(600)
@@ -158,7 +156,8 @@ def test_killed_at_a_random_moment_no_prompt_is_lost_or_doubled(trial: int, left
         time.sleep(0.02)
     time.sleep(random.Random(trial).uniform(0.0, 1.0))
     process.send_signal(signal.SIGKILL)
-    process.communicate()
-    said = start(tmp_path).communicate(timeout=300)[0]
-    assert prompts_by_step(tmp_path) == prompts, said
-    assert said.split("digest ")[-1].strip() == expected, said
+    process.wait()
+    again = start(tmp_path)
+    assert again.wait(300) == 0, again.err
+    assert prompts_by_step(tmp_path) == prompts, again.err
+    assert again.out.split("digest ")[-1].strip() == expected, again.err

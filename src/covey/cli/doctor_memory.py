@@ -98,9 +98,11 @@ def _lower(wanted: Mapping[str, Any], given: Given, tokens: int, peak: int) -> I
         changes["--beta 0"] = {"beta": 0.0}
     found = []
     for spelled, change in changes.items():
+        is_in_force = all(given.get(name) == value for name, value in change.items())
+        if is_in_force or ("lora_r" in change and given.get("lora_r")):
+            continue
         changed = GRPOConfig(**{**wanted, **{name: value for name, value in change.items() if name != "lora_r"}})
-        if "lora_r" not in change or not given.get("lora_r"):
-            found.append((spelled, _memory(changed, {**given, **change}, tokens).peak))
+        found.append((spelled, _memory(changed, {**given, **change}, tokens).peak))
     yield from sorted((one for one in found if one[1] < _WORTH * peak), key=lambda one: one[1])
 
 

@@ -144,7 +144,7 @@ _INERT: Mapping[str, tuple[str, ...]] = {
     "only the main process of the run logs": ("log_on_each_node",),
     "tokens are always counted (num_tokens)": ("include_num_input_tokens_seen",),
     "denominators are always counted over the whole optimizer step and all processes": ("average_tokens_across_devices",),
-    "a stop signal always saves after the step it falls in": ("enable_jit_checkpoint",),
+    "a stop signal is heeded between tokens and between micro-batches, and always saves the state after the last whole step": ("enable_jit_checkpoint",),
     "callbacks always get back on a resume what they remembered": ("restore_callback_states_from_checkpoint",),
     "transformers keeps it for scripts; train() trains": ("do_train",),
     "transformers keeps it for scripts; eval_strategy decides": ("do_eval",),

@@ -1,0 +1,197 @@
+"""Python processes that start at once: forks of one that has imported torch, transformers and Covey, and has done nothing else.
+
+Five seconds of imports are most of what a tiny run in a process of its own takes. Run apart it is that process: `python forked.py SOCKET`.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+PRELOADED = ("pytest", "kit", "datasets", "transformers.trainer", "torch.distributed.fsdp", "covey.training.trainer")
+
+
+class Forked:
+    """A process that runs `python *words`, where the first word is a script, or `-c` and its code.
+
+    `env` is added to this process's environment. Without `stdout` or `stderr`, what is written there is in `out` or `err` at the end.
+    """
+
+    def __init__(
+        self,
+        *words: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        is_session: bool = False,
+    ) -> None:
+        self.returncode: int | None = None
+        self.out = self.err = ""
+        self._streams = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed at the process's end
+        own_stdout, own_stderr = (stream.fileno() for stream in self._streams)
+        asked = {"words": [str(word) for word in words], "env": {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}}
+        asked |= {"cwd": str(cwd or Path.cwd()), "is_session": is_session}
+        with open(os.devnull) as nothing:
+            given = [
+                nothing.fileno() if stdin is None else stdin,
+                own_stdout if stdout is None else stdout,
+                own_stderr if stderr is None else stderr,
+            ]
+            self.pid = int(_answer(asked, given))
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            self.returncode = _answer({"poll": self.pid})
+            if self.returncode is not None:
+                self.out, self.err = map(_text, self._streams)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code at its end. Raises TimeoutExpired."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Killed if it still runs."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+
+
+def run(*words: str | Path, timeout: float = 280, **how: Any) -> Forked:
+    """A process that has ended by itself. Raises TimeoutExpired."""
+    with Forked(*words, **how) as process:
+        process.wait(timeout)
+    return process
+
+
+def free_port() -> str:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def rank_environment(rank: int, port: str, size: int = 2) -> dict[str, str]:
+    """Environment that torchrun gives to a process of one machine."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _text(stream: IO[bytes]) -> str:
+    with stream:
+        stream.seek(0)
+        return stream.read().decode(errors="replace")
+
+
+# -- the process that is forked ------------------------------------------------------------------------------------------
+
+
+@cache
+def _parent() -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, __file__, str(theirs.fileno())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _answer(asked: Mapping[str, Any], descriptors: list[int] | None = None) -> Any:
+    sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    _parent().sendmsg([json.dumps(asked).encode()], sent)
+    return json.loads(_parent().recv(1000))
+
+
+def _serve(control: socket.socket) -> dict[str, Any] | None:
+    """None when the other end is closed, and no child is left; in a child, the request that it is to fulfil."""
+    children: set[int] = set()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        if not message:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            return None
+        asked: dict[str, Any] = json.loads(message)
+        if "poll" in asked:
+            ended, status = os.waitpid(asked["poll"], os.WNOHANG)
+            children.discard(ended)
+            control.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
+            continue
+        child = os.fork()
+        if child == 0:
+            control.close()
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            return asked
+        for descriptor in descriptors:
+            os.close(descriptor)
+        children.add(child)
+        control.send(str(child).encode())
+
+
+def _become(asked: Mapping[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked["is_session"]:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.chdir(asked["cwd"])
+    first, *words = asked["words"]
+    if first != "-c":
+        sys.path[0], sys.argv = str(Path(first).parent), [first, *words]
+        runpy.run_path(first, run_name="__main__")
+        return
+    sys.path[0], sys.argv = "", ["-c", *words[1:]]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    exec(compile(words[0], "<string>", "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's, which pytest heeds
+    with contextlib.closing(socket.socket(fileno=int(sys.argv[1]))) as control_socket:
+        for module in PRELOADED:
+            __import__(module)
+        gc.collect()
+        gc.freeze()  # as in conftest.py
+        request = _serve(control_socket)
+    if request is not None:
+        _become(request)
