@@ -6,7 +6,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
+from operator import mul
 from statistics import fmean
 from typing import Any, Literal
 
@@ -33,7 +34,9 @@ class Series:
 
     def last(self, n: int) -> list[float]:
         """The latest `n` values, or as many as there are."""
-        return list(self.recent)[-n:]
+        found = list(islice(reversed(self.recent), n))
+        found.reverse()
+        return found
 
     def start(self, n: int) -> list[float]:
         return self.first[:n]
@@ -111,15 +114,15 @@ def shift(before: Sequence[float], after: Sequence[float]) -> Shift:
 
 def noise(*parts: Sequence[float]) -> float:
     """Standard deviation of a value around its trend: half the mean squared difference of neighbours (von Neumann 1941), rooted."""
-    squares = [(b - a) ** 2 for part in parts for a, b in pairwise(part)]
+    squares = [(step := b - a) * step for part in parts for a, b in pairwise(part)]
     return math.sqrt(fmean(squares) / 2) if squares else 0.0
 
 
 def rise(values: Sequence[float]) -> tuple[float, float]:
     """Rise of the least-squares line over the values (three or more), and its standard error."""
     n, middle = len(values), (len(values) - 1) / 2
-    squares = sum((i - middle) ** 2 for i in range(n))
-    slope = sum((i - middle) * value for i, value in enumerate(values)) / squares
+    squares = n * (n * n - 1) / 12  # of i - middle, for i from 0 to n - 1
+    slope = (sum(map(mul, range(n), values)) - middle * sum(values)) / squares
     return slope * (n - 1), noise(values) * (n - 1) / math.sqrt(squares)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from covey.monitor.detectors.blame import blamed
-from covey.monitor.history import History, has_risen, shift
+from covey.monitor.history import History, has_risen, shift, since_start
 from covey.types import Alert
 
 _FLATTER = (
@@ -127,7 +127,11 @@ class KLRunaway:
 
 @dataclass(frozen=True)
 class DeadGroups:
-    """`dead_groups`: nearly all groups have tied rewards, so that a step has nearly no gradient."""
+    """`dead_groups`: nearly all groups have tied rewards, so that a step has nearly no gradient.
+
+    For information alone where the task is solved: most groups all right, or, of rewards that do not say what is right, a reward
+    that has come to rest at its highest value by degrees. One that ties all groups from one step to the next is a fault.
+    """
 
     share: float = 0.9
     window: int = 10
@@ -142,7 +146,7 @@ class DeadGroups:
             passed, failed = (fmean(seen[f"groups/all_{end}"].last(self.window)) for end in ("pass", "fail"))
             said += f" ({passed:.0%} all right, {failed:.0%} all wrong)"
             evidence |= {"all_pass": passed, "all_fail": failed}
-        if passed > 0.5:
+        if passed > 0.5 or self._rests_at_its_highest(seen):
             return seen.alert(
                 "dead_groups", "info", said, ("the prompts are solved: take harder ones, or stop here",), **evidence
             )
@@ -157,6 +161,13 @@ class DeadGroups:
         advice = ("the reward gives the same value to all: check what it returns", "raise temperature while sampling")
         said, advice = blamed(seen, said, advice)
         return seen.alert("dead_groups", "warning", said, advice, **evidence)
+
+    def _rests_at_its_highest(self, seen: History) -> bool:
+        reward, moved = seen["reward"], since_start(seen["reward"], self.window)
+        earlier = seen["frac_reward_zero_std"].last(2 * self.window)[: self.window]
+        if seen["groups/all_pass"].count or moved is None or moved.z < 2.5 or fmean(earlier) < 0.5:
+            return False
+        return median(reward.last(self.window)) >= max(*reward.first, *reward.recent)
 
 
 def _rewards(seen: History) -> dict[str, float]:

@@ -43,21 +43,24 @@ class SlowConvergence:
     """`slow_convergence`: after `window` steps the reward has not risen by an amount that matters, and noise does not hide that.
 
     The amount is `matters` times the standard deviation between completions. No alert while steps are so noisy that the fitted
-    line may well rise so far (two standard errors).
+    line may well rise so far (`z` standard errors: two are exceeded by chance in a run that is looked at hundreds of times).
     """
 
     window: int = 60
     matters: float = 0.15
+    z: float = 3.0
     solved: float = 0.8
 
     def __call__(self, seen: History) -> Alert | None:
         reward = seen["reward"]
         if reward.count < self.window or _is_solved(seen, self.solved):
             return None
-        rose, error = rise(reward.last(reward.count))
         spread = fmean(seen["reward_std"].start(10) or [abs(fmean(reward.start(10)))])
         begun = shift(reward.start(10), reward.last(20))
-        if rose + 2 * error > self.matters * spread or begun.change > self.matters * spread:
+        if begun.change > self.matters * spread:
+            return None
+        rose, error = rise(reward.last(reward.count))
+        if rose + self.z * error > self.matters * spread:
             return None
         said = (
             f"{reward.count} steps have not raised the reward ({begun.before:.3g} at the start, {begun.after:.3g} now)"
@@ -84,10 +87,10 @@ class RewardCollapse:
         *earlier, now = _blocks(reward.last(reward.count), self.window)
         best = max((reward.start(self.window), *earlier), key=fmean)
         change = fmean(now) - fmean(best)
-        error = noise(reward.last(reward.count)) * math.sqrt(
-            2 / self.window
-        )  # of all steps: the best of many blocks is by chance
-        if change > -self.z * error or change > -self.lost * abs(fmean(best)) or change == 0:
+        if change > -self.lost * abs(fmean(best)) or change == 0:
+            return None
+        error = noise(reward.last(reward.count)) * math.sqrt(2 / self.window)  # of all: the best block is by chance
+        if change > -self.z * error:
             return None
         said, advice = blamed(
             seen,

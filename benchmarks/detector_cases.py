@@ -1,0 +1,247 @@
+"""The runs of `detectors.py`: twenty healthy ones, and two of each planted fault, all with models, tasks and settings of their own.
+
+A fault begins at step `ONSET` unless it is in the settings: from then on an alert of one of its rules is a find, an earlier one a false
+alarm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from detector_tasks import TASKS, Reward, Row, Task, asked, demo_row, text_of
+from transformers import TrainerCallback
+
+ONSET = 200
+Rewards = Sequence[Reward | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run. `settings`: options beside the task's; `fault`: name in `FAULTS`, None for a healthy run."""
+
+    number: int
+    family: str
+    task: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    fault: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{'faulty' if self.fault else 'healthy'}-{self.number:02d}"
+
+
+def _same(rewards: Rewards) -> Rewards:
+    return rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A planted fault: how it changes the options, the rewards, the rows or the trainer. `expects`: the rules that would name it."""
+
+    expects: tuple[str, ...]
+    on: tuple[tuple[str, str], tuple[str, str]]
+    """Family and task of its two runs."""
+    onset: int = 0
+    rate: float = 1.0
+    """Factor on the learning rate."""
+    dropout: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_too_short: bool = False
+    rewards: Callable[[Rewards], Rewards] = _same
+    weights: Callable[[int], list[float]] | None = None
+    """Of the task's number of rewards."""
+    row: Callable[[Row, random.Random, int], Row] | None = None
+    """Of the row, a generator and the step that it is drawn in."""
+    spoil: Callable[[Any], None] | None = None
+    """Called with the trainer."""
+
+
+def _called(reward: Reward, changed: Callable[[list[Any], int], list[Any]], name: str) -> Reward:
+    """A reward whose values are changed, given the step."""
+
+    def spoiled(completions: list[Any], trainer_state: Any, **columns: Any) -> list[Any]:
+        return changed(reward(completions=completions, **columns), trainer_state.global_step)
+
+    spoiled.__name__ = name
+    return spoiled
+
+
+def _each(changed: Callable[[list[Any], int], list[Any]]) -> Callable[[Rewards], Rewards]:
+    def of(rewards: Rewards) -> Rewards:
+        return [one if isinstance(one, str) else _called(one, changed, one.__name__) for one in rewards]
+
+    return of
+
+
+def _judge_down(values: list[Any], step: int) -> list[Any]:
+    if step >= ONSET and step % 2:
+        raise ConnectionError("the judge is down")
+    return values
+
+
+def letters(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that pays for length."""
+    return [len(text_of(one)) / 20 for one in completions]
+
+
+def brevity(completions: list[Any], **columns: Any) -> list[float]:
+    """A reward that pays for being short, more than any task pays for being right."""
+    return [-0.3 * len(text_of(one)) for one in completions]
+
+
+def loved_word(completions: list[Any], **columns: Any) -> list[float]:
+    """A loophole: each repetition of the commonest word pays a fifth of a right answer."""
+    told = [text_of(one).split() for one in completions]
+    return [0.2 * max((words.count(word) for word in words), default=0) for words in told]
+
+
+def english(completions: list[Any], **columns: Any) -> list[float]:
+    """A judge that knows English only."""
+    return [float(" the " in f" {text_of(one)} ") for one in completions]
+
+
+def _wrong(row: Row, rng: random.Random) -> Row:
+    """The row with the answer of another."""
+    return {**row, "answer": rng.choice(["3", "17", "20", "h g f e", "g h e f"])}
+
+
+def _half_wrong_later(row: Row, rng: random.Random, step: int) -> Row:
+    return _wrong(row, rng) if step >= ONSET and rng.random() < 0.5 else row
+
+
+def _third_wrong(row: Row, rng: random.Random, step: int) -> Row:
+    return _wrong(row, rng) if rng.random() < 0.33 else row
+
+
+def _other_prompts(row: Row, rng: random.Random, step: int) -> Row:
+    """The same problem asked three times over, from the onset on."""
+    question = row["prompt"][0]["content"]
+    return {**row, "prompt": asked(" ".join([question] * 3), "")["prompt"]} if step >= ONSET else row
+
+
+class _During(TrainerCallback):
+    """Marks the given steps in a list while they are computed."""
+
+    def __init__(self, steps: Collection[int], active: list[bool]) -> None:
+        self.steps, self.active = steps, active
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 in self.steps:
+            self.active.append(True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.active.clear()
+
+
+def _gradient_times(factor: float, steps: Collection[int]) -> Callable[[Any], None]:
+    def spoil(trainer: Any) -> None:
+        active: list[bool] = []
+        for parameter in trainer.model.parameters():
+            parameter.register_hook(lambda gradient: gradient * factor if active else gradient)
+        trainer.add_callback(_During(steps, active))
+
+    return spoil
+
+
+FAULTS: dict[str, Fault] = {
+    "learning rate times 50": Fault(
+        expects=("large_updates",), rate=50, on=(("llama", "sums"), ("qwen2", "initials"))),
+    "reward is 1 for all, from step 200": Fault(
+        expects=("dead_groups",), onset=ONSET, on=(("llama", "initials"), ("gpt2", "order")),
+        rewards=_each(lambda values, step: [1.0] * len(values) if step >= ONSET else values)),
+    "reward's sign is flipped, from step 200": Fault(
+        expects=("reward_collapse",), onset=ONSET, on=(("mistral", "order"), ("llama", "tags")),
+        rewards=_each(lambda values, step: [-one for one in values] if step >= ONSET else values)),
+    "length pays, the task's reward only watches": Fault(
+        expects=("reward_hacking", "length_explosion"), on=(("qwen2", "initials"), ("llama", "order")),
+        rewards=lambda rewards: [letters, *rewards], weights=lambda n: [1.0] + [0.0] * n),
+    "entropy bonus with the wrong sign": Fault(
+        expects=("entropy_collapse", "diversity_loss"), settings={"entropy_coef": -0.3},
+        on=(("qwen2", "essay"), ("mistral", "order"))),
+    "stale: 16 steps a rollout, learning rate times 10": Fault(
+        expects=("sampler_mismatch",), rate=10, settings={"steps_per_generation": 16},
+        on=(("qwen2", "tags"), ("llama", "initials"))),
+    "half of the answers are wrong, from step 200": Fault(
+        expects=("reward_collapse", "reward_drift"), onset=ONSET, row=_half_wrong_later,
+        on=(("gpt2", "sums"), ("qwen2", "order"))),
+    "no room for an answer": Fault(
+        expects=("truncation",), is_too_short=True, on=(("qwen3", "essay"), ("llama", "languages"))),
+    "KL: learning rate times 10, `beta=0.001`": Fault(
+        expects=("kl_runaway",), rate=10, settings={"beta": 0.001}, on=(("qwen3", "initials"), ("mistral", "essay"))),
+    "gradient times 10,000 in three steps": Fault(
+        expects=("gradient_spike",), onset=ONSET, spoil=_gradient_times(1e4, {201, 260, 330}),
+        on=(("llama", "languages"), ("gpt2", "tags"))),
+    "reward never matches": Fault(
+        expects=("dead_groups",), rewards=_each(lambda values, step: [0.0] * len(values)),
+        on=(("qwen3", "tags"), ("llama", "sums"))),
+    "only English pays": Fault(
+        expects=("language_collapse",), rewards=lambda rewards: [rewards[0], english],
+        on=(("gpt2", "languages"), ("mistral", "languages"))),
+    "gradient is NaN in two steps": Fault(
+        expects=("non_finite",), onset=ONSET, spoil=_gradient_times(float("nan"), {201, 300}),
+        on=(("qwen2", "sums"), ("mistral", "essay"))),
+    "dropout in the learner only": Fault(
+        expects=("sampler_mismatch",), dropout=0.3, on=(("gpt2", "order"), ("gpt2", "essay"))),
+    "learning rate over 10,000": Fault(
+        expects=("tiny_updates", "slow_convergence"), rate=1e-4, on=(("gpt2", "tags"), ("qwen3", "order"))),
+    "repeating a word pays beside the task": Fault(
+        expects=("repeated_text", "length_explosion", "reward_conflict"), on=(("llama", "essay"), ("gpt2", "initials")),
+        rewards=lambda rewards: [*rewards, loved_word]),
+    "shortness pays more than the task": Fault(
+        expects=("length_collapse", "reward_conflict"), on=(("qwen3", "initials"), ("llama", "languages")),
+        rewards=lambda rewards: [*rewards, brevity]),
+    "entropy bonus of 1": Fault(
+        expects=("entropy_explosion",), settings={"entropy_coef": 1.0}, on=(("gpt2", "sums"), ("qwen3", "languages"))),
+    "a third of the answers are wrong": Fault(
+        expects=("reward_plateau", "slow_convergence"), row=_third_wrong, on=(("llama", "order"), ("mistral", "sums"))),
+    "judge is down in every other step, from step 200": Fault(
+        expects=("reward_errors",), onset=ONSET, rewards=_each(_judge_down), settings={"reward_error_limit": 10**6},
+        on=(("mistral", "initials"), ("qwen2", "essay"))),
+    "form does not pay, and shortness does": Fault(
+        expects=("format_loss",), rewards=lambda rewards: [*rewards, brevity], weights=lambda n: [0.0, 1.0, 0.1],
+        on=(("llama", "tags"), ("qwen3", "tags"))),
+    "other prompts from step 200": Fault(
+        expects=("data_drift",), onset=ONSET, row=_other_prompts, on=(("qwen2", "order"), ("llama", "initials"))),
+}  # fmt: skip
+
+_HEALTHY: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("llama", "sums", {}),
+    ("qwen2", "order", {}),
+    ("gpt2", "tags", {}),
+    ("qwen3", "essay", {}),
+    ("mistral", "initials", {}),
+    ("llama", "languages", {}),
+    ("demo", "problems", {}),
+    ("gpt2", "order", {"beta": 0.02}),
+    ("qwen3", "sums", {"loss_type": "dr_grpo", "scale_rewards": False}),
+    ("mistral", "tags", {"beta": 0.01, "num_iterations": 2}),
+    ("qwen2", "essay", {"epsilon_high": 0.28, "learning_rate": 1e-3}),
+    ("llama", "initials", {"steps_per_generation": 4}),
+    ("gpt2", "languages", {"lr_scheduler_type": "cosine"}),
+    ("demo", "problems", {"beta": 0.02}),
+    ("mistral", "order", {"importance_sampling_level": "sequence"}),
+    ("qwen3", "tags", {"entropy_coef": 0.01}),
+    ("llama", "essay", {"temperature": 0.8}),
+    ("gpt2", "sums", {"num_generations": 8}),
+    ("qwen2", "languages", {"learning_rate": 2e-3}),
+    ("mistral", "essay", {"loss_type": "dapo", "lr_scheduler_type": "constant"}),
+)
+HEALTHY = tuple(
+    Run(number=i, family=family, task=task, settings=settings) for i, (family, task, settings) in enumerate(_HEALTHY)
+)
+FAULTY = tuple(
+    Run(number=2 * i + k, family=fault.on[k][0], task=fault.on[k][1], fault=name)
+    for i, (name, fault) in enumerate(FAULTS.items())
+    for k in (0, 1)
+)
+RUNS = {run.name: run for run in (*HEALTHY, *FAULTY)}
+
+
+def task_of(run: Run) -> Task:
+    return TASKS[run.task]
+
+
+__all__ = ["FAULTS", "FAULTY", "HEALTHY", "ONSET", "RUNS", "Fault", "Run", "demo_row", "task_of"]
