@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_dead_ranks import pair
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 pytestmark = pytest.mark.timeout(1800)  # eight processes in a row on a machine that others load
@@ -32,12 +33,19 @@ def torchrun(folder: Path, *words: str, late: str = "") -> str:
     return done.stdout + done.stderr
 
 
+def left_alone(folder: Path, what: str) -> None:
+    """The same pair without the launcher."""
+    folder.mkdir()
+    with pair(folder, what) as both:
+        assert [both.ends(0), both.ends(1)] == [0, 0], both.said(0)[-2000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [pytest.param("0,1", marks=pytest.mark.nightly), "1,0"])
 def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_bit(late: str, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
     torchrun(killed.parent, "kill twice", "auto", late=late)
-    torchrun(whole.parent, "none twice", "auto")
+    left_alone(whole.parent, "none twice")
     attempts = json.loads((killed / "run.json").read_text())["attempts"]
     assert [one["from_step"] > 0 for one in attempts] == [False, True, True], "each went on where the last one was"
     for name in ("model.safetensors", "covey_state.safetensors"):
@@ -49,6 +57,6 @@ def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_b
 def test_processes_without_an_accelerator_are_one_run_also_when_no_option_says_that_a_cpu_is_meant(
     tmp_path: Path,
 ) -> None:
-    torchrun(tmp_path / "both", "no word of a CPU", "auto")
+    left_alone(tmp_path / "both", "no word of a CPU")
     metrics = [json.loads(line) for line in (tmp_path / "both" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["num_completions"]) for line in metrics] == [(step, 4.0) for step in range(1, 6)]

@@ -37,6 +37,7 @@ LEARNERS = {
     "top entropy": {"algorithm": alg.dapo().replace(weights=(alg.TopEntropy(0.3),))},
     "GSPO": {"algorithm": alg.gspo()},
 }
+KINDS = ("padded rows", "weights in bfloat16", "recomputed", "several micro-batches", "a critic")
 
 
 def learned(
@@ -203,9 +204,9 @@ def main():
     found = {"learner": {}, "decode": {}, "precision": {}, "reference": []}
     with SecondDevice():
         found["rules"] = rules()
-        for name, options in LEARNERS.items():
+        for name in KINDS if sys.argv[1] == "quick" else LEARNERS:
             (weights, metrics, _), (own, numbers, waits) = (
-                learned(is_second, **options) for is_second in (False, True)
+                learned(is_second, **LEARNERS[name]) for is_second in (False, True)
             )
             gaps = {key: abs(value - metrics[key]) for key, value in numbers.items() if value == value}
             found["learner"][name] = {
@@ -223,7 +224,7 @@ def main():
         for alpha in (0.25, 1.0):
             (kept, _), (own, waits) = (moved_reference(on, alpha) for on in (False, True))
             found["reference"].append({"gap": float((kept - own).abs().max()), "waits": waits})
-        for way in WAYS:
+        for way in ("plain", "rich") if sys.argv[1] == "quick" else WAYS:
             cpu, second = decoded(False, way), decoded(True, way)
             found["decode"][way] = {
                 "same": cpu[:2] == second[:2],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.utils.backend_registration
+from filelock import FileLock
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,11 +76,21 @@ STOP_STRINGS = {
 """Text is compared on the host."""
 
 
-@pytest.fixture(scope="module")
-def found():
-    """The cases of `second_device_cases.py`, in a process of their own: a device is registered for ever."""
+@pytest.fixture(scope="module", params=["quick", pytest.param("every", marks=pytest.mark.nightly)])
+def found(request, tmp_path_factory, worker_id):
+    """The cases of `second_device_cases.py`, in a process of their own: a device is registered for ever. One process for all workers."""
+    if worker_id == "master":
+        return computed(request.param)
+    shared = tmp_path_factory.getbasetemp().parent / f"second_device_{request.param}.json"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            shared.write_text(json.dumps(computed(request.param)))
+    return json.loads(shared.read_text())
+
+
+def computed(cases):
     tests = Path(__file__).parents[1]
-    command = [sys.executable, str(Path(__file__).with_name("second_device_cases.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("second_device_cases.py")), cases]
     paths = [*map(str, (tests, tests / "learner", tests / "rollout")), *sys.path]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=560, env=env)

@@ -37,8 +37,8 @@ def on_ray(reward: Reward, *, replicas: int = 1, num_cpus: float = 1, num_gpus: 
         raise RewardError(f"on_ray(replicas={replicas}) leaves no actor; use at least 1.")
     made = OnRay(reward, replicas, {"num_cpus": num_cpus, "num_gpus": num_gpus})
     known = call_options_of(reward)
-    streams = {"concurrency": known.concurrency or replicas} if known.streams else {}
-    return mark(made, replace(known, in_thread=True, isolated=False, **streams))
+    concurrency = (known.concurrency or replicas) if known.streams else known.concurrency
+    return mark(made, replace(known, in_thread=True, isolated=False, concurrency=concurrency))
 
 
 @dataclass(frozen=True, eq=False)
