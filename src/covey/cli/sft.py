@@ -45,7 +45,7 @@ _GROUPS = (
 _IDLE = frozenset(
     {
         "num_generations", "num_generations_eval", "generation_batch_size", "steps_per_generation", "num_iterations", "log_completions",
-        "num_completions_to_print", "log_unique_prompts", "remove_unused_columns",
+        "num_completions_to_print", "log_unique_prompts", "remove_unused_columns", "target_kl",
     }
 )  # fmt: skip
 """Options of those groups that have nothing to act on without sampling."""

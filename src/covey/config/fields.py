@@ -59,6 +59,9 @@ class Options:
         "Micro-batches that share one generation batch; unset: `gradient_accumulation_steps`.",
         group="steps and batches", at_least=1)
     num_iterations: int = option(1, "How often each completion is trained on.", group="steps and batches", at_least=1)
+    target_kl: float | None = option(None,
+        "Skip the rest of a rollout's updates once the KL from the policy that sampled it (k3, nats a token) is above this.",
+        group="steps and batches", above=0, may_be_infinite=True)
 
     # Sampling
     curriculum: str = option("none",

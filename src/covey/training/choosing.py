@@ -13,10 +13,21 @@ from covey.errors import ConfigError
 
 
 def build_algorithm(args: GRPOConfig, given: Any = None) -> Algorithm:
-    """The algorithm named by `given` or `args.algorithm`, else composed from TRL's loss options.
+    """The algorithm named by `given` or `args.algorithm`, else composed from TRL's loss options; with `args.target_kl`.
 
     Takes a name, an import path, a preset function or an Algorithm. Raises ConfigError for anything else.
     """
+    found = _chosen(args, given)
+    if args.target_kl is None:
+        return found
+    if found.target_kl is not None:
+        raise ConfigError(
+            f"target_kl is {args.target_kl:g} in the options and {found.target_kl:g} in the algorithm; leave one out."
+        )
+    return found.replace(target_kl=args.target_kl)
+
+
+def _chosen(args: GRPOConfig, given: Any) -> Algorithm:
     chosen = args.algorithm if given is None else given
     if isinstance(chosen, str):
         chosen = alg.from_name(chosen)
