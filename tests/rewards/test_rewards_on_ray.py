@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray_rewards import alone, deadly, fatal, length, picky, slow
 
 from covey.rewards import Scorer, on_ray
 from covey.types import Completion, Group, Prompt
-from rewards.ray_rewards import alone, deadly, fatal, length, picky, slow
 
 ray = pytest.importorskip("ray")
 
@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray")
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """Actors import this file by its name."""
-    here = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")])
+    here = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2] / "src")])
     ray.init(num_cpus=4, log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": here}})
     yield
     ray.shutdown()

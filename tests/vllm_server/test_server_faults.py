@@ -15,6 +15,8 @@ from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
 from kit import tiny_model, tiny_tokenizer
 
 SHORT = dict.fromkeys(("connect", "read", "init", "pause", "start", "update", "finish", "resume", "probe"), 0.4)
+PATIENT = {"deadlines": dict.fromkeys(SHORT, 30.0), "timeout": 60.0}
+"""Of tests in which nothing fails, on a machine that others use too."""
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 PROMPTS = ["Tom has 3 apples.", "2 + 2 ="]
 
@@ -40,7 +42,7 @@ def drawn(sampler, prompts=PROMPTS):
 
 
 def test_groups_come_back_whole_with_their_log_probabilities_and_version(fake, model, tmp_path):
-    sampler = sampler_of(fake, model, tmp_path)
+    sampler = sampler_of(fake, model, tmp_path, **PATIENT)
     sampler.load(model, version=7)
     groups = drawn(sampler)
     assert sorted(group.prompt.text for group in groups) == sorted(PROMPTS)
@@ -55,7 +57,7 @@ def test_groups_come_back_whole_with_their_log_probabilities_and_version(fake, m
 
 
 def test_several_loads_before_a_rollout_send_the_weights_once(fake, model, tmp_path):
-    sampler = sampler_of(fake, model, tmp_path)
+    sampler = sampler_of(fake, model, tmp_path, **PATIENT)
     for version in (1, 2, 3):
         sampler.load(model, version)
     drawn(sampler)
@@ -63,7 +65,7 @@ def test_several_loads_before_a_rollout_send_the_weights_once(fake, model, tmp_p
 
 
 def test_a_version_has_a_folder_of_its_own_and_two_are_kept(fake, model, tmp_path):
-    sampler = sampler_of(fake, model, tmp_path)
+    sampler = sampler_of(fake, model, tmp_path, **PATIENT)
     for version in range(4):
         nudged(model, seed=version)
         sampler.load(model, version)
