@@ -1,6 +1,6 @@
 """`covey why` on planted causes: real runs of the demo model, one cause each, and healthy ones. Counts of the cause named first.
 
-    python benchmarks/why.py                       # ten seeds of each: about an hour on one processor
+    python benchmarks/why.py                       # ten seeds of each: about half an hour on one processor
     python benchmarks/why.py slice healthy --seeds 3
 
 The causes are those of `tests/why/planted.py`. Intervals: Wilson, 95%.
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from covey.evaluation.intervals import proportion
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "why"))
 import planted
 
-CASES = {**planted.PLANTED, "healthy": planted.healthy}
+CASES = {**planted.PLANTED, "healthy": partial(planted.healthy, steps=planted.STEPS_OF_SLICES)}
 
 
 def named(case: str, seed: int) -> tuple[str, str]:

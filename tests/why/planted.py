@@ -1,4 +1,4 @@
-"""Runs with one planted cause each: the demo model, four to six real steps, every step recorded."""
+"""Runs with one planted cause each: the demo model, two to fourteen real steps, every step recorded."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.demo import reward, rows
 
 STEPS = 5
+STEPS_OF_SLICES = 14
+"""A fifth of eight groups a step, of which about half have signal: two dozen groups in all."""
 SOURCES = ("web", "book", "test", "chat", "forum")
 """Every fifth prompt is of one source; what they say does not depend on it."""
 
@@ -32,8 +34,8 @@ def made(out: Path, seed: int, rewards: list[Any] | None = None, peft_config: An
     return int(chosen["max_steps"])
 
 
-def healthy(out: Path, seed: int) -> int:
-    return made(out, seed)
+def healthy(out: Path, seed: int, steps: int = STEPS) -> int:
+    return made(out, seed, max_steps=steps)
 
 
 def two_healthy_rewards(out: Path, seed: int) -> int:
@@ -63,7 +65,7 @@ def stale(out: Path, seed: int) -> int:
 
 def poisoned_slice(out: Path, seed: int) -> int:
     """One source pays for wrong answers instead of right ones, from the first step on."""
-    return _last_with(out, "web", made(out, seed, [pays_wrong_answers]))
+    return _last_with(out, "web", made(out, seed, [pays_wrong_answers], max_steps=STEPS_OF_SLICES))
 
 
 def outsized_group(out: Path, seed: int) -> int:

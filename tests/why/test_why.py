@@ -23,7 +23,7 @@ def asked(capsys, run: Path, step: int) -> dict[str, Any]:
 
 
 NIGHT = pytest.mark.nightly
-IN_CI = [("reward", 1), ("slice", 1)]
+IN_CI = [("reward", 1)]
 AT_NIGHT = [(kind, seed) for kind in planted.PLANTED for seed in range(1, 4) if (kind, seed) not in IN_CI]
 
 

@@ -27,7 +27,7 @@ from covey.training.loading import load_for_training
 from covey.types import Completion, Group, Message, Prompt
 
 _OF_THE_CALL = frozenset({"output_dir", "report_to", "resume_from_checkpoint", "model_init_kwargs", "run_name"})
-_MOST_EARLIER = 256
+_MOST_EARLIER = 1024
 """Completions of the step and of steps before it that slices are judged by."""
 _SAME = 1e-4
 """Judged again, advantages may differ from the recorded ones by this much, relative to the largest."""

@@ -1,0 +1,238 @@
+"""Sample efficiency: completions until a target accuracy, of plain GRPO and of options that are said to need fewer.
+
+    python benchmarks/sample_efficiency.py --task demo --seeds 0 1 2 3 4
+    python benchmarks/sample_efficiency.py --task words --arms plain "4 uses"
+
+Every completion that is sampled for training counts, also those that dynamic sampling drops: the reward function counts them. About
+every 256 completions the greedy accuracy on 150 held-out problems is taken, and the first value at the target ends the run. A run
+that never gets there counts with its whole budget, marked `>`, so its ratio to plain GRPO is a lower bound of the truth. Tasks:
+`demo` is the demo with its settings, as in `step.py --race`. `words` is translation of five words by a model of 0.1 million parameters,
+taught here to leave most words as they are; its reward is the share of right words, its accuracy that of whole sentences.
+Intervals are 95% t-intervals over seeds; ratios are of the same seed. Runs go to `--out` as JSON lines, and are not made twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from algorithms import T95
+from covey import GRPOConfig, GRPOTrainer, demo
+from covey.data import PromptStream
+from covey.evaluation.assessment import assess
+from covey.rewards import Scorer
+from covey.rollout import choose_sampler
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from tiny import taught
+
+Found = dict[str, Any]
+EVERY, HELD_OUT = 256, 150
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "MaxRL": {"algorithm": "maxrl"},
+    "4 uses": {"num_iterations": 4},
+    "4 uses, KL target": {"num_iterations": 4, "target_kl": 0.02},
+    "curriculum": {"curriculum": "frontier"},
+    "dynamic sampling": {"dynamic_sampling": 1},
+    "learning rate x 2": {"learning_rate": 2.0},
+    "learning rate / 2": {"learning_rate": 0.5},
+    "half the batch": {"per_device_train_batch_size": 0.5},
+    "MaxRL, half the batch": {"algorithm": "maxrl", "per_device_train_batch_size": 0.5},
+    "16 a group": {"num_generations": 16},
+    "MaxRL, 16 a group": {"algorithm": "maxrl", "num_generations": 16},
+    "upper clip 0.28": {"epsilon_high": 0.28},
+    "unscaled advantages": {"scale_rewards": "none"},
+}
+"""Options of each arm beside the task's; a learning rate and a batch are factors on the task's."""
+
+
+@dataclass(frozen=True)
+class Task:
+    model: str
+    rows: Sequence[Mapping[str, Any]]
+    held_out: Sequence[Mapping[str, Any]]
+    reward: Callable[..., list[float]]
+    right: Callable[..., list[float]]
+    """1 for a right answer, 0 for another."""
+    options: Mapping[str, Any]
+    target: float = 0.9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("demo", "words"), default="demo")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON lines")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    given.out.mkdir(parents=True, exist_ok=True)
+    file = given.out / f"{given.task}.jsonl"
+    with tempfile.TemporaryDirectory() as folder:
+        task = demo_task() if given.task == "demo" else words_task(folder)
+        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        for seed in given.seeds:
+            for arm in given.arms:
+                if any((one["arm"], one["seed"], one["options"]) == (arm, seed, ARMS[arm]) for one in found):
+                    continue
+                found.append({"arm": arm, "seed": seed, "options": dict(ARMS[arm]), **train(task, ARMS[arm], seed)})
+                with file.open("a") as lines:
+                    lines.write(json.dumps(found[-1]) + "\n")
+    chosen = [one for one in found if one["seed"] in given.seeds and one["options"] == ARMS.get(one["arm"])]
+    print(table(chosen, given.arms))
+
+
+def demo_task() -> Task:
+    return Task(
+        model=str(demo.model_path()),
+        rows=demo.rows("train"),
+        held_out=demo.rows("test", HELD_OUT),
+        reward=demo.reward,
+        right=demo.reward,
+        options=demo.DEMO_SETTINGS,
+    )
+
+
+LEXICON = [
+    {"der": "the", "ein": "a", "kein": "no", "mein": "my"},
+    {"rote": "red", "alte": "old", "kleine": "small", "kluge": "clever"},
+    {"Hund": "dog", "Mann": "man", "Vogel": "bird", "Freund": "friend"},
+    {"ruht": "rests", "singt": "sings", "wartet": "waits", "lacht": "laughs"},
+    {"heute": "today", "dort": "there", "oft": "often", "nie": "never"},
+]
+
+
+def sentence(rng: random.Random) -> Found:
+    """A sentence; `completion` is the teacher's answer, which leaves each word in German two times in three."""
+    pairs = [rng.choice(list(words.items())) for words in LEXICON]
+    return {
+        "prompt": [{"role": "user", "content": f"Translate: {' '.join(old for old, _ in pairs)}."}],
+        "answer": " ".join(new for _, new in pairs) + ".",
+        "completion": " ".join(rng.choice([old, old, new]) for old, new in pairs) + ".",
+    }
+
+
+def words_task(folder: str) -> Task:
+    rng = random.Random(1)
+    every = {one["answer"]: one for one in (sentence(rng) for _ in range(4000))}
+    rows = [{"prompt": one["prompt"], "answer": one["answer"]} for one in every.values()]
+    options = {
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 64,
+        "num_generations": 8,
+        "max_steps": 200,
+        "max_completion_length": 12,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+    }
+    return Task(taught(folder, sentence), rows[HELD_OUT:], rows[:HELD_OUT], right_words, right_sentence, options)
+
+
+def right_words(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
+    """The share of the answer's words that are in their places."""
+    pairs = [(demo.task.text_of(one).split(), right.split()) for one, right in zip(completions, answer, strict=True)]
+    return [
+        sum(a == b for a, b in zip(said, right, strict=False)) / max(len(said), len(right)) for said, right in pairs
+    ]
+
+
+def right_sentence(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
+    return [float(demo.task.text_of(one) == right) for one, right in zip(completions, answer, strict=True)]
+
+
+class Watch(TrainerCallback):
+    """Counts sampled completions, takes the held-out accuracy, and stops at the target or when the budget is spent."""
+
+    def __init__(self, task: Task, budget: int) -> None:
+        self.task, self.budget = task, budget
+        self.count, self.next = 0, EVERY
+        self.curve: list[tuple[int, float]] = []
+
+    def reward(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        self.count += len(completions)
+        return self.task.reward(completions, **columns)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        held_out = Dataset.from_list(list(self.task.held_out))
+        model, tokenizer = kwargs["model"], kwargs["processing_class"]
+        self.prompts = PromptStream(held_out, tokenizer, seed=0, shuffle=False).take(HELD_OUT)
+        self.sampler = choose_sampler(model, tokenizer, eos_ids=(tokenizer.eos_token_id,))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.count >= min(self.next, self.budget):
+            self.next = (self.count // EVERY + 1) * EVERY
+            self.sampler.load(kwargs["model"], version=state.global_step)
+            found = assess(self.sampler, Scorer([self.task.right]), self.prompts, max_tokens=args.max_completion_length)
+            self.curve.append((self.count, found.accuracy.value))
+            control.should_training_stop = found.accuracy.value >= self.task.target or self.count >= self.budget
+
+
+def train(task: Task, chosen: Mapping[str, Any], seed: int) -> Found:
+    """One run. The budget of every arm is that of plain GRPO, the task's steps times its batch; steps are added for the uses."""
+    uses, batch = chosen.get("num_iterations", 1), chosen.get("per_device_train_batch_size", 1)
+    options = {**task.options, **chosen, "save_strategy": "no", "rollout_log_steps": 0}
+    options["max_steps"] = int(task.options["max_steps"] * uses / batch)
+    options["per_device_train_batch_size"] = int(task.options["per_device_train_batch_size"] * batch)
+    options["learning_rate"] = task.options["learning_rate"] * chosen.get("learning_rate", 1)
+    watch = Watch(task, task.options["max_steps"] * task.options["per_device_train_batch_size"])
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=task.model,
+            reward_funcs=watch.reward,
+            args=GRPOConfig(output_dir=folder, seed=seed, report_to="none", disable_tqdm=True, **options),
+            train_dataset=Dataset.from_list(list(task.rows)),
+            callbacks=[watch],
+        )
+        trainer.train()
+    reached = next((count for count, accuracy in watch.curve if accuracy >= task.target), None)
+    seconds = round(time.process_time() - started, 1)
+    return {"reached": reached, "drawn": watch.count, "curve": watch.curve, "seconds": seconds}
+
+
+def table(found: Sequence[Found], arms: Sequence[str]) -> str:
+    """Completions of each seed until the target, and the ratio to plain GRPO with its interval."""
+    plain = {one["seed"]: completions(one) for one in found if one["arm"] == "plain"}
+    lines = ["| arm | completions, each seed | mean | of plain GRPO's |", "|---|---|--:|--:|"]
+    for arm in arms:
+        runs = sorted((one for one in found if one["arm"] == arm), key=lambda one: one["seed"])
+        if not runs:
+            continue
+        each = ", ".join(f"{'' if one['reached'] else '>'}{completions(one)}" for one in runs)
+        ratios = [completions(one) / plain[one["seed"]] for one in runs if one["seed"] in plain]
+        counts = [float(completions(one)) for one in runs]
+        lines.append(
+            f"| {arm} | {each} | {interval(counts, '.0f')} | {interval(ratios, '.2f') if arm != 'plain' else 1} |"
+        )
+    return "\n".join(lines)
+
+
+def completions(run: Found) -> int:
+    return int(run["reached"] or run["drawn"])
+
+
+def interval(values: Sequence[float], form: str) -> str:
+    """`0.45 ± 0.08`: the mean with half the width of its 95% t-interval, where there are 2 to 10 values."""
+    if not 2 <= len(values) <= len(T95) + 1:
+        return format(statistics.mean(values), form) if values else ""
+    half = T95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.mean(values):{form}} ± {half:{form}}"
+
+
+if __name__ == "__main__":
+    main()
