@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 NAME = "second"
+LIBRARY = str(Path(__file__).parents[1] / "src" / "covey")
 aten = torch.ops.aten
 _SIZED_BY_VALUES = {
     aten.nonzero.default,
@@ -204,7 +206,7 @@ def place(said: str) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         at = f"{name.rsplit('/', 1)[-1]}:{frame.f_code.co_name} {said}".strip()
-        if "/covey/" in name:
+        if name.startswith(LIBRARY):
             return at
         if "/transformers/" in name and not outside:
             outside = at
