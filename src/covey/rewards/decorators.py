@@ -35,6 +35,8 @@ class CallOptions:
     """Its own limit for one call; `None`: the scorer's."""
     scale: tuple[float, float] | None = None
     """The score of a wrong and that of a right completion; `None`: not known."""
+    before: Callable[[], None] | None = None
+    """Called before each call, outside of its limit: what has to be up first."""
 
     @property
     def streams(self) -> bool:

@@ -38,7 +38,7 @@ def on_ray(reward: Reward, *, replicas: int = 1, num_cpus: float = 1, num_gpus: 
     made = OnRay(reward, replicas, {"num_cpus": num_cpus, "num_gpus": num_gpus})
     known = call_options_of(reward)
     concurrency = (known.concurrency or replicas) if known.streams else known.concurrency
-    return mark(made, replace(known, in_thread=True, isolated=False, concurrency=concurrency))
+    return mark(made, replace(known, in_thread=True, isolated=False, concurrency=concurrency, before=made.start))
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from covey.rewards.calling.outcome import CircuitOpen, Outcome, evaluate
 from covey.rewards.calling.score_cache import ScoreCache, keys_of
 from covey.rewards.calling.workers import WorkerPool, light_state
 from covey.rewards.contract import Batch, Logged, RewardSpec, arguments, is_async
-from covey.rewards.ray_actors import OnRay
+from covey.rewards.decorators import call_options_of
 from covey.rewards.surroundings import Surroundings
 from covey.types import Reward
 
@@ -132,8 +132,8 @@ class _Call:
     def _run(self, keywords: dict[str, Any], logged: Logged, limit: float | None) -> Any:
         caller = self.caller
         reward = caller.spec.call
-        if isinstance(reward, OnRay):
-            reward.start()  # no time of the call's
+        if (before := call_options_of(reward).before) is not None:
+            before()
         if caller.pool is not None:
             return _in_worker(caller.pool, keywords, logged, limit)
         if caller.is_async:
