@@ -102,13 +102,18 @@ class Frozen:
 
     def padded(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """[B, L] ids padded on the right, and their mask."""
-        longest = max(len(row) for row in rows)
-        ids = torch.full((len(rows), longest), int(self.tokenizer.pad_token_id))  # [B, L]
-        mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row)
-            mask[i, : len(row)] = 1
-        return ids, mask
+        return right_padded(rows, int(self.tokenizer.pad_token_id))
+
+
+def right_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """[B, L] ids padded on the right with `pad`, and their mask."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), pad)  # [B, L]
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = 1
+    return ids, mask
 
 
 def is_float(dtype: str) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from covey.errors import ModelError, RewardError
 from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
-from covey.rewards.builtin.inference_model import is_float
+from covey.rewards.builtin.inference_model import is_float, right_padded
 from covey.rewards.decorators import reward
 
 
@@ -103,12 +103,7 @@ class ModelReward:
 
     def padded(self, ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """[B, L] ids padded on the right, and their mask, on the model's device."""
-        longest = max(len(row) for row in ids)
-        padded = torch.full((len(ids), longest), self.tokenizer.pad_token_id)
-        mask = torch.zeros(len(ids), longest, dtype=torch.long)
-        for i, row in enumerate(ids):
-            padded[i, : len(row)] = torch.tensor(row)
-            mask[i, : len(row)] = 1
+        padded, mask = right_padded(ids, self.tokenizer.pad_token_id)
         device = next(self.model.parameters()).device
         return padded.to(device), mask.to(device)
 
