@@ -22,7 +22,7 @@ from covey import demo
 from covey.models import load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from tiny import make_tokenizer
+from tiny import learn, make_tokenizer
 
 Row = dict[str, Any]
 Reward = Callable[..., list[Any]]
@@ -183,21 +183,5 @@ def _taught(family: str, task: str, steps: int = 150) -> tuple[dict[str, torch.T
     tokenizer = make_tokenizer([row(rng) for _ in range(2000)])
     torch.manual_seed(0)
     model = _made(family, tokenizer, 0.0).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.1)
-    for _ in range(steps):
-        rows = [row(rng) for _ in range(32)]
-        heads = [
-            tokenizer.apply_chat_template(one["prompt"], add_generation_prompt=True, tokenize=False) for one in rows
-        ]
-        texts = [f"{head}{one['completion']}<end>" for head, one in zip(heads, rows, strict=True)]
-        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        for line, head in zip(labels, heads, strict=True):
-            line[: len(tokenizer(head).input_ids)] = -100
-        model(**batch, labels=labels).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    learn(model, tokenizer, row, rng, steps)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from covey import demo
@@ -41,6 +41,20 @@ def taught(folder: str, row: Callable[[random.Random], Row], *, steps: int = 120
     rng = random.Random(0)
     tokenizer = make_tokenizer([row(rng) for _ in range(2000)])
     model = make_model(tokenizer, hidden)
+    learn(model, tokenizer, row, rng, steps)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def learn(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    row: Callable[[random.Random], Row],
+    rng: random.Random,
+    steps: int,
+) -> None:
+    """Train the model on `completion` after `prompt`, 32 new rows a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.1)
     for _ in range(steps):
@@ -49,7 +63,7 @@ def taught(folder: str, row: Callable[[random.Random], Row], *, steps: int = 120
             tokenizer.apply_chat_template(one["prompt"], add_generation_prompt=True, tokenize=False) for one in rows
         ]
         texts = [f"{prompt}{one['completion']}<end>" for prompt, one in zip(prompts, rows, strict=True)]
-        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
         for line, prompt in zip(labels, prompts, strict=True):
             line[: len(tokenizer(prompt).input_ids)] = -100
@@ -58,9 +72,6 @@ def taught(folder: str, row: Callable[[random.Random], Row], *, steps: int = 120
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int) -> LlamaForCausalLM:

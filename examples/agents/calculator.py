@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,14 @@ def share(value: float, count: int) -> str:
     return f"{value:.1%} (95% {max(0.0, middle - half):.1%} to {min(1.0, middle + half):.1%})"
 
 
-def train(folder: Path, is_smoke: bool, seed: int) -> None:
+def train(folder: Path, is_smoke: bool, seed: int, agent: Callable[..., Any] = main, name: str = "grpo") -> None:
+    """Train the warmed-up model on the agent's calls, in `folder/name-SEED`, with an evaluation before and after."""
     started, count = time.process_time(), 8 if is_smoke else 200
     if not (folder / "warm" / "config.json").exists():
         warm_up("calculator", folder / "warm", 4 if is_smoke else STEPS["calculator"])
     warmed = time.process_time()
     args = GRPOConfig(
-        output_dir=str(folder / f"grpo-{seed}"),
+        output_dir=str(folder / f"{name}-{seed}"),
         max_steps=2 if is_smoke else 30,
         per_device_train_batch_size=16 if is_smoke else 64,
         per_device_eval_batch_size=64,
@@ -98,12 +100,12 @@ def train(folder: Path, is_smoke: bool, seed: int) -> None:
         use_cpu=True,
     )
     trainer = GRPOTrainer(
-        str(folder / "warm"), called, args, rows(32 if is_smoke else 2000, 1), rows(count, HELD_OUT), agent=main
+        str(folder / "warm"), called, args, rows(32 if is_smoke else 2000, 1), rows(count, HELD_OUT), agent=agent
     )
     for when in ("before", "after"):
         found = trainer.evaluate()
         calls, right = (found[f"eval_rewards/{name}/mean"] for name in ("called", "main"))
-        print(f"{when}: calls the tool {share(calls, count)}, right {share(right, count)}")
+        print(f"{when}: calls the tool {share(calls, count)}, right {share(right, count)}", flush=True)
         if when == "before":
             trainer.train()
     seconds = time.process_time() - started

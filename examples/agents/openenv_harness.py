@@ -126,43 +126,6 @@ def main(row: dict[str, Any], base_url: str, api_key: str, model: str, seed: int
         session.close()
 
 
-def train(folder: Path, is_smoke: bool, seed: int) -> None:
-    from calculator import HELD_OUT, called, rows, share
-    from warm_up import STEPS, warm_up
-
-    from covey import GRPOConfig, GRPOTrainer
-
-    started, count = time.process_time(), 8 if is_smoke else 200
-    if not (folder / "warm" / "config.json").exists():
-        warm_up("calculator", folder / "warm", 4 if is_smoke else STEPS["calculator"])
-    args = GRPOConfig(
-        output_dir=str(folder / f"openenv-{seed}"),
-        max_steps=2 if is_smoke else 30,
-        per_device_train_batch_size=16 if is_smoke else 64,
-        per_device_eval_batch_size=64,
-        num_generations=16,
-        num_generations_eval=1,
-        max_completion_length=192,
-        learning_rate=2e-4,
-        seed=seed,
-        reward_weights=[0.0],  # of `called`; the harness's own score has 1
-        save_strategy="no",
-        logging_steps=1,
-        report_to="none",
-        bf16=False,
-        use_cpu=True,
-    )
-    data, held_out = rows(32 if is_smoke else 2000, 1), rows(count, HELD_OUT)
-    trainer = GRPOTrainer(str(folder / "warm"), called, args, data, held_out, agent=main)
-    for when in ("before", "after"):
-        found = trainer.evaluate()
-        calls, right = (found[f"eval_rewards/{name}/mean"] for name in ("called", "main"))
-        print(f"{when}: calls the tool {share(calls, count)}, right {share(right, count)}", flush=True)
-        if when == "before":
-            trainer.train()
-    print(f"CPU minutes: {(time.process_time() - started) / 60:.1f}")
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve(int(sys.argv[2]))
@@ -172,5 +135,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     given = parser.parse_args()
+    from calculator import train
+
     with server():
-        train(given.folder, given.smoke, given.seed)
+        train(given.folder, given.smoke, given.seed, agent=main, name="openenv")
