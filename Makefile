@@ -11,6 +11,16 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: install demo test slow extras nightly test-ray gpu test-vllm test-all check pages docs bench soak audit clean
 
+comma := ,
+# an environment that sees the packages of .venv, and keeps what is added to itself: $(call beside,PACKAGES)
+define beside
+test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+$(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(@D)/here
+$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat $(@D)/here)/covey-development.pth"
+$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(1)
+touch $@
+endef
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -34,31 +44,19 @@ extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task lib
 	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py
 
 .venv-extras/.installed: pyproject.toml   ## sees the packages of .venv, and keeps what it adds to itself
-	test -x .venv-extras/bin/python || $(PYTHON) -m venv .venv-extras
-	.venv-extras/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-extras/here
-	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-extras/here)/covey-development.pth"
-	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "covey[wandb,trackio,mlflow,gym]"
-	touch $@
+	$(call beside,"covey[wandb$(comma)trackio$(comma)mlflow$(comma)gym]")
 
 test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts, rewards, and a torchrun a node, under a real Ray on this machine
 	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/rewards/test_rewards_on_ray.py tests/e2e/test_distributed_examples.py -k ray
 
 .venv-ray/.installed: pyproject.toml   ## sees the packages of .venv, and keeps Ray to itself
-	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-ray/here
-	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-ray/here)/covey-development.pth"
-	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check "ray>=2.40,<3"
-	touch $@
+	$(call beside,"ray>=2.40$(comma)<3")
 
 test-openenv: $(STAMP) .venv-openenv/.installed   ## OpenEnv's servers as environments of a run, and its harness as a run's agent
 	COVEY_OPENENV_PYTHON=.venv-openenv/bin/python .venv-openenv/bin/python -m pytest -n 0 tests/agents/test_openenv_harness.py tests/environments/test_adapters.py -k "openenv or OpenEnv"
 
 .venv-openenv/.installed: pyproject.toml   ## sees the packages of .venv, and keeps OpenEnv's to itself
-	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
-	.venv-openenv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-openenv/here
-	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat .venv-openenv/here)/covey-development.pth"
-	.venv-openenv/bin/python -m pip install --quiet --disable-pip-version-check "openenv-core>=0.3,<0.4"
-	touch $@
+	$(call beside,"openenv-core>=0.3$(comma)<0.4")
 
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
 	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800
