@@ -53,7 +53,7 @@ class Recorded:
     earlier: Mapping[str, Sequence[float]]
     """Of the steps before."""
     earlier_groups: tuple[Group, ...] = ()
-    """Recorded groups of the steps before, newest first, a few hundred completions at most."""
+    """Recorded groups of the steps before, newest first; `_MOST_EARLIER` completions at most with those of this step."""
 
 
 def load(run_dir: Path, step: int) -> Recorded:
