@@ -124,13 +124,17 @@ class Hub:
         result: Future[Any] = Future()
 
         def work() -> None:
+            commit, failure = None, None
             try:
                 with self._one_at_a_time:
-                    result.set_result(self._commit(staged, message, place, **given))
+                    commit = self._commit(staged, message, place, **given)
             except BaseException as error:  # noqa: BLE001 - set on the future
-                result.set_exception(error)
-            finally:
-                shutil.rmtree(staged, ignore_errors=True)
+                failure = error
+            shutil.rmtree(staged, ignore_errors=True)  # before the result: who waits for it finds the folder clean
+            if failure is not None:
+                result.set_exception(failure)
+            else:
+                result.set_result(commit)
 
         self._uploads.append((message, result))
         threading.Thread(target=work, name="covey-hub", daemon=True).start()
