@@ -40,6 +40,8 @@ HOW = {
     "use_cpu": True,
 }
 STYLE = {"tolerance": 0.1, "learning_rate": 2e-3, "batch_size": 16}
+USERS = STYLE | {"learning_rate": 1e-3}
+"""At twice that rate a second candidate of an adapter often loses what the fixed set asks for, and is dropped."""
 
 
 @contextlib.contextmanager
@@ -147,7 +149,7 @@ def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_
 
 @pytest.mark.nightly
 def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(tmp_path):
-    with learning(tmp_path, rewards=(FORM,), users=True, **STYLE) as (url, _):
+    with learning(tmp_path, rewards=(FORM,), users=True, **USERS) as (url, _):
         nobody = ask(url, rows(1)[0])
         assert call(url, "feedback", {"id": nobody["id"], "score": 1})[1]["trained_on"] is False
         for turn in range(2):
@@ -167,7 +169,7 @@ def test_a_users_style_is_learnt_of_their_scores_alone_and_served_to_them_alone(
         assert call(url, "feedback", {"id": theirs["id"], "score": 1})[1]["trained_on"] is False
         assert paired_difference(lengths(url), lengths(url, user="anna")).high < 0
         assert call(url, "chat/completions", {"messages": rows(1)[0]["prompt"], "user": "../x"})[0] == 400
-    with learning(tmp_path, rewards=(FORM,), users=True, **STYLE) as (url, _):
+    with learning(tmp_path, rewards=(FORM,), users=True, **USERS) as (url, _):
         assert ask(url, rows(1)[0], user="anna")["weights_version"] == 2
         assert call(url, "rollback", {"model": "demo@anna"})[1]["weights_version"] == 1
 
