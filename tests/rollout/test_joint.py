@@ -109,7 +109,7 @@ def test_rows_whose_bits_depend_on_their_number_are_decoded_apart(base, joined):
 
 
 @pytest.mark.parametrize("error", [StopNow(), NumericsError("no number"), MemoryError()])
-def test_an_error_of_one_run_leaves_the_others_their_completions(base, error):
+def test_an_error_of_one_run_leaves_the_others_their_completions(base, error, caplog):
     tokens = iter(range(99))
 
     def stops():
@@ -119,7 +119,9 @@ def test_an_error_of_one_run_leaves_the_others_their_completions(base, error):
     asked = [drawing(sampler_on(base, i), i) for i in range(3)]
     asked[1].sampler.check_stop = stops
     drawn = JointRollouts()(asked)
-    assert drawn[1] is (None if isinstance(error, MemoryError) else error)  # None: alone, in smaller batches
+    is_memory = isinstance(error, MemoryError)  # then it is drawn alone, in smaller batches
+    assert drawn[1] is (None if is_memory else error)
+    assert ("1 of its 3 runs draw alone" in caplog.text) == is_memory
     assert all(are_equal(alone(asked[i]), drawn[i].groups) for i in (0, 2))
 
 
@@ -140,3 +142,11 @@ def test_only_runs_on_one_base_in_its_own_precision_are_joined(base, joined):
     asked = [drawing(sampler_on(base, 2), 0), drawing(sampler_on(other, 0), 1), drawing(whole, 2), unseeded, copied]
     assert JointRollouts()(asked) == [None] * 5
     assert joined == []
+
+
+def test_rows_beyond_the_largest_batch_are_decoded_apart(base, joined, monkeypatch):
+    monkeypatch.setattr("covey.rollout.joint.MOST_ROWS", 24)
+    asked = [drawing(sampler_on(base, i), i) for i in range(3)]  # 12 rows each
+    drawn = JointRollouts()(asked)
+    assert joined[0] == 2
+    assert all(are_equal(alone(one), found.groups) for one, found in zip(asked, drawn, strict=True))

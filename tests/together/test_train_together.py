@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,20 @@ def test_the_runs_take_turns_and_see_their_own_random_numbers(base, tmp_path):
     assert order == ["a1", "b1", "a2", "b2"]
     assert torch.equal(before, torch.get_rng_state())
     assert state_of(tmp_path / "a", 2)[1] == state_of(tmp_path / "b", 2)[1]  # the same seed: the same run
+
+
+def test_the_time_of_a_step_leaves_out_that_of_other_runs(base, tmp_path):
+    def slow(completions, **kwargs):
+        time.sleep(1.5)
+        return digits(completions)
+
+    runs = [
+        {"args": config(tmp_path / name, max_steps=1), "reward_funcs": reward}
+        for name, reward in (("slow", slow), ("quick", digits))
+    ]
+    slow_run, quick = covey.train_together(base, runs, train_dataset=ROWS, peft_config=lora())
+    seconds = [next(entry["step_time"] for entry in one.state.log_history) for one in (slow_run, quick)]
+    assert seconds[1] < 1.5 < seconds[0]
 
 
 def test_one_that_fails_leaves_the_others_to_end(base, tmp_path):

@@ -86,9 +86,11 @@ class JointRollouts:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("Memory ran out in a joint rollout; its runs draw one after the other.")
-            return [None] * len(runs)
+            for run in runs:
+                run.is_alone = True
         seconds = time.perf_counter() - started
+        if num_alone := sum(run.is_alone for run in runs):
+            logger.warning("Memory ran out in a joint rollout; %d of its %d runs draw alone.", num_alone, len(runs))
         return [None if run.is_alone else run.error or Drawn(run.groups, seconds) for run in runs]
 
     def _step(self, forward: _JointForward, runs: Sequence[_Run]) -> None:
