@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import covey
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
 from covey.models import SharedBase
+from covey.rollout.joint import _JointForward
 from kit import tiny_model, tiny_tokenizer
 
 ROWS = Dataset.from_dict({"prompt": [f"What is {i} + {i}?" for i in range(6)]})
@@ -82,9 +84,12 @@ def run_of(name, place):
 @pytest.mark.parametrize(
     "names", [["seed", "reward"], pytest.param(["rank", "checkpointing", "kl"], marks=pytest.mark.slow)]
 )
-def test_each_adapter_is_bit_equal_to_its_run_alone_whatever_else_differs(names, base, tmp_path):
+def test_each_adapter_is_bit_equal_to_its_run_alone_whatever_else_differs(names, base, tmp_path, monkeypatch):
+    joined, decode = [], _JointForward.decode
+    monkeypatch.setattr(_JointForward, "decode", lambda *given: joined.append(len(given[2])) or decode(*given))
     runs = [run_of(name, tmp_path / "together") for name in names]
     trainers = covey.train_together(base, runs, train_dataset=ROWS)
+    assert len(names) in joined  # their completions were drawn in one batch
     for name, trainer in zip(names, trainers, strict=True):
         alone = GRPOTrainer(str(base), train_dataset=ROWS, **run_of(name, tmp_path / "alone"))
         alone.train()
@@ -124,6 +129,20 @@ def test_the_runs_take_turns_and_see_their_own_random_numbers(base, tmp_path):
     assert state_of(tmp_path / "a", 2)[1] == state_of(tmp_path / "b", 2)[1]  # the same seed: the same run
 
 
+def test_the_time_of_a_step_leaves_out_that_of_other_runs(base, tmp_path):
+    def slow(completions, **kwargs):
+        time.sleep(1.5)
+        return digits(completions)
+
+    runs = [
+        {"args": config(tmp_path / name, max_steps=1), "reward_funcs": reward}
+        for name, reward in (("slow", slow), ("quick", digits))
+    ]
+    slow_run, quick = covey.train_together(base, runs, train_dataset=ROWS, peft_config=lora())
+    seconds = [next(entry["step_time"] for entry in one.state.log_history) for one in (slow_run, quick)]
+    assert seconds[1] < 1.5 < seconds[0]
+
+
 def test_one_that_fails_leaves_the_others_to_end(base, tmp_path):
     runs = [
         {"args": config(tmp_path / "bad"), "reward_funcs": broken},
@@ -161,6 +180,23 @@ def test_a_signal_stops_all_with_a_checkpoint_and_each_goes_on_alone_or_together
     covey.train_together(base, runs("cut")[1:], resume_from_checkpoint="auto", **common)
     for name in "01":
         assert are_equal(tmp_path / "cut" / name, tmp_path / "whole" / name), name
+
+
+def test_a_signal_amid_a_joint_rollout_stops_all_at_their_last_step(base, tmp_path, monkeypatch):
+    decode, steps = _JointForward.decode, []
+
+    def signalled(*given):
+        steps.append(1)
+        if len(steps) == 7:  # completions of 5 tokens: in the second rollout
+            os.kill(os.getpid(), signal.SIGTERM)
+        return decode(*given)
+
+    monkeypatch.setattr(_JointForward, "decode", signalled)
+    runs = [{"args": config(tmp_path / f"{seed}", seed=seed, save_steps=9)} for seed in range(2)]
+    with pytest.raises(SystemExit):
+        covey.train_together(base, runs, reward_funcs=digits, train_dataset=ROWS, peft_config=lora())
+    for name in "01":
+        assert [path.name for path in (tmp_path / name).glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize(

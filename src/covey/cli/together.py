@@ -50,7 +50,7 @@ class Outcome:
     """True if this process is the one that reports."""
 
 
-Turns = Generator[None, None, Outcome]
+Turns = Generator[Any, Any, Outcome]
 Results = dict[str, dict[str, Any]]
 
 

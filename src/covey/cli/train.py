@@ -196,7 +196,7 @@ def refuse_other_options(config: Any, given: Given, dataset: Any) -> None:
 
 def _turns(
     config: Any, given: Given, dataset: Any, eval_dataset: Any, peft_config: Any, record: Any, model: Any = None
-) -> Generator[None, None, Outcome]:
+) -> Generator[Any, Any, Outcome]:
     """One run, from the trainer's making to its last evaluation; pauses after every step."""
     from covey.training.trainer import GRPOTrainer
 
@@ -227,7 +227,7 @@ def _turns(
     return Outcome(trained.global_step, metrics, has_trained=has_trained, tells=tells)
 
 
-def _finish(config: Any, given: Given, turns: Generator[None, None, Outcome]) -> int:
+def _finish(config: Any, given: Given, turns: Generator[Any, Any, Outcome]) -> int:
     """Train one run alone, and say how it ended."""
     from covey.training.taking_turns import to_the_end
 
@@ -247,7 +247,7 @@ def load_rows(given: Given, dataset: Any) -> tuple[Any, Any]:
     return dataset, load_prompts(held_out, given, limit=given.get("max_eval_prompts")) if held_out else None
 
 
-def member(given: Given, base: Any, load: Any) -> Generator[None, None, Outcome]:
+def member(given: Given, base: Any, load: Any) -> Generator[Any, Any, Outcome]:
     """One of several runs on one base, as `covey train` alone would make it; resumes where it stopped."""
     from covey.config import GRPOConfig
 

@@ -6,13 +6,17 @@ from covey.rollout.engine import NativeSampler
 from covey.rollout.environments import Environment, Reply, Turn
 from covey.rollout.gathered import GatheredSampler
 from covey.rollout.hf import TransformersSampler
+from covey.rollout.joint import Drawing, Drawn, JointRollouts
 from covey.rollout.prompts import PromptLike
 from covey.rollout.sampler import Sampler, SamplingParams, sampler_metrics
 
 __all__ = [
     "Backend",
+    "Drawing",
+    "Drawn",
     "Environment",
     "GatheredSampler",
+    "JointRollouts",
     "NativeSampler",
     "PromptLike",
     "Reply",

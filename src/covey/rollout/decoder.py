@@ -95,7 +95,7 @@ class DecoderForward:
 
     def _take(self) -> None:
         decoder = self.model.model
-        if any(_is_hooked(module) for module in self.model.modules()):
+        if any(is_hooked(module) for module in self.model.modules()):
             raise Unsupported("a module has forward hooks, which only the modules' own forward calls")
         if type(decoder.embed_tokens) is not nn.Embedding:
             raise Unsupported(f"an embedding of kind {type(decoder.embed_tokens).__name__} cannot be packed")
@@ -277,7 +277,7 @@ class DecoderForward:
         self.rotation = torch.cat((cos, sin)).float()
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """True if a hook other than those of gradient checkpointing may read or change the module's input or output."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__name__", None) not in _GRADIENT_HOOKS for hook in hooks)

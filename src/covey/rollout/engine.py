@@ -169,6 +169,13 @@ class NativeSampler:
 
     def sample(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Iterator[Group]:
         """One group of `n` completions for each prompt, as they finish."""
+        return self._groups(self._requests(prompts, n, params), n, params)
+
+    def begin(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> Scheduler:
+        """Scheduler of such a call, whose steps the caller makes."""
+        return self._scheduler(self._requests(prompts, n, params), params)
+
+    def _requests(self, prompts: Sequence[PromptLike], n: int, params: SamplingParams) -> deque[GroupRequest]:
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
         context = context_of(unwrapped(self.model))
@@ -180,7 +187,7 @@ class NativeSampler:
             room = params.max_tokens if context is None else min(params.max_tokens, context - len(prompt.token_ids))
             keys = tuple(sequence_key(seed, prompt.uid, occurrence, sample) for sample in range(n))
             requests.append(GroupRequest(prompt, keys, room))
-        return self._groups(requests, n, params)
+        return requests
 
     def _expect_readable(self, prompts: Sequence[Prompt]) -> None:
         """Raise Unsupported for images that the engine cannot prefill, DataError for a prompt that ends with one."""

@@ -100,7 +100,7 @@ class ModulesForward:
     def prefill(self, ids: Tensor, positions: Tensor, batch: PrefillBatch) -> None:
         self._run(ids, positions, batch)
 
-    def decode(self, ids: Tensor, positions: Tensor, batch: DecodeBatch) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         logits: Tensor = self._run(ids[:, None], positions[:, None], batch).logits[:, -1]
         return logits
 

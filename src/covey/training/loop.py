@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from covey.learner.update_guard import is_left_out
 from covey.process.interruption import StopNow
 from covey.process.memory import collecting_new_garbage_only
 from covey.rewards import Scoring, advantage_shares, has_signal, reward_metrics
-from covey.rollout import Sampler, SamplingParams, sampler_metrics
+from covey.rollout import Drawing, Drawn, Sampler, SamplingParams, sampler_metrics
 from covey.runs import rng
 from covey.training.agents import tool_metrics
 from covey.training.ahead import next_prompts, order_ahead, staleness, used
@@ -25,29 +25,33 @@ from covey.training.parts import Parts
 from covey.training.prompts import take
 from covey.training.recovery import after_spoiled, after_step, expect_sound_end
 from covey.training.state import TrainState
+from covey.training.taking_turns import Turns
 from covey.types import Group, Mean, Prompt
 
+WAITING = "waiting"
+"""Phase in which other runs of this process had their turn; no part of a step's time."""
 
-def run(parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
-    """Train until `parts.total_steps`, or until the session asks to stop. Yields after every optimizer step."""
+
+def run(parts: Parts, state: TrainState) -> Turns[TrainState]:
+    """Train until `parts.total_steps`, or until the session asks to stop. Yields after every step and before drawing."""
     with collecting_new_garbage_only():
         return (yield from turns(parts, state))
 
 
-def turns(parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
+def turns(parts: Parts, state: TrainState) -> Turns[TrainState]:
     parts.sampler.load(parts.learner.policy.model, version=state.step)
     while state.step < parts.total_steps and not parts.session.should_stop:
         started = time.perf_counter()
         try:
             if not state.pending:
                 with undone_when_stopped(parts):
-                    state = roll_out(parts, state)
+                    state = yield from roll_out(parts, state)
             state = turn(parts, state, started)
         except StopNow:  # the session saves the state after the last complete step
             break
         except NumericsError as error:
             state = after_spoiled(parts, state, error)
-        yield
+        yield None
     return state
 
 
@@ -65,7 +69,7 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
     with timed(seconds, "learn"):
         parts.learner.reference.mix(parts.learner.policy, alpha=algorithm.reference(report))
     report = report.merged({**state.rollout_metrics, **staleness(parts, batch, state.step)})
-    seconds["step"] = time.perf_counter() - started
+    seconds["step"] = time.perf_counter() - started - seconds.pop(WAITING, 0.0)
     report = replace(report, seconds=seconds, events=(*report.events, *(e for g in batch for e in g.events)))
     is_lost = is_left_out(report.events)  # its metrics would make an adaptive coefficient NaN
     controllers = state.controllers if is_lost else parts.algorithm.advance(state.controllers, report)
@@ -80,16 +84,16 @@ def turn(parts: Parts, state: TrainState, started: float) -> TrainState:
     return state
 
 
-def roll_out(parts: Parts, state: TrainState) -> TrainState:
+def roll_out(parts: Parts, state: TrainState) -> Turns[TrainState]:
     """Sample, score and add advantages to the completions of the next optimizer steps."""
     seconds: dict[str, float] = {}
     algorithm = parts.algorithm.resolve(state.controllers)
     with rewound_on_failure(parts.prompts):
         prompts = next_prompts(parts, state)
-        drawn = groups = answered(parts, state, prompts, seconds)
+        drawn = groups = yield from answered(parts, state, prompts, seconds)
         for _ in range(parts.dynamic_sampling):
             if dull := sum(not has_signal(group, parts.scorer.weights) for group in groups):
-                more = answered(parts, state, take(parts.prompts, dull, state.set_aside), seconds)
+                more = yield from answered(parts, state, take(parts.prompts, dull, state.set_aside), seconds)
                 drawn, groups = [*drawn, *more], with_signal_first([*groups, *more], parts)
         with timed(seconds, "learn"):
             groups = parts.learner.annotate(branched(groups), algorithm)
@@ -118,12 +122,19 @@ def roll_out(parts: Parts, state: TrainState) -> TrainState:
     return state.queued(batches * parts.num_iterations, metrics, seconds)
 
 
-def answered(parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]) -> list[Group]:
+def answered(
+    parts: Parts, state: TrainState, prompts: Sequence[Prompt], seconds: dict[str, float]
+) -> Turns[list[Group]]:
     """The prompts with their scored completions, in their order."""
     sampling, sampler = parts.sampling_for(state.num_rollouts), parts.ensemble or parts.sampler
+    with timed(seconds, WAITING):
+        drawn = yield Drawing(sampler, parts.world.share(prompts), parts.num_generations, sampling)
     scoring = parts.scorer.begin()  # streaming rewards score a group while others are decoded
     with timed(seconds, "rollout"):
-        groups = draw(parts, sampler, prompts, parts.num_generations, sampling, scoring.add)
+        groups = draw(parts, sampler, prompts, parts.num_generations, sampling, scoring.add, drawn)
+    if drawn is not None:
+        seconds["rollout"] += drawn.seconds
+        seconds[WAITING] -= drawn.seconds
     with timed(seconds, "reward"):
         groups = score(parts, groups, scoring)
     if parts.ensemble is not None:
@@ -165,8 +176,9 @@ def draw(
     n: int,
     sampling: SamplingParams,
     each: Callable[[Group], None],
+    drawn: Drawn | None = None,
 ) -> list[Group]:
-    """Groups for this process's share of the prompts, in the order of the prompts.
+    """Groups for this process's share of the prompts, in the order of the prompts; `drawn` if they are drawn already.
 
     `each` is called with every group as soon as it is finished.
     """
@@ -174,7 +186,7 @@ def draw(
     place = {prompt.uid: i for i, prompt in enumerate(mine)}
     groups = []
     with parts.interruption.together():
-        for group in sampler.sample(mine, n, sampling):
+        for group in sampler.sample(mine, n, sampling) if drawn is None else drawn.groups:
             each(group)
             groups.append(group)
     return sorted(groups, key=lambda group: place[group.prompt.uid])

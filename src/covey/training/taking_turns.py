@@ -7,12 +7,16 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from covey.process import lean
+from covey.rollout import Drawing, Drawn, JointRollouts
 from covey.runs import rng
 
 T = TypeVar("T")
+Turns = Generator[Drawing | None, Drawn | None, T]
+"""A run that yields None after every optimizer step, and before its completions are drawn the drawing: it draws itself unless the
+groups are sent."""
 
 
-def to_the_end(turns: Generator[Any, None, T]) -> T:
+def to_the_end(turns: Turns[T]) -> T:
     """Exhaust a generator. Returns its return value."""
     while True:
         try:
@@ -24,7 +28,7 @@ def to_the_end(turns: Generator[Any, None, T]) -> T:
 class TakesTurns:
     """Mixin with `train`, which runs the generator `turns` to its end."""
 
-    turns: Callable[..., Generator[None, None, lean.TrainOutput]]
+    turns: Callable[..., Turns[lean.TrainOutput]]
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> lean.TrainOutput:
         """Train to `max_steps` (or the epochs' end), a stop signal, or a callback's request.
@@ -39,23 +43,31 @@ class TakesTurns:
 class Member(Generic[T]):
     """One of several interleaved runs, with its own random generators, stdout and stderr."""
 
-    def __init__(self, name: str, turns: Generator[None, None, T]) -> None:
+    def __init__(self, name: str, turns: Turns[T]) -> None:
         self.name = name
         self.turns = turns
         self.result: T | None = None
         self.error: Exception | None = None
+        self.drawing: Drawing | None = None
+        """Completions that the next turn begins by drawing."""
         self.has_ended = False
         self._random: Mapping[str, Any] | None = None
         self._streams: tuple[Any, Any] | None = None
 
-    def turn(self) -> None:
-        """Run until the next pause or the end. An error ends this run, and is kept in `error`."""
+    def turn(self, drawn: Drawn | BaseException | None = None) -> None:
+        """Run until the next pause or the end. An error ends this run, and is kept in `error`.
+
+        `drawn`: result of `drawing`, or None to draw it now.
+        """
         outer = sys.stdout, sys.stderr
         if self._random is not None:
             rng.restore(self._random)
         sys.stdout, sys.stderr = self._streams or (Labelled(outer[0], self.name), Labelled(outer[1], self.name))
         try:
-            next(self.turns)
+            if isinstance(drawn, BaseException):
+                self.drawing = self.turns.throw(drawn)
+            else:
+                self.drawing = self.turns.send(drawn)
         except StopIteration as ended:
             self.result, self.has_ended = ended.value, True
         except Exception as error:  # noqa: BLE001 - kept, and raised or reported when the others have ended
@@ -68,17 +80,22 @@ class Member(Generic[T]):
 def take_turns(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:
     """Run one step of each member in turn until all have ended; `ended` is called with each.
 
+    Completions of members that are about to draw are drawn in one batch, where that is exact (`JointRollouts`).
+
     The random generators of the process are restored. An exception that ends the process (KeyboardInterrupt) closes all members.
     """
     before = rng.snapshot()
-    running = list(members)
+    running, joint = list(members), JointRollouts()
+    drawn: dict[Member[T], Drawn | BaseException | None] = {}
     try:
         while running:
             for member in running:
-                member.turn()
+                member.turn(drawn.pop(member, None))
                 if member.has_ended:
                     ended(member)
             running = [member for member in running if not member.has_ended]
+            waiting = {member: member.drawing for member in running if member.drawing is not None}
+            drawn = dict(zip(waiting, joint(list(waiting.values())), strict=True))
     finally:
         for member in running:
             member.turns.close()

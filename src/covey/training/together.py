@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from covey.errors import ConfigError
 from covey.models import SharedBase
 from covey.runs import StopRequest
 from covey.runs.console import lasting_output
-from covey.training.taking_turns import Member, take_turns
+from covey.training.taking_turns import Member, Turns, take_turns
 from covey.training.trainer import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def train_together(
 
 def _turns(
     base: SharedBase, run: Mapping[str, Any], resume: str | bool | None, trainers: dict[int, GRPOTrainer], number: int
-) -> Generator[None, None, None]:
+) -> Turns[None]:
     """Steps of a run, its construction included, so that random initialization uses its own generators."""
     trainer = trainers[number] = GRPOTrainer(base, **run)
     trainer.raises_when_stopped = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,7 @@ from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
-from covey.training.taking_turns import TakesTurns
+from covey.training.taking_turns import TakesTurns, Turns
 from covey.training.trl_interface import TRLInterface
 from covey.types import Event
 
@@ -146,8 +146,8 @@ class GRPOTrainer(TakesTurns, TRLInterface):
 
     # -- public methods ---------------------------------------------------------------------------------------------
 
-    def turns(self, resume_from_checkpoint: str | bool | None = None) -> Generator[None, None, lean.TrainOutput]:
-        """`train()` as a generator that yields after every step, so that runs can be interleaved (`train_together`)."""
+    def turns(self, resume_from_checkpoint: str | bool | None = None) -> Turns[lean.TrainOutput]:
+        """`train()` as a generator that pauses (`Turns`), so that runs can be interleaved (`train_together`)."""
         if self.train_dataset is None:
             raise DataError("train() needs train_dataset: a data set with a column 'prompt'.")
         wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
@@ -353,7 +353,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    def _run(self, parts: Parts, state: TrainState) -> Generator[None, None, TrainState]:
+    def _run(self, parts: Parts, state: TrainState) -> Turns[TrainState]:
         """The loop; errors and stop signals leave a checkpoint of the last complete step."""
         parts.session.latest = state
         try:

@@ -1,0 +1,271 @@
+"""Joint rollouts: completions of several runs on one base drawn in one decode batch, each row with its run's adapter.
+
+The base's products are computed once for the rows of all runs, an adapter's products for the rows of its own run. The bits are
+those of separate rollouts: every number of rows in a batch is compared with a separate decode step before it is trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from covey.process.interruption import StopNow
+from covey.process.memory import is_out_of_memory
+from covey.rollout.decoder import WRITTEN_OUT, is_hooked
+from covey.rollout.engine import NativeSampler
+from covey.rollout.forward import ModulesForward
+from covey.rollout.kv_cache import DecodeBatch
+from covey.rollout.prompts import PromptLike
+from covey.rollout.sampler import Sampler, SamplingParams
+from covey.rollout.scheduler import Scheduler
+from covey.types import Group
+
+logger = logging.getLogger(__name__)
+
+LEAST_ROWS, MOST_ROWS = 4, 256
+"""Rows of a run, and of a joint batch: between them a product's bits do not depend on the number of rows with torch 2.13 on x86,
+below them libraries take other kernels, and above there is nothing to save."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A call of `sample` that a run is about to make."""
+
+    sampler: Sampler
+    prompts: Sequence[PromptLike]
+    n: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Groups of a joint rollout in the order in which they finished, and the time it took."""
+
+    groups: list[Group]
+    seconds: float
+
+
+@dataclass(eq=False)
+class JointRollouts:
+    """Rollouts of several runs in one batch, and the row counts that were found to have the bits of separate ones."""
+
+    is_equal: dict[Hashable, bool] = field(default_factory=dict)
+    """By base, rows of a run, its first row, rows of the batch, and threads."""
+
+    def __call__(self, asked: Sequence[Drawing]) -> list[Drawn | BaseException | None]:
+        """Result of each drawing: its groups, its error, or None where it has to be drawn alone, by its sampler's `sample`."""
+        bases: dict[Hashable, list[int]] = {}
+        for place, drawing in enumerate(asked):
+            if (base := _shared_base(drawing)) is not None:
+                bases.setdefault(base, []).append(place)
+        results: list[Drawn | BaseException | None] = [None] * len(asked)
+        for base, places in bases.items():
+            if len(places) > 1:
+                drawn = self._drawn([asked[place] for place in places], hash(base))
+                for place, result in zip(places, drawn, strict=True):
+                    results[place] = result
+        return results
+
+    def _drawn(self, asked: Sequence[Drawing], base: int) -> list[Drawn | BaseException | None]:
+        started = time.perf_counter()
+        runs = [_Run(drawing) for drawing in asked]
+        forward = _JointForward([run.forward for run in runs], base)
+        try:
+            with ExitStack() as stack:
+                for run in runs:
+                    stack.enter_context(run.forward.evaluating())
+                while any(run.is_busy for run in runs):
+                    self._step(forward, runs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            for run in runs:
+                run.is_alone = True
+        seconds = time.perf_counter() - started
+        if num_alone := sum(run.is_alone for run in runs):
+            logger.warning("Memory ran out in a joint rollout; %d of its %d runs draw alone.", num_alone, len(runs))
+        return [None if run.is_alone else run.error or Drawn(run.groups, seconds) for run in runs]
+
+    def _step(self, forward: _JointForward, runs: Sequence[_Run]) -> None:
+        """One token more of every row of every run."""
+        for run in runs:
+            run.begin()
+        joined: list[int] = []
+        for place, run in enumerate(runs):
+            total = sum(len(runs[other].ids) for other in joined) + len(run.ids)
+            if run.is_busy and len(run.ids) >= LEAST_ROWS and total <= MOST_ROWS:
+                joined.append(place)
+        logits: dict[int, Tensor] = {}
+        if len(joined) > 1:
+            logits = self._joint_logits(forward, runs, joined)
+        for place, run in enumerate(runs):
+            if run.is_busy:
+                run.end(logits[place] if place in logits else run.decode())
+
+    def _joint_logits(self, forward: _JointForward, runs: Sequence[_Run], joined: Sequence[int]) -> dict[int, Tensor]:
+        """Logits [R, V] of the joined runs that have the same bits as alone."""
+        total, start = sum(len(runs[place].ids) for place in joined), 0
+        keys: dict[int, Hashable] = {}
+        for place in joined:
+            keys[place] = forward.base, len(runs[place].ids), start, total, torch.get_num_threads()
+            start += len(runs[place].ids)
+        found = dict(zip(joined, forward.decode(runs, joined), strict=True))
+        for place, key in keys.items():
+            if key not in self.is_equal:
+                self.is_equal[key] = torch.equal(found[place], runs[place].decode())
+        return {place: found[place] for place, key in keys.items() if self.is_equal[key]}
+
+
+class _Run:
+    """One run of a joint rollout. An error of its own ends it, not the others."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        sampler = drawing.sampler
+        assert isinstance(sampler, NativeSampler)
+        assert isinstance(sampler.forward, ModulesForward)
+        self.forward = sampler.forward
+        self.groups: list[Group] = []
+        self.error: BaseException | None = None
+        self.is_alone = False
+        """True if its memory ran out, so that it is drawn alone, in smaller batches."""
+        self.scheduler: Scheduler | None = None
+        self.ids = self.positions = torch.zeros(0, dtype=torch.int64)
+        with self._kept():
+            self.scheduler = sampler.begin(drawing.prompts, drawing.n, drawing.params)
+
+    @property
+    def is_busy(self) -> bool:
+        has_ended = self.is_alone or self.error is not None
+        return not has_ended and self.scheduler is not None and self.scheduler.is_busy
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, StopNow) as error:  # noqa: BLE001 - raised in its own run
+            self.is_alone = is_out_of_memory(error)
+            self.error = error
+
+    def begin(self) -> None:
+        """Admit groups, and take the input [R] of the next step; empty at the end."""
+        if self.is_busy and self.scheduler is not None:
+            with self._kept():
+                self.ids, self.positions = self.scheduler.begin_step()
+
+    def decode(self) -> Tensor:
+        """[R, V] logits of this run alone; the same step may be decoded again."""
+        assert self.scheduler is not None
+        return self.forward.decode(self.ids, self.positions, DecodeBatch(self.scheduler.cache))
+
+    def end(self, logits: Tensor) -> None:
+        if self.scheduler is not None:
+            with self._kept():
+                self.groups += self.scheduler.end_step(logits)
+
+
+class _JointForward:
+    """The modules of the first run on the rows of several; in each layer that one of them adapts, every run's own layer on its rows.
+
+    A run's layer gets the rows of the base's product that was computed for all, in place of its own product.
+    """
+
+    def __init__(self, forwards: Sequence[ModulesForward], base: int) -> None:
+        """`base` tells the shared base from others in this process."""
+        self.base = base
+        self.carrier = forwards[0]
+        layers = [_layers_of(forward.model) for forward in forwards]
+        self.adapted = {
+            path: [own[path] for own in layers] for path in layers[0] if any(_base_of(own[path]) for own in layers)
+        }
+
+    def decode(self, runs: Sequence[_Run], joined: Sequence[int]) -> list[Tensor]:
+        """[R, V] logits of each of these runs."""
+        together = [runs[place] for place in joined]
+        sizes = [len(run.ids) for run in together]
+        ids, positions = (torch.cat([getattr(run, name) for run in together]) for name in ("ids", "positions"))
+        schedulers = [run.scheduler for run in together if run.scheduler is not None]
+        batch = _JointBatch([DecodeBatch(scheduler.cache) for scheduler in schedulers], sizes)
+        with ExitStack() as stack:
+            for layers in self.adapted.values():
+                _route(stack, layers[0], [layers[place] for place in joined], sizes)
+            logits = self.carrier.decode(ids, positions, batch)
+        return list(logits.split(sizes))
+
+
+@dataclass(frozen=True, eq=False)
+class _JointBatch:
+    """Decode batch over the KV caches of several runs."""
+
+    batches: Sequence[DecodeBatch]
+    sizes: Sequence[int]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+        """[R, 1, Hq, D]; see `Batch`."""
+        rows = zip(self.batches, *(x.split(list(self.sizes)) for x in (query, key, value)), strict=True)
+        return torch.cat([batch.attend(layer, *own, *options) for batch, *own in rows])
+
+
+def _route(stack: ExitStack, carrier: Any, layers: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Let the layer `carrier` compute each of `layers` on its rows, with one product of the base, until the stack is closed."""
+    base = _base_of(carrier) or carrier
+    product = base.forward
+
+    def forward(x: Tensor) -> Tensor:
+        out = []
+        for layer, own, done in zip(layers, x.split(list(sizes)), product(x).split(list(sizes)), strict=True):
+            of_layer = _base_of(layer)
+            if of_layer is None:
+                out.append(done)
+                continue
+            of_layer.__dict__["forward"] = lambda x, done=done: done
+            try:
+                # copied, so that it begins at an aligned address as alone
+                out.append(type(layer).forward(layer, own.clone()))
+            finally:
+                del of_layer.__dict__["forward"]
+        return torch.cat(out)
+
+    carrier.__dict__["forward"] = forward
+    stack.callback(carrier.__dict__.pop, "forward")
+
+
+def _base_of(layer: Any) -> Any:
+    """The layer inside of an adapter's; None for another layer."""
+    inner: Callable[[], Any] | None = getattr(layer, "get_base_layer", None)
+    return None if inner is None else inner()
+
+
+def _layers_of(module: nn.Module, path: str = "") -> dict[str, nn.Module]:
+    """Modules with weights of their own, by path; an adapter's layer stands for the layer inside."""
+    if _base_of(module) is not None or not list(module.children()):
+        return {path: module}
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        found |= _layers_of(child, f"{path}.{name}")
+    return found
+
+
+def _shared_base(drawing: Drawing) -> Hashable | None:
+    """Addresses of the base's weights by layer: equal for runs that may be joined. None for one that is drawn alone.
+
+    Only models whose rows do not depend on each other, and that decode with their own modules, in float32 on a CPU.
+    """
+    sampler = drawing.sampler
+    if type(sampler) is not NativeSampler or sampler.is_static or sampler.environment is not None:
+        return None
+    forward = sampler.forward
+    if type(forward) is not ModulesForward or type(forward.model).__name__ not in WRITTEN_OUT:
+        return None
+    is_plain = forward.device.type == "cpu" and forward.dtype == torch.float32 and drawing.params.seed is not None
+    if not is_plain or any(is_hooked(module) for module in forward.model.modules()):
+        return None
+    layers = {path: _base_of(layer) or layer for path, layer in _layers_of(forward.model).items()}
+    weights = lambda layer: tuple(id(weight) for weight in layer.parameters())
+    return tuple((path, type(layer), weights(layer)) for path, layer in layers.items())
