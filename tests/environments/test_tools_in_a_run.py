@@ -346,6 +346,9 @@ def without_hints(a, b):
         ({"tools": [add, add]}, ConfigError, "two tools have the name 'add'"),
         ({"environment_factory": lambda: object()}, ConfigError, "without reset"),
         ({"environment_factory": lambda: 1 / 0}, ConfigError, "raised ZeroDivisionError"),
+        ({"environment_factory": "gymnasium:Nope-v1"}, ConfigError, "^gymnasium cannot make 'Nope-v1'"),
+        ({"environment_factory": "nonsense"}, ConfigError, "'nonsense' is no import path; write 'file.py:name'"),
+        ({"tools": ["file.py:"]}, ConfigError, "'file.py:' is no import path; write 'file.py:name'"),
         ({"rollout_func": print, "tools": [add]}, ConfigError, "so tools would never act; leave one out"),
     ],
 )
