@@ -140,3 +140,8 @@ def test_a_parser_of_transformers_leaves_the_options_as_they_are(tmp_path):
     assert GRPOConfig(output_dir=str(tmp_path), report_to="none").bf16 in (True, False)
     with pytest.raises(ConfigError, match="must be True or False, not text"):
         GRPOConfig(output_dir=str(tmp_path), report_to="none", shuffle_dataset="false")
+
+
+def test_the_mode_of_vllm_without_vllm_is_named(caplog, tmp_path):
+    GRPOConfig(output_dir=str(tmp_path), use_cpu=True, vllm_mode="server")
+    assert "vllm_mode='server' changes nothing here: it acts with use_vllm=True." in caplog.messages

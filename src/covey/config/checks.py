@@ -294,10 +294,10 @@ def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
             f"vllm_structured_outputs_regex={config.vllm_structured_outputs_regex!r} cannot be honoured without vLLM: set use_vllm=True, "
             "or score the format with a reward."
         )
-    for name in _WITH_SERVER + _COLOCATED:
+    for name in ("vllm_mode", *_WITH_SERVER, *_COLOCATED):
         if name in given and not is_vllm:
             logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, given[name])
-        elif name in given and is_server != (name in _WITH_SERVER):
+        elif name in given and name != "vllm_mode" and is_server != (name in _WITH_SERVER):
             why = "the server was started with its own" if is_server else "it acts with vllm_mode='server'"
             logger.warning("%s=%r changes nothing here: %s.", name, given[name], why)
 
