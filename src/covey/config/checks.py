@@ -101,6 +101,18 @@ def _refuse_bad_accelerator(given: Any) -> None:
         raise ConfigError(
             f"accelerator_config={given!r} is no mapping, no path of a JSON file and no AcceleratorConfig."
         )
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in _ACCELERATOR:
+            raise ConfigError(
+                f"accelerator_config has {name!r}, which is not known.{did_you_mean(str(name), _ACCELERATOR)} "
+                f"It knows {', '.join(_ACCELERATOR)}."
+            )
+
+
+_ACCELERATOR = (
+    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
+    *("gradient_accumulation_kwargs", "use_configured_state"),
+)
 
 
 def _refuse_bad_steps(config: Any) -> None:
