@@ -45,6 +45,8 @@ def load(path: str, kind: str) -> Any:
     Raises ConfigError when the module, the file or the attribute is missing.
     """
     where, _, attribute = path.rpartition(":")
+    if not where or not attribute or where.startswith("."):
+        raise ConfigError(f"{kind} {path!r} is no import path; write 'file.py:name' or 'package.module:name'.")
     module = _load_file(Path(where), kind) if where.endswith(".py") else _load_module(where, kind, path)
     if not hasattr(module, attribute):
         public = [name for name in vars(module) if not name.startswith("_")]

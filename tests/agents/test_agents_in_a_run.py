@@ -185,6 +185,14 @@ def test_a_run_whose_agents_all_fail_stops_with_the_first_reason(tmp_path):
         trainer_of(tmp_path, agent).train()
 
 
+def test_a_run_whose_agents_call_another_endpoint_stops_and_says_so(tmp_path):
+    def agent(row):
+        return 1.0
+
+    with pytest.raises(DataError, match="called the run's endpoint in none of its 8 episodes.*base_url"):
+        trainer_of(tmp_path, agent).train()
+
+
 @pytest.mark.slow
 def test_past_its_tokens_or_calls_an_episode_is_over_and_scored_as_it_is(tmp_path):
     def agent(row, client, model):

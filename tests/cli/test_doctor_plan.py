@@ -14,6 +14,7 @@ from covey.cli import main
         (["plan"], "--model is missing"),
         (["plan", "--model", "demo"], "--gpus is missing"),
         (["plan", "--model", "demo", "--gpus", "8xH99"], "known: A100"),
+        (["plan", "--model", "demo", "--gpus", "0xH100", "--fsdp"], "asks for no GPU at all"),
         (["plan", "--model", "Qwen/Qwen2.5-9B", "--gpus", "H100"], "Did you mean Qwen/Qwen2.5-7B?"),
         (["plan", "--model", "demo", "--gpus", "H100", "--prompt-tokens", "0"], "--prompt-tokens is less than 1"),
         (["--model", "demo", "--gpus", "H100", "plan", "--mean-completion-tokens", "9999"], "more than --max-completion-length"),

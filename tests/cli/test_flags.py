@@ -13,6 +13,7 @@ FLAGS = (
     Flag(name="reward", help="", type=list[str]),
     Flag(name="reward_weights", help="", type=list[float]),
     Flag(name="model", help=""),
+    Flag(name="fsdp", help="", bare="true"),
 )
 TYPES = {flag.name: flag.type for flag in FLAGS} | {"bf16": bool | None, "options": dict | str | None}
 
@@ -29,6 +30,8 @@ TYPES = {flag.name: flag.type for flag in FLAGS} | {"bf16": bool | None, "option
         (["--no_bf16"], {"bf16": False}),
         (["--use-cpu", "--model", "m"], {"use_cpu": True, "model": "m"}),
         (["--reward", "a", "b", "--reward", "c.py:d"], {"reward": ["a", "b", "c.py:d"]}),
+        (["--fsdp", "--model", "m"], {"fsdp": "true", "model": "m"}),
+        (["--fsdp", "shard_grad_op"], {"fsdp": "shard_grad_op"}),
         (["--reward-weights", "1", "-0.5"], {"reward_weights": ["1", "-0.5"]}),
         (["run.yaml", "--model=m=1"], {"config": "run.yaml", "model": "m=1"}),
     ],

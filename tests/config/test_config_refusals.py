@@ -140,3 +140,24 @@ def test_a_parser_of_transformers_leaves_the_options_as_they_are(tmp_path):
     assert GRPOConfig(output_dir=str(tmp_path), report_to="none").bf16 in (True, False)
     with pytest.raises(ConfigError, match="must be True or False, not text"):
         GRPOConfig(output_dir=str(tmp_path), report_to="none", shuffle_dataset="false")
+
+
+def test_the_mode_of_vllm_without_vllm_is_named(caplog, tmp_path):
+    GRPOConfig(output_dir=str(tmp_path), use_cpu=True, vllm_mode="server")
+    assert "vllm_mode='server' changes nothing here: it acts with use_vllm=True." in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"accelerator_config": {"evn_batches": True}},
+            "'evn_batches', which is not known. Did you mean even_batches?",
+        ),
+        ({"deepspeed": {"zero_optimisation": {"stage": 3}}}, "has no zero_optimization, only 'zero_optimisation'"),
+    ],
+)
+def test_a_misspelt_key_of_accelerate_and_deepspeed_is_told_as_such(tmp_path, given, said):
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **given)
+    assert said in str(caught.value)

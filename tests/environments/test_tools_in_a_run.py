@@ -78,6 +78,13 @@ def last(trainer):
     return next(line for line in reversed(trainer.state.log_history) if "tools/call_frequency" in line)
 
 
+def test_past_its_seconds_an_episode_ends_at_its_next_call(tmp_path):
+    trainer, seen = trainer_of(tmp_path, tools=[add], args=options(tmp_path, episode_timeout_seconds=1e-6))
+    trainer.train()
+    assert [one["role"] for one in seen[0][0][0]] == ["assistant"]
+    assert last(trainer)["tools/call_frequency"] == 0
+
+
 def test_the_model_calls_a_tool_reads_its_answer_and_rewards_see_the_turns(tmp_path):
     trainer, seen = trainer_of(tmp_path, tools=[add])
     trainer.train()
@@ -346,6 +353,9 @@ def without_hints(a, b):
         ({"tools": [add, add]}, ConfigError, "two tools have the name 'add'"),
         ({"environment_factory": lambda: object()}, ConfigError, "without reset"),
         ({"environment_factory": lambda: 1 / 0}, ConfigError, "raised ZeroDivisionError"),
+        ({"environment_factory": "gymnasium:Nope-v1"}, ConfigError, "^gymnasium cannot make 'Nope-v1'"),
+        ({"environment_factory": "nonsense"}, ConfigError, "'nonsense' is no import path; write 'file.py:name'"),
+        ({"tools": ["file.py:"]}, ConfigError, "'file.py:' is no import path; write 'file.py:name'"),
         ({"rollout_func": print, "tools": [add]}, ConfigError, "so tools would never act; leave one out"),
     ],
 )

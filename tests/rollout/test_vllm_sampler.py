@@ -54,7 +54,7 @@ def test_without_vllm_a_sentence_says_what_to_install() -> None:
     try:
         import vllm  # noqa: F401
     except ImportError:
-        with pytest.raises(ConfigError, match="pip install vllm"):
+        with pytest.raises(ConfigError, match="use_vllm=True .*pip install vllm"):
             VLLMSampler(tiny_model("qwen2"), tiny_tokenizer())
     else:
         pytest.skip("vLLM is installed here")

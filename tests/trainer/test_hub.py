@@ -174,6 +174,12 @@ def test_a_hub_that_refuses_the_repository_is_told_before_work_is_spent(tmp_path
         trainer(tmp_path, hub_model_id="org/apples")
 
 
+def test_a_name_that_no_repository_can_have_is_refused_also_without_the_hub(tmp_path, hub):
+    hub.status = 503
+    with pytest.raises(ConfigError, match="'a/b/c' cannot be the name of a repository; set hub_model_id"):
+        trainer(tmp_path, hub_model_id="a/b/c")
+
+
 def test_a_hub_that_does_not_answer_is_told_and_tried_again_later(tmp_path, hub, caplog):
     hub.status = 503
     one = trainer(tmp_path, hub_model_id="org/apples", hub_revision="trial")

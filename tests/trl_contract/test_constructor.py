@@ -29,6 +29,8 @@ REFUSED = {
     "processing_class that is none": (lambda t: trainer(t, processing_class=3), TypeError),
     "peft_config that is none": (lambda t: trainer(t, peft_config={"r": 2}), TypeError),
     "args of another class": (lambda t: GRPOTrainer(tiny_model(), length, {"max_steps": 1}, None), TypeError),
+    "a callback that is none": (lambda t: trainer(t, callbacks=[3]), TypeError),
+    "callbacks that are no list": (lambda t: trainer(t, callbacks=3), ValueError),
     "no reward": (lambda t: trainer(t, rewards=None), ValueError),
     "weights of another number": (lambda t: trainer(t, reward_weights=[1.0, 2.0]), ValueError),
     "one reward model, two tokenizers": (

@@ -152,6 +152,12 @@ def test_without_a_server_a_sentence_says_how_to_start_one(model, tmp_path):
         ServerSampler(model, tiny_tokenizer(), port=1, timeout=0.2, eos_ids=[2])
 
 
+def test_a_server_of_another_program_is_refused_with_the_command_that_starts_one(fake, model, tmp_path):
+    fake.faults["/openapi.json"] = 404
+    with pytest.raises(ServerError, match=r"lists no endpoints .*covey serve-vllm MODEL"):
+        sampler_of(fake, model, tmp_path)
+
+
 def test_a_server_without_the_endpoints_is_refused_by_their_names(fake, model, tmp_path):
     fake.paths = [path for path in fake.paths if path not in ("/pause", "/weight_info")]
     with pytest.raises(ConfigError, match="lacks /pause, /weight_info, .*VLLM_SERVER_DEV_MODE=1 vllm serve"):

@@ -41,6 +41,7 @@ def config_flags(common: Collection[str]) -> list[Flag]:
                     default=field.default,
                     group=group,
                     is_common=name in common,
+                    bare=options.DECLARED[name].bare,
                 )
             )
     return flags

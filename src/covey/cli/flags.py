@@ -36,6 +36,8 @@ class Flag:
     """Shown by `--help`; the others by `--help-all`."""
     short: str = ""
     """One letter after one dash, as in `-o FILE`."""
+    bare: str = ""
+    """Value of the flag without one; "": it needs one."""
 
     @property
     def kind(self) -> str:
@@ -114,6 +116,8 @@ def _take_flag(
         given[name] = rest.pop(0) if rest and rest[0].lower() in _YES_NO else True
     elif rest and not _is_flag(rest[0]):
         given[name] = rest.pop(0)
+    elif flag.bare:
+        given[name] = flag.bare
     else:
         raise ConfigError(f"{flag.spelled} needs a value.")
 

@@ -101,6 +101,18 @@ def _refuse_bad_accelerator(given: Any) -> None:
         raise ConfigError(
             f"accelerator_config={given!r} is no mapping, no path of a JSON file and no AcceleratorConfig."
         )
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in _ACCELERATOR:
+            raise ConfigError(
+                f"accelerator_config has {name!r}, which is not known.{did_you_mean(str(name), _ACCELERATOR)} "
+                f"It knows {', '.join(_ACCELERATOR)}."
+            )
+
+
+_ACCELERATOR = (
+    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
+    *("gradient_accumulation_kwargs", "use_configured_state"),
+)
 
 
 def _refuse_bad_steps(config: Any) -> None:
@@ -294,10 +306,10 @@ def settle_sampler(config: Any, given: Mapping[str, Any]) -> None:
             f"vllm_structured_outputs_regex={config.vllm_structured_outputs_regex!r} cannot be honoured without vLLM: set use_vllm=True, "
             "or score the format with a reward."
         )
-    for name in _WITH_SERVER + _COLOCATED:
+    for name in ("vllm_mode", *_WITH_SERVER, *_COLOCATED):
         if name in given and not is_vllm:
             logger.warning("%s=%r changes nothing here: it acts with use_vllm=True.", name, given[name])
-        elif name in given and is_server != (name in _WITH_SERVER):
+        elif name in given and name != "vllm_mode" and is_server != (name in _WITH_SERVER):
             why = "the server was started with its own" if is_server else "it acts with vllm_mode='server'"
             logger.warning("%s=%r changes nothing here: %s.", name, given[name], why)
 

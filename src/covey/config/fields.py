@@ -85,6 +85,8 @@ class Options:
         "More sampling options by name; they win over the options above.", group="sampling")
     max_tool_calling_iterations: int | None = option(None,
         "Most times that tools are called in one completion; unset: no limit.", group="sampling", at_least=0)
+    episode_timeout_seconds: float | None = option(None,
+        "Seconds after which a completion with tools ends at its next call; unset: no limit.", group="sampling", above=0)
     agent_timeout_seconds: float = option(600.0,
         "Most seconds of an agent's episode; a later one is lost.", group="sampling", above=0)
     agent_concurrency: int = option(64, "Agents that run side by side.", group="sampling", at_least=1)

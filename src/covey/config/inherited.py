@@ -119,7 +119,7 @@ _ACTING: Mapping[str, Mapping[str, Option]] = {
     "several processes": {
         "ddp_backend": Option("Communication backend between processes: nccl, gloo, ..."),
         "ddp_timeout": Option("Seconds that processes wait for each other.", at_least=1, is_whole=True),
-        "fsdp": Option("Split parameters, gradients and optimizer state over the processes (FSDP2)."),
+        "fsdp": Option("Split parameters, gradients and optimizer state over the processes (FSDP2).", bare="true"),
         "fsdp_config": Option("How they are split: a dict, or the path of a JSON file."),
         "deepspeed": Option("A ZeRO-2 or ZeRO-3 configuration, which FSDP2 carries out."),
     },

@@ -26,6 +26,8 @@ class Option:
     may_be_infinite: bool = False
     """An infinite number is no limit. Elsewhere it would end in NaN."""
     is_whole: bool = False
+    bare: str = ""
+    """Value of the flag without one on the command line; "": it needs one."""
     is_optional: bool = False
     """None is a value. Both follow from the type where the option is a field of `Options`."""
     also: tuple[Any, ...] = ()

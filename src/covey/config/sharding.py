@@ -216,6 +216,11 @@ def _of_deepspeed(config: Any) -> Sharding | None:
         return None
     given = _dict_of(config.deepspeed, "deepspeed")
     zero = given.get("zero_optimization") or {}
+    if not zero:
+        raise ConfigError(
+            f"deepspeed has no zero_optimization, only {', '.join(map(repr, given))}; give {{'zero_optimization': {{'stage': 3}}}} or 2, "
+            "or leave deepspeed out."
+        )
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage not in _STAGES:
         raise ConfigError(

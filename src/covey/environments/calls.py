@@ -6,9 +6,12 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from covey.environments.tools import Tool, unknown_tool
 from covey.rewards.calling.deadline import DeadlineError, EventLoop
@@ -102,19 +105,36 @@ class ToolRunner:
 
     def _pool(self, tool: Tool) -> WorkerPool:
         if tool.name not in self._pools:
-            self._pools[tool.name] = WorkerPool(tool.name, _Isolated(tool.call), 4)
+            self._pools[tool.name] = WorkerPool(tool.name, _Isolated(tool.call, tool.limits.max_memory), 4)
         return self._pools[tool.name]
 
 
 class _Isolated:
     """A tool as a worker process calls it: text comes back, since replies of workers are JSON."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[..., Any], max_memory: int | None) -> None:
+        self.call, self.max_memory = call, max_memory
 
     def __call__(self, **arguments: Any) -> str:
-        returned = self.call(**arguments)
-        return content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
+        with _limited_memory(self.max_memory):
+            returned = self.call(**arguments)
+            return content_of(asyncio.run(returned) if asyncio.iscoroutine(returned) else returned)
+
+
+@contextmanager
+def _limited_memory(num_bytes: int | None) -> Iterator[None]:
+    """No more than `num_bytes` of address space above this process's own (Linux): allocations past it raise MemoryError."""
+    if num_bytes is None:
+        yield
+        return
+    import resource  # absent on Windows
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def in_thread(function: Callable[[], Any], seconds: float) -> Any:

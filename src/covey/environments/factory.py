@@ -11,7 +11,7 @@ from typing import Any
 from zlib import crc32
 
 from covey.environments.tools import Tool, bound, tools_of
-from covey.errors import ConfigError, DataError, did_you_mean
+from covey.errors import ConfigError, CoveyError, DataError, did_you_mean
 from covey.types import Message, Prompt
 
 Factory = Callable[[], Any]
@@ -140,6 +140,8 @@ def _made(factory: Factory, name: str | None) -> Any:
         )
     try:
         instance = factory()
+    except CoveyError:  # which says itself what to do
+        raise
     except Exception as error:
         raise ConfigError(
             f"{which}() raised {type(error).__name__}: {error}; it is called without arguments."

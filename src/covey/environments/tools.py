@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ class Limits:
     """A longer result is cut, with a note that says so."""
     isolated: bool = False
     """Run in a worker process of its own, killed past the time limit."""
+    max_memory: int | None = None
+    """Bytes that a call of an isolated tool may allocate; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +68,44 @@ class Tool:
         return f"{self.name} needs {', '.join(missing)}" if missing else None
 
 
-def tool(*, timeout: float = SECONDS, max_characters: int = MAX_CHARACTERS, isolated: bool = False) -> Callable[[T], T]:
+def tool(
+    *,
+    timeout: float = SECONDS,
+    max_characters: int = MAX_CHARACTERS,
+    isolated: bool = False,
+    max_memory: int | None = None,
+) -> Callable[[T], T]:
     """Set the limits of a tool function; the function itself is unchanged.
 
     `timeout`: seconds of one call. `max_characters`: the longest result. `isolated`: call it in a worker process, which is
-    killed past the time limit, for code that may hang or crash.
+    killed past the time limit, for code that may hang or crash. `max_memory`: bytes that one call may allocate, of an isolated tool.
 
     Example: `@tool(timeout=5)` above `def search(query: str) -> str`.
     """
-    if not timeout > 0:
-        raise ConfigError(f"tool(timeout={timeout}) leaves no time; give seconds above 0.")
-    if max_characters < 1:
-        raise ConfigError(f"tool(max_characters={max_characters}) leaves no room for a result; give at least 1.")
-    limits = Limits(seconds=timeout, max_characters=max_characters, isolated=isolated)
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise ConfigError(f"tool(timeout={timeout!r}) leaves no time; give seconds above 0.")
+    if not isinstance(max_characters, int) or max_characters < 1:
+        raise ConfigError(f"tool(max_characters={max_characters!r}) leaves no room for a result; give at least 1.")
+    if not isinstance(isolated, bool):
+        raise ConfigError(f"tool(isolated={isolated!r}) must be True or False.")
+    if max_memory is not None:
+        _refuse_bad_memory(max_memory, isolated)
+    limits = Limits(seconds=timeout, max_characters=max_characters, isolated=isolated, max_memory=max_memory)
 
     def mark(target: T) -> T:
         setattr(target, _MARK, limits)
         return target
 
     return mark
+
+
+def _refuse_bad_memory(given: Any, isolated: bool) -> None:
+    if not isinstance(given, int) or given < 1:
+        raise ConfigError(f"tool(max_memory={given!r}) must be a whole number of bytes, such as 2**28.")
+    if not isolated:
+        raise ConfigError(f"tool(max_memory={given}) needs isolated=True: the memory of a thread cannot be limited.")
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(f"tool(max_memory={given}) can be kept on Linux only; leave it out here.")
 
 
 def tools_of(functions: Iterable[Any]) -> tuple[Tool, ...]:

@@ -264,6 +264,11 @@ class AgentSampler:
         if runs and len(lost) == len(runs):
             said = f"agent {self.agent.name} failed in all of its {len(runs)} episodes, first: {lost[0].lost}."
             raise DataError(f"{said} {lost[0].told}".strip())
+        if runs and not any(run.session.calls for run in runs):
+            raise DataError(
+                f"agent {self.agent.name} called the run's endpoint in none of its {len(runs)} episodes, so there is nothing to learn "
+                "from; call the model through the `client`, or the `base_url` and `api_key`, that it is given."
+            )
         calls = [len(run.session.calls) for run in runs]
         rows = [len(run.recorded.episodes) for run in runs if not run.lost]
         self._metrics.append(

@@ -105,7 +105,7 @@ class Agents:
         if not self.are_used:
             return make()
         options = self.template_options(args)
-        limits = EpisodeLimits(turns=args.max_tool_calling_iterations)
+        limits = EpisodeLimits(turns=args.max_tool_calling_iterations, seconds=args.episode_timeout_seconds)
         episodes = Episodes(Template(tokenizer, eos_ids, options), self.tools, limits)
 
         def encode(messages: Sequence[Message], prompt: Prompt, tools: Sequence[Tool]) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from covey.errors import ConfigError
+from covey.errors import ArgumentTypeError, ConfigError
 
 HONOURED = frozenset(
     {
@@ -101,6 +102,19 @@ def _own_names(made: type, trainer: type) -> Iterator[tuple[str, type]]:
     for owner in made.__mro__:
         if owner not in known:
             yield from ((name, owner) for name in vars(owner))
+
+
+def callbacks_of(given: Any) -> list[Any]:
+    """The `callbacks` argument as a list of TrainerCallbacks, instances or classes. Raises ArgumentTypeError for anything else."""
+    if not isinstance(given, Iterable | None) or isinstance(given, str):
+        raise ArgumentTypeError(f"callbacks is a {type(given).__name__}; give a list of TrainerCallbacks.")
+    found = list(given or ())
+    for one in found:
+        if not hasattr(one, "on_init_end"):
+            raise ArgumentTypeError(
+                f"callbacks has {one!r}; give instances or classes of transformers' TrainerCallback."
+            )
+    return found
 
 
 def is_overridden(instance: object, name: str, trainer: type) -> bool:

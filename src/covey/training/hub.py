@@ -67,6 +67,14 @@ class Hub:
         for left in self.output_dir.glob(f"{_STAGED}*") if self.output_dir.is_dir() else ():
             shutil.rmtree(left, ignore_errors=True)
         name = self.args.hub_model_id or self.output_dir.resolve().name
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise ConfigError(
+                f"push_to_hub=True, but {name!r} cannot be the name of a repository; set hub_model_id, such as 'me/my-model'."
+            ) from error
         try:
             with bounded_hub("https://hub") as is_reachable:
                 if is_reachable:

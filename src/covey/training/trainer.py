@@ -43,7 +43,7 @@ from covey.training.build import (
 )
 from covey.training.ensembles import given_ensemble, with_ensemble
 from covey.training.evaluator import Evaluator
-from covey.training.hooks import is_overridden, refuse_dead_hooks
+from covey.training.hooks import callbacks_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
 from covey.training.languages import check_columns
 from covey.training.loading import load_for_training
@@ -234,7 +234,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     def _build_callbacks(self, callbacks: Sequence[Any] | None) -> lean.CallbackHandler:
         self.trackers = Trackers(self.args.report_to, lambda: self.callback_handler.callbacks)
         chosen: list[Any] = [lean.DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
-        chosen += list(callbacks or [])
+        chosen += callbacks_of(callbacks)
         if self.args.early_stopping_patience is not None:
             chosen.append(lean.EarlyStoppingCallback(self.args.early_stopping_patience))
         handler = lean.CallbackHandler(chosen, self.model, self.processing_class, None, None)

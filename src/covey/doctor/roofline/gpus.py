@@ -86,7 +86,9 @@ def gpus(text: str) -> tuple[int, Gpu]:
     found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z].*?)\s*", text)
     by_plain = {_plain(name): gpu for name, gpu in GPUS.items()}
     gpu = by_plain.get(_plain(found[2])) if found else None
-    if found is None or gpu is None or int(found[1] or 1) < 1:
+    if gpu is not None and found is not None and int(found[1] or 1) < 1:
+        raise ConfigError(f"--gpus {text!r} asks for no GPU at all; give a number of 1 or more, such as 8x{gpu.name}.")
+    if found is None or gpu is None:
         near = did_you_mean(found[2], GPUS) if found else ""
         raise ConfigError(
             f"--gpus {text!r} names no GPU that is known here.{near} Write a number and a name, such as 8xH100; known: "

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -118,7 +119,14 @@ class Client:
 
     def probe(self) -> frozenset[str]:
         """Read and store the server's list of endpoints. Raises ServerError if it has none."""
-        found = self.get("/openapi.json")
+        try:
+            found = self.get("/openapi.json")
+        except RefusedError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+            raise ServerError(
+                f"{self.address} lists no endpoints ({error}) Is a vLLM server listening there? covey serve-vllm MODEL starts one."
+            ) from error
         if not isinstance(found, Mapping) or not isinstance(found.get("paths"), Mapping):
             raise ServerError(f"{self.address}/openapi.json lists no endpoints; is a vLLM server listening there?")
         self.paths = frozenset(found["paths"])

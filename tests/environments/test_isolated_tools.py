@@ -1,0 +1,47 @@
+"""Isolated tools: called in a process of their own, within a limit of memory."""
+
+import os
+
+import pytest
+
+from covey.environments import tool, tools_of
+from covey.environments.calls import Request, ToolRunner
+from covey.errors import ConfigError
+
+
+@tool(isolated=True, max_memory=2**28)
+def hold(num_bytes: int) -> str:
+    """Allocate bytes.
+
+    Args:
+        num_bytes: Number of bytes.
+    """
+    return f"{len(bytearray(num_bytes))} in {os.getpid()}"
+
+
+def test_a_call_past_its_memory_is_an_error_and_the_next_one_runs():
+    tools = {one.name: one for one in tools_of([hold])}
+    runner = ToolRunner()
+    try:
+        fits, too_large, again = (
+            runner.run([Request("hold", {"num_bytes": n}, tools)])[0] for n in (1000, 2**30, 2**20)
+        )
+    finally:
+        runner.close()
+    assert fits.status == again.status == "ok"
+    assert fits.result.split()[2] == again.result.split()[2] != str(os.getpid())
+    assert (too_large.status, "MemoryError" in too_large.result) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_memory": 2**28}, "needs isolated=True"),
+        ({"max_memory": 0.5, "isolated": True}, "whole number of bytes"),
+        ({"timeout": "5"}, "give seconds above 0"),
+        ({"isolated": "yes"}, "must be True or False"),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        tool(**given)
