@@ -1,4 +1,4 @@
-"""`covey doctor plan` against published figures: seconds of steps and of their parts, with the ratio of plan to figure.
+"""`covey doctor plan` against published figures: seconds of steps and of their parts, and GiB, with the ratio of plan to figure.
 
     python benchmarks/plan.py
 
@@ -22,6 +22,8 @@ from covey.doctor.roofline.options import planned
 NEMO_3 = "github.com/NVIDIA-NeMo/RL/issues/959 (figures of v0.3 as published, and parts)"
 NEMO_4 = "NVIDIA-NeMo/RL docs/about/performance-summary.md, v0.4"
 VERL = "github.com/verl-project/verl/issues/1208"
+TITAN = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: 82.4 GiB on 8 GPUs, 67.0 on 128"
+UNSLOTH = "unsloth.ai/blog/grpo: 54.3 GB, of TRL with FlashAttention 2 510.8 GB"
 PROMPT = 150
 """Tokens of a prompt of OpenMathInstruct-2 with its instruction; assumed, the pages do not say."""
 
@@ -83,8 +85,37 @@ def main() -> None:
     print(
         f"\n{len(ratios)} figures; ratio in the median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
     )
-    for source in dict.fromkeys(case.source for case in CASES):
+    print("\n| memory | GPUs | planned | published | ratio |\n|---|---|--:|--:|--:|")
+    for name, where, value, published in (
+        ("a full fine-tune's state, less on 128 GPUs than on 8", "H100", state_gib(8) - state_gib(128), 82.4 - 67.0),
+        ("Llama 8B, LoRA, 8 completions of 20K: peak", "1xH100", lora_gib(), 54.3e9 / 2**30),
+    ):
+        print(f"| {name} | {where} | {value:.1f} GiB | {published:.1f} GiB | {value / published:.2f} |", flush=True)
+    for source in [*dict.fromkeys(case.source for case in CASES), TITAN, UNSLOTH]:
         print(f"* {source}")
+
+
+def state_gib(count: int) -> float:
+    """Weights, gradients and optimizer state of Llama 3.1 8B on each of so many GPUs, split by FSDP2."""
+    held = memory_plan(f"{count}xH100", is_split=True, prompt=64, per_device_train_batch_size=2, num_generations=2,
+                       max_completion_length=64).held  # fmt: skip
+    return (held.weights + held.gradients + held.optimizer) / 2**30
+
+
+def lora_gib() -> float:
+    """Peak of a step with 8 completions in a micro-batch, on frozen weights in bfloat16."""
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return memory_plan("1xH100", adapter=adapter, prompt=500, model_init_kwargs={"dtype": "bfloat16"}, num_generations=8,
+                       per_device_train_batch_size=8, max_completion_length=19_500).held.peak / 2**30  # fmt: skip
+
+
+def memory_plan(where: str, *, prompt: int, adapter: Any = None, is_split: bool = False, **options: Any) -> Estimate:
+    config, _ = planned({"output_dir": "unused", "report_to": "none", **options})
+    count, gpu = gpus(where)
+    return estimate(Setup(args=config, model_config=known_config(LLAMA), gpu=gpu, gpus=count, adapter=adapter,
+                          is_split=is_split, prompt_tokens=prompt))  # fmt: skip
 
 
 _PLANS: dict[str, Estimate] = {}

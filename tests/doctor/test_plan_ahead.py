@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from covey.doctor.layers import shortened
+from covey.doctor.roofline.answers import answers
 from covey.doctor.roofline.estimate import Setup, estimate
 from covey.doctor.roofline.gpus import GPUS, LINKS, NETWORK, PRODUCTS, READS, gpus
 from covey.doctor.roofline.known_models import KNOWN, known_config
@@ -151,3 +153,17 @@ def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_ti
     # time of the products alone, without reading and writing what lies between them
     products = 8 * size * whole.found.tokens  # forward, again for the backward, and backward
     assert 0.95 < whole.found.learning / (products / H100.flops(2)) < 2
+
+
+@pytest.mark.slow
+def test_frozen_weights_in_bfloat16_are_proposed_to_a_run_that_trains_adapters_beside_float32():
+    peft = pytest.importorskip("peft")
+    config, _ = planned({"output_dir": "unused", "report_to": "none", "num_generations": 4, "max_completion_length": 256})
+    model = AutoConfig.for_model("llama", hidden_size=256, num_hidden_layers=2, intermediate_size=512, vocab_size=4096)
+    adapter = peft.LoraConfig(r=8, task_type="CAUSAL_LM")
+    plan = estimate(Setup(args=config, model_config=model, gpu=H100, gpus=1, adapter=adapter, prompt_tokens=32))
+    change = next(iter(answers(plan, None)))
+    assert change.change == "frozen weights in bfloat16 (--dtype bfloat16)"
+    assert change.peak == pytest.approx(plan.held.peak - plan.held.weights / 2 - plan.held.sampler, rel=0.1)
+    config.bf16 = False
+    assert not any("bfloat16" in one.change for one in answers(plan, None))

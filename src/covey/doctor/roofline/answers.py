@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from covey.training.sampling import as_dict
 from covey.doctor.roofline.estimate import Estimate, Setup, estimate
 from covey.errors import ConfigError
 from covey.learner.memory_estimate import in_gib
@@ -42,7 +45,10 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
     """Predictions for LoRA (`lora` is PEFT's configuration, None: not installed, or in use), FSDP, twice the GPUs, and asynchrony."""
     setup = plan.setup
     if lora is not None and setup.adapter is None:
-        yield _compared(plan, estimate(replace(setup, adapter=lora)), "LoRA of rank 16 (--lora-r 16)")
+        change = "LoRA of rank 16 on frozen weights in bfloat16 (--lora-r 16 --dtype bfloat16)"
+        yield _compared(plan, estimate(replace(_in_bfloat16(setup), adapter=lora)), change)
+    elif setup.adapter is not None and plan.found.dtype == torch.float32 and setup.args.bf16:
+        yield _compared(plan, estimate(_in_bfloat16(setup)), "frozen weights in bfloat16 (--dtype bfloat16)")
     if not setup.is_split and setup.gpus > 1:
         yield _compared(plan, estimate(replace(setup, is_split=True), plan.found), "a split model (--fsdp true)")
     doubled = _on(setup, 2 * setup.gpus)
@@ -50,6 +56,14 @@ def answers(plan: Estimate, lora: Any) -> Iterator[Answer]:
         more = estimate(doubled, plan.found)
         yield _compared(plan, more, f"{doubled.gpus} GPUs instead of {setup.gpus}", must=1.6)
     yield asynchrony(plan)
+
+
+def _in_bfloat16(setup: Setup) -> Setup:
+    """The same with the weights loaded in bfloat16, where the GPU has it."""
+    args = copy.copy(setup.args)
+    if args.bf16:
+        args.model_init_kwargs = {**as_dict(args.model_init_kwargs), "dtype": "bfloat16"}
+    return replace(setup, args=args)
 
 
 def _compared(plan: Estimate, other: Estimate, change: str, must: float = PAYS) -> Answer:
