@@ -22,7 +22,9 @@ from covey.doctor.roofline.options import planned
 NEMO_3 = "github.com/NVIDIA-NeMo/RL/issues/959 (figures of v0.3 as published, and parts)"
 NEMO_4 = "NVIDIA-NeMo/RL docs/about/performance-summary.md, v0.4"
 VERL = "github.com/verl-project/verl/issues/1208"
-TITAN = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: 82.4 GiB on 8 GPUs, 67.0 on 128"
+TITAN = (
+    "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: 82.4 GiB on 8 GPUs, 67.0 on 128"
+)
 UNSLOTH = "unsloth.ai/blog/grpo: 54.3 GB, of TRL with FlashAttention 2 510.8 GB"
 PROMPT = 150
 """Tokens of a prompt of OpenMathInstruct-2 with its instruction; assumed, the pages do not say."""

@@ -158,7 +158,9 @@ def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_ti
 @pytest.mark.slow
 def test_frozen_weights_in_bfloat16_are_proposed_to_a_run_that_trains_adapters_beside_float32():
     peft = pytest.importorskip("peft")
-    config, _ = planned({"output_dir": "unused", "report_to": "none", "num_generations": 4, "max_completion_length": 256})
+    config, _ = planned(
+        {"output_dir": "unused", "report_to": "none", "num_generations": 4, "max_completion_length": 256}
+    )
     model = AutoConfig.for_model("llama", hidden_size=256, num_hidden_layers=2, intermediate_size=512, vocab_size=4096)
     adapter = peft.LoraConfig(r=8, task_type="CAUSAL_LM")
     plan = estimate(Setup(args=config, model_config=model, gpu=H100, gpus=1, adapter=adapter, prompt_tokens=32))

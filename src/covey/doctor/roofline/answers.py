@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from covey.training.sampling import as_dict
 from covey.doctor.roofline.estimate import Estimate, Setup, estimate
 from covey.errors import ConfigError
 from covey.learner.memory_estimate import in_gib
+from covey.training.sampling import as_dict
 
 PAYS = 1.1
 """Speed-up from which a change pays."""
