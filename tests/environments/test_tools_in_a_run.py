@@ -12,6 +12,7 @@ from datasets import Dataset
 from covey import GRPOConfig, GRPOTrainer
 from covey.environments import tool
 from covey.errors import ConfigError, DataError, ModelError
+from covey.training.agents import Agents
 from environments.acting import chat_tokenizer, tiny_llama, trained_on
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
@@ -478,3 +479,16 @@ def test_the_command_line_takes_import_paths(tmp_path, monkeypatch, words, capsy
     assert main(["train", *given, *more, *words]) == 0
     written = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert written["tools/call_frequency"] == 1.0
+
+
+def test_an_option_of_episodes_that_cannot_act_in_this_run_is_named(tmp_path, caplog):
+    args = options(tmp_path, episode_timeout_seconds=5.0, agent_concurrency=3)
+    Agents.of([add], None, None).name_idle_options(args)
+    assert [one.getMessage() for one in caplog.records] == [
+        "agent_concurrency=3 changes nothing here: it acts with an agent."
+    ]
+    caplog.clear()
+    Agents.of(None, None, None, lambda row, client, model: 0.0).name_idle_options(args)
+    assert [one.getMessage() for one in caplog.records] == [
+        "episode_timeout_seconds=5.0 changes nothing here: it acts with tools or an environment."
+    ]

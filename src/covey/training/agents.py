@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from covey.config import GRPOConfig
@@ -30,6 +31,8 @@ from covey.names import load
 from covey.rollout import Sampler
 from covey.training.own_endpoint import agent_sampler
 from covey.types import Completion, Max, Mean, Message, Metric, Prompt, ToolCall
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +73,20 @@ class Agents:
     def are_used(self) -> bool:
         given = (self.environments, self.rollout_func, self.agent)
         return bool(self.tools) or any(one is not None for one in given)
+
+    def name_idle_options(self, args: GRPOConfig) -> None:
+        """Warn of each option of tools, environments and agents that was set and cannot act in this run."""
+        turns = bool(self.tools) or self.environments is not None
+        acting = {
+            "max_tool_calling_iterations": (turns or self.agent is not None, "tools, an environment or an agent"),
+            "episode_timeout_seconds": (turns, "tools or an environment"),
+            "agent_timeout_seconds": (self.agent is not None, "an agent"),
+            "agent_concurrency": (self.agent is not None, "an agent"),
+        }
+        usual = {one.name: one.default for one in fields(args) if one.name in acting}
+        for name, (acts, needs) in acting.items():
+            if not acts and getattr(args, name) != usual[name]:
+                logger.warning("%s=%r changes nothing here: it acts with %s.", name, getattr(args, name), needs)
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
