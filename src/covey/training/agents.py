@@ -115,6 +115,7 @@ class Agents:
         self, make: Callable[..., Sampler], args: GRPOConfig, tokenizer: Any, eos_ids: Sequence[int], trainer: Any
     ) -> Sampler:
         """The sampler built by `make(environment=...)`; it generates episodes if there are tools or environments."""
+        self.name_idle_options(args)
         if self.rollout_func is not None:
             return RolloutFuncSampler(make(), self.rollout_func, trainer, tokenizer, eos_ids)
         if self.agent is not None:

@@ -119,7 +119,6 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             is_local_process_zero=self.world.is_main, is_world_process_zero=self.world.is_main
         )
         self.agents = Agents.of(tools, environment_factory, rollout_func, agent)
-        self.agents.name_idle_options(self.args)
         self.tools = [one.call for one in self.agents.tools]
         self.ensemble = given_ensemble(ensemble, self.agents, self.args)
         rewards, classes = with_own_rewards(reward_funcs, reward_processing_classes, self.agents)
