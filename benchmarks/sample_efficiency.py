@@ -45,6 +45,9 @@ EVERY, HELD_OUT = 256, 150
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "MaxRL": {"algorithm": "maxrl"},
+    "2 uses": {"num_iterations": 2},
+    "2 a group": {"num_generations": 2},
+    "2 a group, 2 uses": {"num_generations": 2, "num_iterations": 2},
     "4 uses": {"num_iterations": 4},
     "4 uses, KL target": {"num_iterations": 4, "target_kl": 0.02},
     "curriculum": {"curriculum": "frontier"},

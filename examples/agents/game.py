@@ -135,7 +135,7 @@ def train(folder: Path, is_smoke: bool, has_faults: bool, seed: int) -> None:
         num_generations=8,
         num_generations_eval=1,
         max_completion_length=256,
-        learning_rate=1.5e-4,
+        learning_rate=5e-4,
         seed=seed,
         reward_weights=[0.0],  # of `reached`; the agent's own score has 1
         agent_concurrency=32,
