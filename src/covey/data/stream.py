@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from covey.data.checks import first_prompts, row_at, row_of
@@ -129,7 +130,7 @@ class PromptStream:
             "shuffle": self._shuffle,
             "curriculum": self._curriculum,
             "dropped": self.num_dropped,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +142,7 @@ class PromptStream:
                     f"The checkpoint drew its prompts with {name}={state.get(name, 'none')!r} and this run has {value!r}; resume with the same, "
                     "or start a new run from the checkpoint's model."
                 )
-        if state["fingerprint"] != self._fingerprint():
+        if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"{self.name} is not the one of the checkpoint (other rows or columns), so its position means nothing; restore it, "
                 "or start a new run from the checkpoint's model."
@@ -191,6 +192,7 @@ class PromptStream:
             if is_long or any(token in str(prompt) for token in beyond):
                 self._prompt(f"0:{index}", row_at(self._dataset, index, self.name))
 
+    @cached_property
     def _fingerprint(self) -> str:
         """A digest of the number of rows, the columns, and the prompts and images of up to 16 rows."""
         rows = self.num_rows

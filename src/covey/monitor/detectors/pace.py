@@ -117,7 +117,7 @@ class Forgetting:
         return seen.alert(
             "forgetting", "warning", f"the mean reward on a fixed set fell from its best evaluation: {told}",
             (
-                "keep earlier prompts in training: curriculum='replay:0.25', or a mixture with the old data",
+                "keep earlier prompts in training: curriculum='replay:0.25', a larger share where it is on, or a mixture with old data",
                 "hold the policy closer to where it was: a higher beta, a lower learning rate",
                 "load_best_model_at_end=True ends with the weights of the best evaluation",
             ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from covey.errors import ModelError
+from covey.errors import ModelError, RewardError
 from covey.rewards.adaptive_batches import AdaptiveBatches
 
 Kind = Literal["encoder", "classifier", "token classifier", "causal"]
@@ -153,3 +153,13 @@ def _load_tokenizer(source: Any, name: str) -> Any:
 
 def _clean(text: str) -> str:
     return text.encode(errors="replace").decode()
+
+
+def rendered(tokenizer: Any, name: str, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+    """A conversation in the text of a reward model's own chat template. Raises RewardError without one."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise RewardError(
+            f"The prompts are chat messages, but the tokenizer of the reward model {name!r} has no chat template; set one, "
+            "or pass a tokenizer that has in reward_processing_classes."
+        )
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))

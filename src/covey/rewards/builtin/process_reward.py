@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from covey.errors import ConfigError, ModelError, RewardError
+from covey.errors import ConfigError, ModelError
 from covey.files.bounded import read_text
-from covey.rewards.builtin.inference_model import Frozen
+from covey.rewards.builtin.inference_model import Frozen, rendered
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -99,12 +99,7 @@ class ProcessReward:
         if isinstance(prompt, str):
             first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
             return [*first, *self._ids_of(prompt)]
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise RewardError(
-                f"The prompts are chat messages, but the tokenizer of {self.frozen.name!r} has no chat template; set one, or "
-                "give prompts as text."
-            )
-        return self._ids_of(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False))
+        return self._ids_of(rendered(tokenizer, self.frozen.name, list(prompt), add_generation_prompt=True))
 
     def _ids_of(self, text: str) -> list[int]:
         return self.frozen.ids(text, special=False)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.errors import ModelError, RewardError
+from covey.errors import ModelError
 from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
-from covey.rewards.builtin.inference_model import is_float, right_padded
+from covey.rewards.builtin.inference_model import is_float, rendered, right_padded
 from covey.rewards.decorators import reward
 
 
@@ -116,13 +116,8 @@ class ModelReward:
         """The ids of prompt and completion together."""
         if isinstance(prompt, str):
             text = prompt + completion
-        elif getattr(self.tokenizer, "chat_template", None) is None:
-            raise RewardError(
-                f"The prompts are chat messages, but the tokenizer of the reward model {self.name!r} has no chat template; set "
-                "one, or pass a tokenizer that has in reward_processing_classes."
-            )
         else:
-            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template)
+            text = rendered(self.tokenizer, self.name, [*prompt, *completion], **self.template)
         return list(self.tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
     def _check_lengths(self, ids: Sequence[Sequence[int]]) -> None:
