@@ -1,5 +1,6 @@
-"""The runs of `detectors.py`: twenty healthy ones, and two of each planted fault, all with models, tasks and settings of their own.
+"""The runs of `detectors.py`: forty healthy ones, and two of each planted fault, all with models, tasks and settings of their own.
 
+Thresholds are fixed on twenty of the healthy runs and on one of each fault, and judged on the others, whose seeds are others too.
 A fault begins at step `ONSET` unless it is in the settings: from then on an alert of one of its rules is a find, an earlier one a false
 alarm.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from detector_tasks import TASKS, Reward, Row, Task, asked, demo_row, text_of
+from detector_tasks import FAMILIES, TASKS, Reward, Row, Task, asked, demo_row, text_of
 from transformers import TrainerCallback
 
 ONSET = 200
@@ -27,6 +28,15 @@ class Run:
     task: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
+
+    @property
+    def is_judge(self) -> bool:
+        """False for the runs on which thresholds are fixed."""
+        return self.number % 2 == 1 if self.fault else self.number >= len(_HEALTHY)
+
+    @property
+    def seed(self) -> int:
+        return self.number + 500 * self.is_judge
 
     @property
     def name(self) -> str:
@@ -123,25 +133,38 @@ def _other_prompts(row: Row, rng: random.Random, step: int) -> Row:
 
 
 class _During(TrainerCallback):
-    """Marks the given steps in a list while they are computed."""
+    """Marks steps in a list while they are computed: from each of the given ones on, until one has a gradient."""
 
-    def __init__(self, steps: Collection[int], active: list[bool]) -> None:
-        self.steps, self.active = steps, active
+    def __init__(self, steps: Collection[int], active: list[bool], has_gradient: list[bool]) -> None:
+        self.steps, self.active, self.has_gradient = steps, active, has_gradient
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 in self.steps:
             self.active.append(True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.active.clear()
+        if self.has_gradient:
+            self.active.clear()
+        self.has_gradient.clear()
 
 
 def _gradient_times(factor: float, steps: Collection[int]) -> Callable[[Any], None]:
+    """Multiplies the gradient of the first step with one from each of `steps` on: where all groups are tied it is 0."""
+
     def spoil(trainer: Any) -> None:
         active: list[bool] = []
+        has_gradient: list[bool] = []
+
+        def times(gradient: Any) -> Any:
+            if not active:
+                return gradient
+            if gradient.abs().sum() > 0:
+                has_gradient.append(True)
+            return gradient * factor
+
         for parameter in trainer.model.parameters():
-            parameter.register_hook(lambda gradient: gradient * factor if active else gradient)
-        trainer.add_callback(_During(steps, active))
+            parameter.register_hook(times)
+        trainer.add_callback(_During(steps, active, has_gradient))
 
     return spoil
 
@@ -229,8 +252,13 @@ _HEALTHY: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen2", "languages", {"learning_rate": 2e-3}),
     ("mistral", "essay", {"loss_type": "dapo", "lr_scheduler_type": "constant"}),
 )
+_NEXT = dict(zip(FAMILIES, [*FAMILIES][1:] + [*FAMILIES][:1], strict=True))
+"""The family that does a task in the runs that judge, by that of the runs that fix; `demo` stays."""
 HEALTHY = tuple(
-    Run(number=i, family=family, task=task, settings=settings) for i, (family, task, settings) in enumerate(_HEALTHY)
+    Run(number=i, family=family, task=task, settings=settings)
+    for i, (family, task, settings) in enumerate(
+        [*_HEALTHY, *((_NEXT.get(family, family), task, settings) for family, task, settings in _HEALTHY)]
+    )
 )
 FAULTY = tuple(
     Run(number=2 * i + k, family=fault.on[k][0], task=fault.on[k][1], fault=name)

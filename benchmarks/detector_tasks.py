@@ -112,9 +112,9 @@ def with_initial(completions: list[Any], first: list[str], **columns: Any) -> li
 
 
 def names_animal(completions: list[Any], animal: list[int], **columns: Any) -> list[float]:
-    """1 for the animal's name in either language."""
-    pairs = zip(completions, animal, strict=True)
-    return [float(any(ANIMALS[code][i] in text_of(one) for code in ANIMALS)) for one, i in pairs]
+    """1 for the animal's name in either language; 0 for more than thirteen words: what is not asked to end does not learn to."""
+    pairs = [(text_of(one), i) for one, i in zip(completions, animal, strict=True)]
+    return [float(any(ANIMALS[code][i] in told for code in ANIMALS) and len(told.split()) <= 13) for told, i in pairs]
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class DiversityLoss:
 
 @dataclass(frozen=True)
 class KLRunaway:
-    """`kl_runaway`: the distance to the reference is large, and growing by multiples."""
+    """`kl_runaway`: the distance to the reference is large, and growing by multiples. Single steps may jump by a hundred times."""
 
     high: float = 0.5
     """Nats a token that no useful policy needs while it is still growing."""
@@ -104,10 +104,10 @@ class KLRunaway:
 
     def __call__(self, seen: History) -> Alert | None:
         series = seen["kl"]
-        earlier = series.last(23)[:-3]
+        earlier = series.last(25)[:-5]
         if not earlier:
             return None
-        before, now = median(earlier), median(series.last(3))
+        before, now = median(earlier), median(series.last(5))
         if now < self.high or now < self.times * before:
             return None
         said, advice = blamed(

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from covey.monitor.detectors.blame import LOWER_RATE, MOST
-from covey.monitor.history import History, has_risen
+from covey.monitor.history import RECENT, History, has_risen
 from covey.types import Alert
 
 
 @dataclass(frozen=True)
 class Spike:
-    """`gradient_spike` or `update_spike`: a value far above its median, in robust standard deviations of the logarithm."""
+    """`gradient_spike` or `update_spike`: a value far above its median, in robust standard deviations of the logarithm.
+
+    Steps whose groups are all tied are left out: where most are, the gradient of an ordinary step is far above the median of all.
+    """
 
     metric: str = "grad_norm"
     rule: str = "gradient_spike"
@@ -23,7 +26,7 @@ class Spike:
     enough: int = 20
 
     def __call__(self, seen: History) -> Alert | None:
-        values = [value for value in seen[self.metric].last(101) if value > 0]
+        values = self._with_signal(seen)
         if len(values) <= self.enough or seen[self.metric].last(1) != values[-1:]:
             return None
         usual, now = median(values[:-1]), values[-1]
@@ -38,6 +41,13 @@ class Spike:
             ),
             now=now, usual=usual, learning_rate=_latest(seen, "learning_rate"),
         )  # fmt: skip
+
+    def _with_signal(self, seen: History) -> list[float]:
+        """The latest values above 0 of steps in which some group's rewards differ."""
+        series, tied = seen[self.metric], seen["frac_reward_zero_std"]
+        values = series.last(RECENT)
+        shares = tied.last(RECENT) if tied.count == series.count else [0.0] * len(values)
+        return [value for value, share in zip(values, shares, strict=True) if value > 0 and share < 1]
 
 
 @dataclass(frozen=True)
