@@ -45,11 +45,17 @@ def is_right(text: str, row: dict[str, Any]) -> float:
     return task.reward([text], [row["answer"]])[0]
 
 
-def scored(url: str, rows: list[dict[str, Any]], judge: Judge | None, **how: Any) -> list[dict[str, Any]]:
-    """Ask every row, sixteen at a time, and score every answer where there is a judge. Returns the answers."""
+def scored(
+    url: str, rows: list[dict[str, Any]], judge: Judge | None, seed: int = 0, **how: Any
+) -> list[dict[str, Any]]:
+    """Ask every row, sixteen at a time, and score every answer where there is a judge. Returns the answers.
 
-    def one(row: dict[str, Any]) -> dict[str, Any]:
-        said = ask(url, row, **how)
+    Row i is drawn with `1000 * seed + i`, so that an answer depends on the weights and not on who asked first.
+    """
+
+    def one(numbered: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+        i, row = numbered
+        said = ask(url, row, **{"seed": 1000 * seed + i} | how)
         if judge is None:
             return said
         status, taken = call(url, "feedback", {"id": said["id"], "score": judge(text_of(said), row)})
@@ -57,7 +63,7 @@ def scored(url: str, rows: list[dict[str, Any]], judge: Judge | None, **how: Any
         return said
 
     with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(one, rows))
+        return list(pool.map(one, enumerate(rows)))
 
 
 def candidates(url: str, count: int, seconds: float = 300.0) -> list[dict[str, Any]]:
