@@ -66,7 +66,15 @@ def attended(kernels, dtype, width, repeats, **shape):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "repeats"), [(16, 1), (64, 5), (64, 7), (80, 3), (128, 4), (256, 2)])
+@pytest.mark.parametrize(
+    ("width", "repeats"),
+    [
+        (16, 1),
+        (64, 5),
+        (128, 4),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((64, 7), (80, 3), (256, 2))),
+    ],
+)
 def test_kernels_attend_as_pytorchs_operations_do(dtype, width, repeats):
     """Prompts of every length, none and more than a chunk of keys included, rows of different ages, any number of heads."""
     kernels = decode_kernels(CPU, dtype, width)

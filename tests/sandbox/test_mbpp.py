@@ -23,7 +23,8 @@ class _Spoil(ast.NodeTransformer):
         return ast.Return(ast.Constant("no test expects this"))
 
 
-def test_mbpp_references_pass_and_their_mutants_fail() -> None:
+@pytest.mark.parametrize("one_mutant_of", [8, pytest.param(1, marks=pytest.mark.nightly)])
+def test_mbpp_references_pass_and_their_mutants_fail(one_mutant_of: int) -> None:
     rows = [json.loads(line) for line in MBPP.read_text().splitlines()]
     assert len(rows) == 974
     with Sandbox() as sandbox, ThreadPoolExecutor(sandbox.workers) as threads:
@@ -32,9 +33,10 @@ def test_mbpp_references_pass_and_their_mutants_fail() -> None:
             return sandbox.run(code, row["test_list"], setup=row["test_setup_code"], timeout=60).passed
 
         right = list(threads.map(lambda row: verdict(row, row["code"]), rows))
-        wrong = list(threads.map(lambda row: verdict(row, _mutant(row["code"])), rows))
+        mutants = rows[::one_mutant_of]
+        wrong = list(threads.map(lambda row: verdict(row, _mutant(row["code"])), mutants))
     assert [row["task_id"] for row, passed in zip(rows, right, strict=True) if not passed] == []
-    assert [row["task_id"] for row, passed in zip(rows, wrong, strict=True) if passed] == []
+    assert [row["task_id"] for row, passed in zip(mutants, wrong, strict=True) if passed] == []
 
 
 def _mutant(code: str) -> str:

@@ -70,7 +70,7 @@ class SharedTrials:
             stack.callback(member.turns.close)
             while not member.has_ended:
                 member.turn()
-                if not member.has_ended and is_over():
+                if not member.has_ended and member.drawing is None and is_over():
                     mine.adopt([["SIGTERM"]])
             if member.error is not None:
                 traceback.print_exception(member.error, file=file)

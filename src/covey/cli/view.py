@@ -47,7 +47,8 @@ def run(given: Given) -> None:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                output.result(f"{len(library.find())} runs at {address}  (Ctrl-C ends it)")
+                count = len(library.find())
+                output.result(f"{count} {'run' if count == 1 else 'runs'} at {address}  (Ctrl-C ends it)")
                 if options["open"]:
                     webbrowser.open(address)
 
