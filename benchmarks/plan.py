@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.doctor.roofline.answers import asynchrony
@@ -114,10 +114,15 @@ def lora_gib() -> float:
 
 
 def memory_plan(where: str, *, prompt: int, adapter: Any = None, is_split: bool = False, **options: Any) -> Estimate:
+    return estimate(replace(setup_of(LLAMA, where, prompt, is_split, options), adapter=adapter))
+
+
+def setup_of(model: str, where: str, prompt: int, is_split: bool, options: dict[str, Any]) -> Setup:
     config, _ = planned({"output_dir": "unused", "report_to": "none", **options})
     count, gpu = gpus(where)
-    return estimate(Setup(args=config, model_config=known_config(LLAMA), gpu=gpu, gpus=count, adapter=adapter,
-                          is_split=is_split, prompt_tokens=prompt))  # fmt: skip
+    return Setup(
+        args=config, model_config=known_config(model), gpu=gpu, gpus=count, is_split=is_split, prompt_tokens=prompt
+    )
 
 
 _PLANS: dict[str, Estimate] = {}
@@ -125,13 +130,10 @@ _PLANS: dict[str, Estimate] = {}
 
 def plan_of(case: Case) -> Estimate:
     if case.name not in _PLANS:
-        options = {"output_dir": "unused", "report_to": "none", **case.options}
-        config, _ = planned(options)
+        setup = setup_of(case.model, case.where, case.prompt, case.is_split, case.options)
         if case.tensor_parallel > 1:  # theirs is vLLM beside a model that is split, which Covey refuses
-            config.use_vllm, config.vllm_tensor_parallel_size = True, case.tensor_parallel
-        count, gpu = gpus(case.where)
-        _PLANS[case.name] = estimate(Setup(args=config, model_config=known_config(case.model), gpu=gpu, gpus=count,
-                                           is_split=case.is_split, prompt_tokens=case.prompt, mean_tokens=case.mean))  # fmt: skip
+            setup.args.use_vllm, setup.args.vllm_tensor_parallel_size = True, case.tensor_parallel
+        _PLANS[case.name] = estimate(replace(setup, mean_tokens=case.mean))
     return _PLANS[case.name]
 
 

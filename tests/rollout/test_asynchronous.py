@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
-from covey.rollout.worker import Setup, packed, unpacked
+from covey.rollout.worker import Order, Setup, Writer, packed, unpacked
 from covey.rollout.worker_process import ProcessWorker
 from covey.types import Group, Prompt
 from kit import tiny_model, tiny_tokenizer
@@ -114,3 +115,17 @@ def test_hooks_of_gradient_checkpointing_stay_behind() -> None:
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         torch.testing.assert_close(copied(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(("takes_newest", "version"), [(False, 1), (True, 2)])
+def test_a_worker_that_is_late_writes_with_the_weights_of_the_order_where_runs_repeat(
+    model, takes_newest, version
+) -> None:
+    """The learner is a step ahead by the time that a slow worker begins."""
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    waiting = [(1, weights), (2, {name: weight + 0.1 for name, weight in weights.items()})]
+    setup = replace(SETUP, in_flight=False, takes_newest=takes_newest)
+    writer = Writer(packed(model, tiny_tokenizer()), setup, 0, lambda: waiting.pop(0) if waiting else None)
+    writer.take_newest()
+    groups = list(writer.write(Order(0, tuple(prompts()), 2, PARAMS, at_least=1)))
+    assert {one.version for group in groups for one in group.completions} == {version}

@@ -160,5 +160,4 @@ def test_killed_at_a_random_moment_no_prompt_is_lost_or_doubled(trial: int, left
     again = start(tmp_path)
     assert again.wait(300) == 0, again.err
     assert prompts_by_step(tmp_path) == prompts, again.err
-    if trial:  # the bits differ now and then where other work keeps the processor busy: not understood yet
-        assert again.out.split("digest ")[-1].strip() == expected, again.err
+    assert again.out.split("digest ")[-1].strip() == expected, again.err

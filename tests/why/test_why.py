@@ -26,6 +26,9 @@ NIGHT = pytest.mark.nightly
 IN_CI = [("reward", 1)]
 AT_NIGHT = [(kind, seed) for kind in planted.PLANTED for seed in range(1, 4) if (kind, seed) not in IN_CI]
 
+NOT_NAMED = {("group", 2), ("group", 3)}
+"""A group that outweighs others is ranked first, and named in two of five runs only: docs/why.md."""
+
 
 @pytest.mark.parametrize(("kind", "seed"), [*IN_CI, *(pytest.param(*one, marks=NIGHT) for one in AT_NIGHT)])
 @pytest.mark.slow
@@ -34,7 +37,7 @@ def test_a_planted_cause_is_named_first(kind: str, seed: int, tmp_path: Path, ca
     found = asked(capsys, tmp_path / "run", step)
     assert found["troubles"]
     assert found["changes"][0]["kind"] == kind, found
-    if kind != "group":  # one that outweighs others is first, and named in two of five runs only: docs/why.md
+    if (kind, seed) not in NOT_NAMED:
         assert found["changes"][0]["named"]
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -101,18 +102,14 @@ def _refuse_bad_accelerator(given: Any) -> None:
         raise ConfigError(
             f"accelerator_config={given!r} is no mapping, no path of a JSON file and no AcceleratorConfig."
         )
-    for name in given if isinstance(given, Mapping) else ():
-        if name not in _ACCELERATOR:
+    if isinstance(given, Mapping):
+        from transformers.trainer_pt_utils import AcceleratorConfig
+
+        known = [field.name for field in fields(AcceleratorConfig)]
+        for name in (name for name in given if name not in known):
             raise ConfigError(
-                f"accelerator_config has {name!r}, which is not known.{did_you_mean(str(name), _ACCELERATOR)} "
-                f"It knows {', '.join(_ACCELERATOR)}."
+                f"accelerator_config has {name!r}, which is not known.{did_you_mean(str(name), known)} It knows {', '.join(known)}."
             )
-
-
-_ACCELERATOR = (
-    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
-    *("gradient_accumulation_kwargs", "use_configured_state"),
-)
 
 
 def _refuse_bad_steps(config: Any) -> None:

@@ -59,10 +59,12 @@ class Setup:
     """Intra-op threads of torch on a CPU."""
     in_flight: bool
     """True if running completions continue with newer weights (in-flight updates)."""
+    takes_newest: bool = True
+    """False: an order is written with weights as old as it allows, also where newer ones have come by then: a slow worker changes no bit."""
 
 
 class Writer:
-    """A sampler that polls for newer weights between groups, and between tokens with in-flight updates."""
+    """A sampler that polls for newer weights before an order, and between tokens with in-flight updates."""
 
     def __init__(
         self, packed: bytes, setup: Setup, version: int, newest: Callable[[], tuple[int, Mapping[str, Tensor]] | None]
@@ -71,7 +73,7 @@ class Writer:
         torch.set_num_threads(setup.threads)
         self.model, tokenizer = unpacked(packed, setup.device)
         self.places = dict(self.model.named_parameters())
-        self.newest, self.in_flight = newest, setup.in_flight
+        self.newest, self.in_flight, self.takes_newest = newest, setup.in_flight, setup.takes_newest
         self.version = version
         self.sampler: Sampler = choose_sampler(
             self.model, tokenizer, check_stop=self._between_tokens, **dict(setup.options)
@@ -86,7 +88,8 @@ class Writer:
 
     def write(self, order: Order) -> Iterator[Group]:
         """The groups of an order, as they finish."""
-        self.take_newest()
+        if self.takes_newest or self.version < order.at_least:
+            self.take_newest()
         yield from self.sampler.sample(order.prompts, order.n, order.params)
 
     def _between_tokens(self) -> None:

@@ -38,6 +38,7 @@ def sampler_ahead(
         device=_device(args.rollout_device, world.device),
         threads=_threads(args, world.device),
         in_flight=args.in_flight_weights,
+        takes_newest=args.in_flight_weights or args.pipeline_depth > 1,
     )
 
     def start(model: Any, version: int, tell: Tell) -> Worker:
