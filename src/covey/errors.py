@@ -46,6 +46,10 @@ class TokenizerTypeError(ModelError, TypeError):
     """A `processing_class` that is no tokenizer."""
 
 
+class TooLongError(ValueError):
+    """A text with more tokens than a reward's model reads. In a run its completion gets no score."""
+
+
 class Unsupported(ModelError):  # noqa: N818  # the name others rely on
     """The native engine cannot run this model exactly; the message is the reason."""
 

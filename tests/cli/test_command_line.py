@@ -9,6 +9,7 @@ import pytest
 
 from covey.cli import VERBS, main
 from covey.cli.output import result, say
+from covey.errors import ConfigError
 
 
 def covey(*words):
@@ -97,6 +98,7 @@ def test_the_version_is_the_package_version(capsys):
         (["train", "--evaluation_strategy", "no"], "Use eval_strategy."),
         (["train", "--dataset_name", "x"], "Use dataset."),
         (["env", "--jsn"], "Did you mean --json?"),
+        (["eval", "--ensemble", "a", "b", "--reward", "math"], "covey eval A --ensemble B C."),
         (["demo", "--steps", "-3"], "--steps -3 is no number to count to; give 1 or more."),
         (["doctor", "demo", "--seeds", "3"], "--seeds is not an option here. One run is looked at"),
         (["doctor", "--from-run", "runs/x"], "covey doctor runs/x/train.yaml"),
@@ -115,6 +117,11 @@ def test_a_typo_is_answered_before_anything_heavy_is_imported():
         "import sys; from covey.cli import main; main(['train', '--max-step', '1']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_debug_may_stand_before_the_verb():
+    with pytest.raises(ConfigError, match="--jsn is not an option here"):
+        main(["--debug", "env", "--jsn"])
 
 
 def test_debug_shows_the_traceback():

@@ -78,3 +78,8 @@ def test_what_gives_no_pairs_is_said_in_a_sentence(tmp_path, monkeypatch, capsys
     assert main(["export", "pairs", str(tmp_path), *flags]) != 0
     assert said in capsys.readouterr().err
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_a_mistyped_folder_is_told_as_such(tmp_path, capsys):
+    assert main(["export", "pairs", str(tmp_path / "nowhere"), "-o", str(tmp_path / "new.jsonl")]) != 0
+    assert "nowhere is no folder; give the folder of a run" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_every_spelling_is_read(words, given):
         (["--max-steps"], "--max-steps needs a value."),
         (["--max-steps", "--use-cpu"], "--max-steps needs a value."),
         (["--reward"], "--reward needs a value."),
-        (["a.yaml", "b"], "'b' follows no flag"),
+        (["a.yaml", "b"], "'b' follows no flag; every value needs one, such as --max-steps b."),
         (["--old-name", "1"], "--old-name is not an option here. Use max_steps."),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -75,6 +76,14 @@ def test_the_band_of_one_run_is_the_interval_over_its_questions(runs: Path) -> N
     (line,) = held.lines
     assert line.middle == [0.25, 0.5, 0.75]
     assert (line.low[1], line.high[1]) == pytest.approx((0.15, 0.85), abs=0.01)  # Wilson, 2 of 4
+
+
+def test_a_run_without_evaluations_stands_beside_one_that_has_some(runs: Path, tmp_path: Path) -> None:
+    never = written(tmp_path / "never", learning_rate=1e-4)
+    shutil.rmtree(never / "evaluations")
+    (never / "evaluations.jsonl").unlink()
+    held = next(f for f in covey.plot([runs / "fast-0", never]).figures if f.name == "eval_reward")
+    assert [line.steps for line in held.lines] == [[1, 2, 3], []]
 
 
 def test_shares_and_verdicts_are_those_of_the_files(runs: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
-from covey.merging import WeightAverage
+from covey.merging import Recipe, WeightAverage, merge_models
+from covey.merging.weights import Weights
 from kit import tiny_model, tiny_tokenizer
 
 
@@ -104,6 +106,19 @@ def test_a_run_ends_with_its_average_and_evaluates_it(tmp_path):
     again = averaged.evaluate()
     for name in ("eval_reward", "eval_completions/mean_length", "eval_entropy"):
         assert again[name] == told[name]  # what was evaluated is what is kept
+
+
+def test_checkpoints_of_a_run_are_merged_into_a_model_without_what_belongs_to_training(tmp_path):
+    trainer(tmp_path / "run").train()
+    early, late = (tmp_path / "run" / f"checkpoint-{step}" for step in (2, 4))
+    merge_models([early, late], tmp_path / "soup", Recipe())
+    first, second, soup = (
+        AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (early, late, tmp_path / "soup")
+    )
+    for name, weight in soup.items():
+        torch.testing.assert_close(weight, (first[name] + second[name]) / 2, atol=1e-6, rtol=0)
+    assert Weights(tmp_path / "soup").names == Weights(early).names
+    assert not {"manifest.json", "covey_state.json"} & {file.name for file in (tmp_path / "soup").iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:.*later checkpoint")

@@ -86,6 +86,17 @@ def test_a_merge_is_written_in_the_type_that_is_asked_for(models, tmp_path):
     assert (told["method"], told["weights"]) == ("slerp", [0.3])
 
 
+def test_a_word_that_one_tokenizer_has_more_is_told(models, tmp_path, capsys):
+    """transformers adds an end of text to some tokenizers as it saves a checkpoint; the base of the run lacks it."""
+    more = saved(tmp_path / "more", 5)
+    tokenizer = json.loads((more / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10_000, "content": "<new>"})
+    (more / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["merge", str(models[1]), str(more), "-o", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr()
+    assert f"'<new>' is a word of {models[1]} or {more} alone" in told.out + told.err
+
+
 def test_one_model_can_be_weakened_against_its_base(models, tmp_path, capsys):
     command = ["merge", str(models[1]), "--method", "task_arithmetic", "--base", str(models[0]), "--scale", "0.5"]
     assert main([*command, "-o", str(tmp_path / "weaker"), "--json"]) == 0
@@ -119,7 +130,8 @@ def test_what_does_not_fit_is_told_in_a_sentence_and_nothing_is_written(models, 
     if "words" in words:
         saved(place / "words", 5)
         tokenizer = json.loads((place / "words" / "tokenizer.json").read_text())
-        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10_000, "content": "<new>"})
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
         (place / "words" / "tokenizer.json").write_text(json.dumps(tokenizer))
     if "nan" in words:
         saved(place / "nan", 6)

@@ -14,7 +14,8 @@ from covey.doctor.reward_audit.examination import examine
 from covey.doctor.reward_audit.probes import garbage, gold_probes, mark_file, rows_of
 from covey.doctor.reward_audit.verdicts import judge
 from covey.errors import RewardError
-from covey.rewards import RewardSpec, resolve, reward
+from covey.rewards import ModelReward, RewardSpec, resolve, reward
+from kit import tiny_reward_model, tiny_tokenizer
 
 DATA = [
     {"prompt": f"What is {a} + {a}?", "answer": f"Twice {a} is {2 * a}, you see.\n#### {2 * a}"}
@@ -44,6 +45,19 @@ def test_a_sound_reward_has_no_failure():
     found = verdicts("exact")
     assert not checks(found, "FAIL")
     assert "gold" not in checks(found)
+
+
+def test_garbage_that_a_reward_model_is_too_short_to_read_is_a_note():
+    found = verdicts(ModelReward.of(tiny_reward_model(max_position_embeddings=1024), tiny_tokenizer()), ROWS[:3])
+    assert "errors" not in checks(found)
+    (note,) = [v for v in found if v.check == "too_long"]
+    assert note.level == "NOTE"
+    assert "one word, for ever" in note.facts["probes"]
+
+
+def test_a_right_answer_that_a_reward_model_is_too_short_to_read_is_a_failure():
+    found = verdicts(ModelReward.of(tiny_reward_model(max_position_embeddings=8), tiny_tokenizer()), ROWS[:3])
+    assert "errors" in checks(found, "FAIL")
 
 
 def test_gold_answers_that_do_not_score_are_named_by_row():

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from covey.monitor.view import Library, samples
+from covey.monitor.view.groups import GroupIndex
+from covey.monitor.view.prompts import PromptIndex
 from covey.runs import RunFolder
 from covey.types import Completion, Group, Prompt
 
@@ -142,3 +144,19 @@ def test_a_view_of_prompts_can_be_sent_as_a_link(asked: Any, blank: Any) -> None
     for key, name in (("5", "lengths"), ("6", "policy"), ("7", "rewards")):
         blank.keyboard.press(key)
         blank.wait_for_function(f"() => document.documentElement.dataset.ready === '{name}'")
+
+
+def test_the_text_of_a_prompt_that_was_shown_is_read_from_no_file_again(tmp_path: Any) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    for step, groups in STEPS.items():
+        run.write_rollouts(step, groups, ["right", "short"])
+    run.close()
+    index = GroupIndex(tmp_path / "run" / "rollouts")
+    index.refresh()
+    prompts = PromptIndex(index)
+    asked = {"state": "all", "threshold": None, "start": 0, "most": 9}
+    shown = {row["uid"]: row["prompt"] for row in prompts.rows(sort="last seen", **asked)["rows"]}
+    assert sorted(shown.values()) == ["easy", "even", "hard", "lost"]
+    for step in STEPS:
+        index.path_of(step).unlink()
+    assert {row["uid"]: row["prompt"] for row in prompts.rows(sort="biggest loss", **asked)["rows"]} == shown

@@ -52,6 +52,8 @@ def test_a_healthy_step_is_made_again_exactly_and_blames_nothing(seed: int, tmp_
     assert main(["why", str(tmp_path / "run"), "--step", str(step)]) == 2
     assert f"lacks checkpoint-{step - 1}" in (said := capsys.readouterr().err)
     assert "It has both for step 2" in said
+    assert main(["why", str(tmp_path / "run"), "--step", "99"]) == 2
+    assert f"--step 99: {tmp_path / 'run'} has taken" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

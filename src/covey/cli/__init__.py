@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if words[0:1] == ["help"] and words[1:2]:
         words = [words[1], "--help"]
+    if words[0:1] == ["--debug"]:
+        words = [*words[1:], "--debug"]
     name = words[0] if words else "--help"
     if name in ("--help", "-h", "help"):
         output.result(verbs_help(VERBS, __version__))

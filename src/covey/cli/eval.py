@@ -75,6 +75,8 @@ def run(given: Given) -> None:
 
 
 def _check(options: dict[str, Any]) -> None:
+    if not options.get("model") and options["ensemble"]:
+        raise ConfigError("--ensemble names the other members; the first comes before it: covey eval A --ensemble B C.")
     if not options.get("model"):
         raise ConfigError(
             "covey eval needs a model: covey eval runs/demo-1/checkpoint-60 --dataset demo --reward demo."

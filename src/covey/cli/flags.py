@@ -87,7 +87,11 @@ def read_flags(
         elif free:
             given[free.pop(0)] = word
         else:
-            raise ConfigError(f"{word!r} follows no flag; every value needs one, such as --output-dir {word}.")
+            takes = [flag.name for flag in known.values() if not flag.is_switch]
+            like = [
+                f", such as {known[name].spelled} {word}" for name in ("output_dir", "output", *takes) if name in known
+            ]
+            raise ConfigError(f"{word!r} follows no flag; every value needs one{like[0] if like else ''}.")
     return given
 
 

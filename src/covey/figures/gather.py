@@ -125,7 +125,7 @@ def _held_line(side: Side, set_name: str, metric: str) -> Line:
     if len(side.runs) > 1 or metric != f"{set_name}_reward" or len(line.steps) > _MOST_INTERVALS:
         return line
     ends = [interval_at(side.runs[0], set_name, int(step)) for step in line.steps]
-    if any(end is None for end in ends):
+    if not ends or any(end is None for end in ends):
         return line
     low, high = zip(*(end for end in ends if end is not None), strict=True)
     return Line(steps=line.steps, middle=line.middle, low=low, high=high, runs=line.runs)

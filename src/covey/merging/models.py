@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from covey.merging.weights import Weights, write
 _FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"})
 """Entries of config.json that may differ between models that fit together."""
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
+_LEFT = ("model.safetensors.index.json", "manifest.json", "covey_state.json", "trainer_state.json")
+"""Of the first model's files, or of a checkpoint's: they say what is no longer true of the merge."""
 
 
 def merge_models(
@@ -102,17 +104,29 @@ def _check_tokenizers(folders: Sequence[Path], told: Callable[[str], None]) -> N
         else:
             told(f"{folder} has no tokenizer.json, so its vocabulary is not compared.")
     for folder, tokenizer in known[1:]:
-        if _vocabulary(tokenizer) != _vocabulary(known[0][1]):
+        if not _agree(_ids(known[0][1]), _ids(tokenizer)):
             raise ConfigError(
                 f"{known[0][0]} and {folder} have different vocabularies, so their embeddings do not match row by row; merge "
                 "models with one tokenizer."
             )
+        more = sorted(_ids(known[0][1]).keys() ^ _ids(tokenizer).keys())
+        if more:
+            told(
+                f"{more[0]!r} is a word of {known[0][0]} or {folder} alone ({len(more)} such); its embedding is merged all the same."
+            )
 
 
-def _vocabulary(tokenizer: dict[str, Any]) -> tuple[Any, Any]:
-    words = tokenizer.get("model", {}).get("vocab")
-    added = sorted((one["id"], one["content"]) for one in tokenizer.get("added_tokens") or ())
-    return (sorted(words.items()) if isinstance(words, dict) else words), added
+def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Id of each word of a `tokenizer.json`, added ones too."""
+    vocab = tokenizer.get("model", {}).get("vocab") or {}
+    words = dict(vocab) if isinstance(vocab, dict) else {entry[0]: place for place, entry in enumerate(vocab)}
+    return words | {one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}
+
+
+def _agree(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
+    """True if no word has two ids and no id two words. One may have more words: transformers adds some as it saves."""
+    word_of = {place: word for word, place in first.items()}
+    return all(first.get(word, place) == place and word_of.get(place, word) == word for word, place in second.items())
 
 
 def _common_names(folders: Sequence[Path], weights: Sequence[Weights]) -> list[str]:
@@ -140,7 +154,7 @@ def _copy_rest(source: Path, out: Path, dtype: torch.dtype | None) -> None:
     """Config, tokenizer and the like of the first model."""
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.name != "model.safetensors.index.json":
+            if file.name not in _LEFT:
                 shutil.copy2(file, out / file.name)
     if dtype is not None:
         config = json.loads((out / "config.json").read_text())

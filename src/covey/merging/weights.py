@@ -28,9 +28,9 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("model*.safetensors"))  # a checkpoint holds the optimizer's state beside them
         if not files:
-            raise ModelError(f"{folder} has no *.safetensors; save the model with transformers' save_pretrained.")
+            raise ModelError(f"{folder} has no model*.safetensors; save the model with transformers' save_pretrained.")
         self._file: dict[str, Any] = {}
         try:
             for file in files:

@@ -10,6 +10,7 @@ from typing import Any
 
 from covey.errors import ConfigError, RunFolderError, did_you_mean
 from covey.runs import rollouts
+from covey.runs.upkeep import expect_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ def preference_pairs(run: Path, options: PairOptions) -> Pairs:
     A row has `prompt`, `chosen` and `rejected` (texts, or messages for a conversation), `score_chosen`, `score_rejected` and `step`.
     Raises RunFolderError where there are no rollouts, ConfigError for an unknown reward.
     """
+    expect_folder(run)
     folder = run / "rollouts"
     found = [s for s in rollouts.steps(folder) if s >= options.first_step and s <= (options.last_step or s)]
     if not found:

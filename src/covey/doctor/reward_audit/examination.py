@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from covey.doctor.reward_audit.probes import MARK, Probe, Row, garbage, gold_probes, hedges, mark_file, programs
-from covey.errors import RewardError
+from covey.errors import RewardError, TooLongError
 from covey.process.counting import counted
 from covey.rewards.contract import RewardSpec
 from covey.rewards.scorer import Scorer
@@ -35,6 +35,8 @@ class Tried:
     """Errors, one sentence each."""
     lost: int = 0
     """Completions that got no score for it."""
+    too_long: int = 0
+    """Completions that got no score because the reward's model reads no text as long; no error for garbage and hedges."""
 
     @property
     def size(self) -> int:
@@ -194,15 +196,19 @@ class _Session:
             one for cut in range(0, len(groups), _AT_ONCE) for one in self.scorer.score(groups[cut : cut + _AT_ONCE])
         ]
         seconds = time.perf_counter() - started
-        scores, errors, lost = [math.nan] * len(self.rows), [], 0
+        scores, errors, lost, too_long = [math.nan] * len(self.rows), [], 0, 0
         for i, group in zip(order, scored, strict=True):
             if group.rewards is None:
                 raise RewardError(f"the reward {self.spec.name!r} gave a prompt no scores.")
             scores[i] = float(group.rewards[0, 0])
             for event in (event for event in group.events if event.kind.startswith("reward")):
+                count = int(event.details.get("completions", 1))
+                if probe.kind in ("garbage", "hedge") and event.details.get("error") == TooLongError.__name__:
+                    too_long += count
+                    continue
                 errors.append(f"row {i}: {event.said}")
-                lost += int(event.details.get("completions", 1))
-        return Tried(probe, scores, seconds, errors, lost)
+                lost += count
+        return Tried(probe, scores, seconds, errors, lost, too_long)
 
     def _group(self, text: str, row: int) -> tuple[Completion, ...]:
         if self.spec.how.unit != "group":

@@ -40,6 +40,7 @@ def judge(found: Examination, *, slow_seconds: float = 0.5) -> list[Verdict]:
         _gold,
         _garbage,
         _hedges,
+        _too_long,
         _repeated,
         _abstains,
         lambda found: _time(found, slow_seconds),
@@ -62,6 +63,13 @@ def _errors(found: Examination) -> Iterator[Verdict]:
         f"raised or ran out of time on {sum(t.lost for t in failed)} completions ({names}); first: {first}",
         {"probes": [tried.probe.name for tried in failed], "first": first},
     )
+
+
+def _too_long(found: Examination) -> Iterator[Verdict]:
+    unread = [tried.probe.name for tried in found.tried if tried.too_long]
+    if unread:
+        said = f"does not score texts longer than its model reads ({_listed(unread)}), nor will a run"
+        yield Verdict("NOTE", "too_long", said, {"probes": unread})
 
 
 def _escapes(found: Examination) -> Iterator[Verdict]:

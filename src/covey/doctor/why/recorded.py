@@ -66,6 +66,9 @@ def load(run_dir: Path, step: int) -> Recorded:
     folder = run_dir / f"checkpoint-{step - 1}"
     path = run_dir / "rollouts" / f"step-{step:06d}.parquet"
     if not folder.is_dir() or not path.is_file():
+        last = max((row["step"] for row in _told(run_dir)), default=0)
+        if step > last:
+            raise ConfigError(f"--step {step}: {run_dir} has taken {last} steps so far.")
         have = sorted(
             set(rollouts.steps(run_dir / "rollouts"))
             & {checkpoint.step_of(c) + 1 for c in checkpoint.checkpoints(run_dir)}
@@ -96,7 +99,7 @@ def load(run_dir: Path, step: int) -> Recorded:
     weights = torch.tensor(args.reward_weights or [1.0] * len(names))
     groups = groups_of(rows, names)
     rated, can_judge = _judged(groups, algorithm, weights)
-    told = [row for row in read_metrics(run_dir / "metrics.jsonl") if isinstance(row.get("step"), int)]
+    told = _told(run_dir)
     before = [row for row in told if row["step"] < step]
     return Recorded(
         step=step,
@@ -111,6 +114,11 @@ def load(run_dir: Path, step: int) -> Recorded:
         earlier={"grad_norm": [row["grad_norm"] for row in before if isinstance(row.get("grad_norm"), float)]},
         earlier_groups=tuple(_earlier(run_dir / "rollouts", step, names, _MOST_EARLIER - len(rows))),
     )
+
+
+def _told(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl that belong to a step."""
+    return [row for row in read_metrics(run_dir / "metrics.jsonl") if isinstance(row.get("step"), int)]
 
 
 def _earlier(folder: Path, step: int, names: Sequence[str], room: int) -> Iterator[Group]:

@@ -24,6 +24,7 @@ ORDERS: Mapping[str, tuple[str, bool]] = {
     "most uneven": ("swing", True),
 }
 _MOST_VISITS = 60
+_MOST_TEXTS = 20_000
 _COLUMNS = (
     "uid",
     "state",
@@ -47,6 +48,7 @@ class PromptIndex:
         self._index = index
         self._of: tuple[Any, float | None] = (None, None)
         self._found: dict[str, np.ndarray] = {}
+        self._texts: dict[tuple[int, int, int], str] = {}
 
     def table(self, threshold: float | None) -> tuple[dict[str, np.ndarray], float, np.ndarray]:
         """Columns [m] by name, the threshold, and the table of groups they are of."""
@@ -63,9 +65,9 @@ class PromptIndex:
         found, limit, groups = self.table(threshold)
         order = _ordered(found, state, sort)
         part = order[start : start + most]
-        texts = prompts_of(self._index, groups, [int(found["place"][at]) for at in part])
+        texts = self._texts_of(groups, found["place"][part])
         return {
-            "rows": [{**_row(found, at), "prompt": said.get("prompt"), "history": _history(found, groups, at)}
+            "rows": [{**_row(found, at), "prompt": said, "history": _history(found, groups, at)}
                      for at, said in zip(part.tolist(), texts, strict=True)],
             "next": start + most if start + most < len(order) else None,
             "matching": len(order),
@@ -75,6 +77,16 @@ class PromptIndex:
             | {"forgotten": int(found["forgotten"].sum())},
             "files_left": self._index.pending,
         }  # fmt: skip
+
+    def _texts_of(self, groups: np.ndarray, places: np.ndarray) -> list[str]:
+        """The beginning of the prompt of each group; a file is opened only for texts that were not shown yet."""
+        if len(self._texts) > _MOST_TEXTS:
+            self._texts = {}
+        keys = [tuple(key) for key in groups[["uid", "step", "first_row"]][places].tolist()]
+        new = [at for at, key in enumerate(keys) if key not in self._texts]
+        read = prompts_of(self._index, groups, places[new].tolist(), names={"prompt": "prompt"})
+        self._texts |= {keys[at]: said["prompt"] for at, said in zip(new, read, strict=True) if said["prompt"]}
+        return [self._texts.get(key, "") for key in keys]
 
     def as_csv(self, *, state: str, sort: str, threshold: float | None) -> str:
         """Every prompt that passes, a line each; `last_step` and `group` say where its text and answers are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,21 +75,26 @@ def _groups_with(path: Path, text: str) -> frozenset[int]:
         return frozenset()
 
 
-def prompts_of(index: GroupIndex, table: np.ndarray, places: Sequence[int], most: int = 240) -> list[dict[str, str]]:
-    """The beginning of the prompt and of the first completion of each group; empty where the file has none."""
+def prompts_of(
+    index: GroupIndex, table: np.ndarray, places: Sequence[int], most: int = 240, names: Mapping[str, str] = _NAMES
+) -> list[dict[str, str]]:
+    """The beginning of the prompt and of the first completion of each group; empty where the file has none.
+
+    `names` gives columns of the file their names in the answer; no others are read.
+    """
     texts: dict[int, pa.Table | None] = {}
     said = []
     for place in places:
         step, row = int(table["step"][place]), int(table["first_row"][place])
         if step not in texts:
-            texts[step] = _texts(index.path_of(step))
-        said.append({new: _beginning(texts[step], old, row, most) for old, new in _NAMES.items()})
+            texts[step] = _texts(index.path_of(step), names)
+        said.append({new: _beginning(texts[step], old, row, most) for old, new in names.items()})
     return said
 
 
-def _texts(path: Path) -> pa.Table | None:
+def _texts(path: Path, names: Mapping[str, str]) -> pa.Table | None:
     try:
-        return read_columns(path, list(_NAMES))
+        return read_columns(path, list(names))
     except (OSError, ValueError, pa.ArrowException):  # dropped by a resume, or damaged since it was indexed
         return None
 

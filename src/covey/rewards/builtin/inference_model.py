@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from covey.errors import ModelError, RewardError
+from covey.errors import ModelError, RewardError, TooLongError
 from covey.rewards.adaptive_batches import AdaptiveBatches
 
 Kind = Literal["encoder", "classifier", "token classifier", "causal"]
@@ -80,10 +80,10 @@ class Frozen:
         )
 
     def check_length(self, ids: Sequence[int], what: str) -> None:
-        """Raise ValueError for more tokens than the model reads: nothing is cut off in silence."""
+        """Raise TooLongError for more tokens than the model reads: nothing is cut off in silence."""
         limit = getattr(self.model.config, "max_position_embeddings", None) or math.inf
         if len(ids) > limit:
-            raise ValueError(f"{what} has {len(ids)} tokens, the model {self.name!r} reads {limit}")
+            raise TooLongError(f"{what} has {len(ids)} tokens, the model {self.name!r} reads {limit}")
 
     @torch.no_grad()
     def run(self, rows: Sequence[Sequence[int]], read: Callable[[Any, Tensor, Tensor], Tensor]) -> list[Tensor]:

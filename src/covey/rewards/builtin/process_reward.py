@@ -73,7 +73,7 @@ class ProcessReward:
         return [step for step in text.split(self.separator) if step.strip()]
 
     def step_scores(self, prompts: Sequence[Any], steps: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Probability that each step is right, given those before it. Raises ValueError for texts longer than the model reads."""
+        """Probability that each step is right, given those before it. Raises TooLongError for texts longer than the model reads."""
         held = [i for i, found in enumerate(steps) if found]
         rows = [self.encode(prompts[i], steps[i]) for i in held]
         for ids, _ in rows:

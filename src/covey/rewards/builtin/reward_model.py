@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.errors import ModelError
+from covey.errors import ModelError, TooLongError
 from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
 from covey.rewards.builtin.inference_model import is_float, rendered, right_padded
@@ -118,12 +118,13 @@ class ModelReward:
             text = prompt + completion
         else:
             text = rendered(self.tokenizer, self.name, [*prompt, *completion], **self.template)
-        return list(self.tokenizer(text=text, add_special_tokens=False)["input_ids"])
+        whole = text.encode(errors="replace").decode()  # half a character, which tokenizers refuse, becomes "?"
+        return list(self.tokenizer(text=whole, add_special_tokens=False)["input_ids"])
 
     def _check_lengths(self, ids: Sequence[Sequence[int]]) -> None:
         longest = max((len(row) for row in ids), default=0)
         if longest > self.limit:
-            raise ValueError(
+            raise TooLongError(
                 f"prompt and completion have {longest} tokens, the reward model {self.name!r} reads {self.limit}"
             )
 

@@ -4,7 +4,7 @@ import { ask, isStale } from "./api.js";
 import { fill, h, later, short, visible } from "./dom.js";
 import { amend, chosenRuns, link, place, shared } from "./state.js";
 
-const ROWS = 40;
+const ROWS = 20;
 const MOST = 2000;
 const STATES = [["all", "all"], ["solved", "every answer of its newest group reaches the threshold"], ["flaky", "some answers do"], ["unsolved", "none does"], ["forgotten", "unsolved now, and was better before"]];
 
