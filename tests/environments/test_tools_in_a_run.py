@@ -238,6 +238,14 @@ def test_a_long_result_is_cut_and_says_so(tmp_path):
     assert seen[0][0][0][1]["content"] == "x" * 10 + "\n[990 more characters were cut]"
 
 
+def test_a_result_is_cut_at_its_limit_of_tokens(tmp_path):
+    trainer, seen = trainer_of(tmp_path, tools=[tool(max_tokens=7)(long)])
+    trainer.train()
+    shown, note = seen[0][0][0][1]["content"].split("\n")
+    assert len(trainer.processing_class(shown)["input_ids"]) == 7
+    assert note == f"[{1000 - len(shown)} more characters were cut]"
+
+
 class Counter:
     """An environment that counts what was added."""
 

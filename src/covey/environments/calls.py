@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from covey.environments.tools import Tool, unknown_tool
+from covey.environments.tools import Limits, Tool, unknown_tool
 from covey.rewards.calling.deadline import DeadlineError, EventLoop
 from covey.rewards.calling.workers import WorkerDied, WorkerError, WorkerPool
 from covey.types import ToolCall
@@ -36,7 +36,9 @@ class Request:
 class ToolRunner:
     """Runs the calls of one decode step side by side: async tools on one event loop, others in threads or worker processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Any = None) -> None:
+        """`tokenizer`: the policy's, in whose tokens results are limited."""
+        self.tokenizer = tokenizer
         self._loop = EventLoop()
         self._pools: dict[str, WorkerPool] = {}
         self._room = threading.BoundedSemaphore(AT_ONCE)
@@ -89,10 +91,19 @@ class ToolRunner:
         return ToolCall(
             name=tool.name,
             arguments=request.arguments,
-            result=cut(text, tool.limits.max_characters),
+            result=self._within(tool.limits, text),
             status="ok",
             seconds=time.perf_counter() - started,
         )
+
+    def _within(self, limits: Limits, text: str) -> str:
+        """The result, cut at the first of its limits with a note."""
+        if limits.max_tokens is not None:
+            ids = self.tokenizer(text[: limits.max_characters], add_special_tokens=False)["input_ids"]
+            if len(ids) > limits.max_tokens:
+                kept = self.tokenizer.decode(ids[: limits.max_tokens]).rstrip("\ufffd")  # half of a character
+                return f"{kept}\n[{len(text) - len(kept)} more characters were cut]"
+        return cut(text, limits.max_characters)
 
     def _value(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         seconds = tool.limits.seconds

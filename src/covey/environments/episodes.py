@@ -57,7 +57,7 @@ class Episodes:
     def __init__(self, template: Template, tools: Sequence[Tool], limits: EpisodeLimits | None = None) -> None:
         self.template, self.tools = template, {one.name: one for one in tools}
         self.limits = limits or EpisodeLimits()
-        self.runner = ToolRunner()
+        self.runner = ToolRunner(template.tokenizer)
         self._running: dict[tuple[str, int], _Episode] = {}
 
     def begin(self, prompt: Prompt, resets: Sequence[Reset | None]) -> None:

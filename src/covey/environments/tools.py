@@ -28,6 +28,8 @@ class Limits:
     seconds: float = SECONDS
     max_characters: int = MAX_CHARACTERS
     """A longer result is cut, with a note that says so."""
+    max_tokens: int | None = None
+    """The same in tokens of the policy's tokenizer; None: `max_characters` alone."""
     isolated: bool = False
     """Run in a worker process of its own, killed past the time limit."""
     max_memory: int | None = None
@@ -72,13 +74,15 @@ def tool(
     *,
     timeout: float = SECONDS,
     max_characters: int = MAX_CHARACTERS,
+    max_tokens: int | None = None,
     isolated: bool = False,
     max_memory: int | None = None,
 ) -> Callable[[T], T]:
     """Set the limits of a tool function; the function itself is unchanged.
 
-    `timeout`: seconds of one call. `max_characters`: the longest result. `isolated`: call it in a worker process, which is
-    killed past the time limit, for code that may hang or crash. `max_memory`: bytes that one call may allocate, of an isolated tool.
+    `timeout`: seconds of one call. `max_characters`, `max_tokens`: the longest result. `isolated`: call it in a worker
+    process, which is killed past the time limit, for code that may hang or crash. `max_memory`: bytes that one call of an isolated
+    tool may allocate.
 
     Example: `@tool(timeout=5)` above `def search(query: str) -> str`.
     """
@@ -86,11 +90,19 @@ def tool(
         raise ConfigError(f"tool(timeout={timeout!r}) leaves no time; give seconds above 0.")
     if not isinstance(max_characters, int) or max_characters < 1:
         raise ConfigError(f"tool(max_characters={max_characters!r}) leaves no room for a result; give at least 1.")
+    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+        raise ConfigError(f"tool(max_tokens={max_tokens!r}) leaves no room for a result; give at least 1.")
     if not isinstance(isolated, bool):
         raise ConfigError(f"tool(isolated={isolated!r}) must be True or False.")
     if max_memory is not None:
         _refuse_bad_memory(max_memory, isolated)
-    limits = Limits(seconds=timeout, max_characters=max_characters, isolated=isolated, max_memory=max_memory)
+    limits = Limits(
+        seconds=timeout,
+        max_characters=max_characters,
+        max_tokens=max_tokens,
+        isolated=isolated,
+        max_memory=max_memory,
+    )
 
     def mark(target: T) -> T:
         setattr(target, _MARK, limits)
