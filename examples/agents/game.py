@@ -21,6 +21,8 @@ from typing import Any
 
 PLACES, MOST_MOVES = 7, 6
 FAULTS = ("hangs", "is killed", "writes no JSON")
+MET: list[str] = []
+"""Faults that a game met, each in an episode of its own."""
 
 
 def line(place: int, flag: int) -> str:
@@ -93,6 +95,7 @@ def main(row: dict[str, Any], client: Any, model: str, seed: int) -> dict[str, A
             said = client.chat.completions.create(model=model, messages=talk, max_tokens=4).choices[0].message.content
             step = {"left": -1, "right": 1}.get(said.strip(), 0)
             fault = row["fault"] if move == 1 and seed % 8 == 0 else None
+            MET.extend([fault] if fault else [])
             seen = game.ask(step=step, fault=fault)
             rewards.append(seen["reward"] if step else -0.2)  # what is no move costs
             if is_over := seen["over"]:
@@ -153,7 +156,8 @@ def train(folder: Path, is_smoke: bool, has_faults: bool, seed: int) -> None:
         if when == "before":
             trainer.train()
     lost = [one["agents/lost"] for one in trainer.state.log_history if "agents/lost" in one and "loss" in one]
-    print(f"episodes lost: {sum(lost) / max(1, len(lost)):.1%} in {len(lost)} steps")
+    count = round(sum(lost) * args.per_device_train_batch_size)
+    print(f"episodes lost: {sum(lost) / max(1, len(lost)):.1%} in {len(lost)} steps, {count} for {len(MET)} faults met")
     print(f"CPU minutes: {(time.process_time() - started) / 60:.1f}")
 
 

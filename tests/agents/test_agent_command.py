@@ -60,5 +60,6 @@ def test_a_game_that_hangs_is_killed_or_writes_no_json_loses_its_own_episodes(tm
     events = [json.loads(line) for line in (tmp_path / "gigpo-0" / "events.jsonl").read_text().splitlines()]
     lost = [one for one in events if one["kind"] == "agent_failed"]
     assert 0 < len(lost) < 32
+    assert f", {len(lost)} for {len(lost)} faults met" in done.stdout
     known = ("did not answer", "Expecting value", "Broken pipe")
     assert all(any(word in one["said"] for word in known) for one in lost)
