@@ -1,6 +1,7 @@
 """`covey train`: what is wrong is said before anything is loaded, what would happen can be seen, and it trains."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -52,6 +53,13 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(place, capsys, more, said):
     shown = capsys.readouterr()
     assert said in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_missing_vllm_is_said_before_a_model_is_loaded(place, capsys, monkeypatch):
+    monkeypatch.setattr("covey.training.loading.load_model", None)
+    assert main(words(place, "--use-vllm")) == 2
+    assert "needs vLLM in this environment" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["model", "dataset", "reward"])

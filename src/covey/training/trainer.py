@@ -57,6 +57,7 @@ from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
 from covey.training.taking_turns import TakesTurns, Turns
 from covey.training.trl_interface import TRLInterface
+from covey.training.vllm_options import expect_engine
 from covey.types import Event
 
 logger = logging.getLogger(__name__)
@@ -220,6 +221,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             self.world.expect_same(told_data(self.train_dataset, model))
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
+        expect_engine(self.args)
         loaded = load_for_training(
             model,
             self.args,

