@@ -127,6 +127,14 @@ def test_a_run_that_failed_at_the_door_may_be_started_again(tmp_path: Path) -> N
     RunFolder.create(tmp_path, strict=True).close()
 
 
+def test_a_run_that_failed_in_its_first_step_is_set_aside_by_the_next(tmp_path: Path) -> None:
+    a_run(tmp_path, steps=0).close("failed")
+    (tmp_path / "checkpoint-0").mkdir()
+    with pytest.warns(UserWarning, match="previous-1"):
+        RunFolder.create(tmp_path, strict=True).close()
+    assert "checkpoint-0" in names(tmp_path / "previous-1")
+
+
 def test_resuming_logs_no_step_twice_and_keeps_the_identity(tmp_path: Path) -> None:
     a_run(tmp_path, steps=5)  # killed after step 5: never closed
     start = checkpoint.resolve("auto", tmp_path)

@@ -277,10 +277,12 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _refuse_occupied(folder: Path, restarts: bool) -> None:
-    if _holds_run(folder) and restarts and not checkpoint.checkpoints(folder):
-        return
     if _holds_run(folder):
         steps = [row["step"] for row in read(folder / "metrics.jsonl") if isinstance(row.get("step"), int)]
+        steps += [checkpoint.step_of(path) for path in checkpoint.checkpoints(folder)]
+        is_begun = bool(max(steps, default=0)) or (folder / "rollouts").is_dir()
+        if not is_begun or (restarts and not checkpoint.checkpoints(folder)):
+            return
         raise RunFolderError(
             f"{folder} holds a run already (step {max(steps, default=0)}); go on with it with --resume auto, "
             "or choose another --output-dir."
