@@ -121,6 +121,7 @@ def test_one_model_can_be_weakened_against_its_base(models, tmp_path, capsys):
         (["a", "b", "--rank", "4"], "--rank is for adapters"),
         (["a", "b", "--choose", "x.jsonl"], "--choose needs --reward"),
         (["a", "nowhere"], "nowhere is no folder here"),
+        (["a", "demo"], "are not of one architecture"),
     ],
 )
 def test_what_does_not_fit_is_told_in_a_sentence_and_nothing_is_written(models, tmp_path, words, said, capsys):

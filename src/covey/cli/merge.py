@@ -19,6 +19,7 @@ MOST_APART = 1e-3
 def run(given: Given) -> None:
     """Add one adapter into its base, or merge several models or several adapters."""
     from covey.cli.checkpoints import model_folder
+    from covey.models import resolve_source
 
     if not given.get("model") or not given.get("output"):
         raise ConfigError(
@@ -28,7 +29,7 @@ def run(given: Given) -> None:
     out = Path(given["output"]).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --output another name, or remove it.")
-    folders = [Path(model_folder(one)) for one in given["model"]]
+    folders = [Path(resolve_source(model_folder(one))) for one in given["model"]]
     for named, folder in zip(given["model"], folders, strict=True):
         if not folder.is_dir():
             raise ConfigError(

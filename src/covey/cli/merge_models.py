@@ -22,10 +22,11 @@ def merge(folders: Sequence[Path], out: Path, given: Given, dtype: Any) -> None:
     """Merge, or choose among merges and write the best; `dtype` None: as stored."""
     from covey.cli.checkpoints import model_folder
     from covey.merging import Recipe, merge_models
+    from covey.models import resolve_source
 
     if given.get("rank") is not None:
         raise ConfigError("--rank is for adapters; these are whole models, so leave it out.")
-    base = Path(model_folder(given["base"])) if given.get("base") else None
+    base = Path(resolve_source(model_folder(given["base"]))) if given.get("base") else None
     if base is not None and not base.is_dir():
         raise ConfigError(f"--base {given['base']} is no folder here; download it first, then give its folder.")
     chosen = {name: given[name] for name in ("density", "scale", "normalize", "seed") if given.get(name) is not None}
