@@ -91,6 +91,7 @@ def test_the_version_is_the_package_version(capsys):
     "words, said",
     [
         (["trian"], "error: covey has no verb 'trian'. Did you mean train?"),
+        (["env", "chek", "games.py:Maze"], "error: covey env has no 'chek'. Did you mean check?"),
         (
             ["train", "--epsilon-hihg", "0.3"],
             "error: --epsilon-hihg is not an option here. Did you mean --epsilon-high?",

@@ -14,7 +14,7 @@ from typing import Any
 from covey import __version__
 from covey.cli import output
 from covey.cli.verb import JSON, Given, Verb
-from covey.errors import RewardError
+from covey.errors import ConfigError, RewardError, did_you_mean
 from covey.rewards.sandbox import isolation
 
 _PACKAGES = (
@@ -108,4 +108,8 @@ def verb(arguments: Sequence[str]) -> int:
         from covey.cli.env_check import verb as check
 
         return check(arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(
+            f"covey env has no {arguments[0]!r}.{did_you_mean(arguments[0], ('check',))} It has check, and no word prints versions."
+        )
     return _versions(arguments)

@@ -39,6 +39,7 @@ def config_flags(common: Collection[str]) -> list[Flag]:
                     help=options.DECLARED[name].help,
                     type=field.annotation,
                     default=field.default,
+                    short="o" if name == "output_dir" else "",
                     group=group,
                     is_common=name in common,
                     bare=options.DECLARED[name].bare,
