@@ -99,7 +99,7 @@ def _repair(folder: Path, given: Given) -> int:
         for said in (*(f"mended {one}" for one in done.copied), *done.renamed):
             output.result(said)
         for said in done.damaged:
-            output.result(output.row("FAIL", "damaged", said))
+            output.result(output.row("WARN" if resumes else "FAIL", "damaged", said))
         if not (done.copied or done.renamed or done.damaged):
             output.result("nothing to repair: every checkpoint is as it was written")
         output.result(f"a run resumes from {resumes}" if resumes else "no whole checkpoint to resume from")
