@@ -9,7 +9,7 @@ VLLM   := .venv-vllm
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: install demo test slow extras nightly test-ray gpu test-vllm test-all check pages docs bench soak audit clean
+.PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers gpu test-vllm test-all check pages docs bench soak audit clean
 
 comma := ,
 # an environment that sees the packages of .venv, and keeps what is added to itself: $(call beside,PACKAGES)
@@ -57,6 +57,12 @@ test-openenv: $(STAMP) .venv-openenv/.installed   ## OpenEnv's servers as enviro
 
 .venv-openenv/.installed: pyproject.toml   ## sees the packages of .venv, and keeps OpenEnv's to itself
 	$(call beside,"openenv-core>=0.3$(comma)<0.4")
+
+test-verifiers: $(STAMP) .venv-verifiers/.installed   ## environments of verifiers as data sets and agents of a run
+	.venv-verifiers/bin/python -m pytest -n 0 tests/agents/test_verifiers.py
+
+.venv-verifiers/.installed: pyproject.toml   ## sees the packages of .venv, and keeps those of verifiers to itself
+	$(call beside,"covey[verifiers]")
 
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
 	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800

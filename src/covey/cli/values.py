@@ -31,7 +31,7 @@ def _known() -> Mapping[str, tuple[str, ...]]:
         "dtype": _DTYPES,
         "resume": ("auto", "never"),
         "model": ("demo",),
-        "dataset": ("demo", "demo:test", "gym:"),
+        "dataset": ("demo", "demo:test", "gym:", "verifiers:"),
         "eval_dataset": ("demo:test",),
         "pruner": ("median", "halving", "none"),
         "log_level": ("debug", "info", "warning", "error", "critical", "passive"),

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import datasets
 
-from covey.data import gym
+from covey.data import gym, verifiers
 from covey.errors import CoveyError, DataError, did_you_mean
 from covey.files.bounded import LONGEST_LINE
 from covey.files.hub import bounded_hub
@@ -50,6 +50,9 @@ def _opened(source: Any, split: str | None, streaming: bool, config_name: str | 
         return _demo(split, streaming)
     if source == "gym" and split is not None and not Path("gym").exists():
         found = datasets.Dataset.from_list(gym.rows(split))  # the task stands in the split's place
+        return found.to_iterable_dataset() if streaming else found
+    if _is_of_verifiers(source, split):
+        found = _of_verifiers(str(source), str(split or "train"))
         return found.to_iterable_dataset() if streaming else found
     files = _files(source)
     if files:
@@ -273,6 +276,17 @@ def _load_named(name: str, config_name: str | None, split: str | None, streaming
         ) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         raise DataError(f"The data set {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def _is_of_verifiers(source: Any, split: str | None) -> bool:
+    """True for `verifiers:NAME` and `verifiers:NAME:SPLIT`, of which the last part is the split here."""
+    named = source == "verifiers" and split is not None
+    return (named or str(source).startswith("verifiers:")) and not Path(str(source)).exists()
+
+
+def _of_verifiers(source: str, split: str) -> Any:
+    name = source.partition(":")[2]
+    return verifiers.rows(name, split) if name else verifiers.rows(split)
 
 
 def _default_split(splits: Sequence[str], name: str) -> str:

@@ -12,6 +12,7 @@ from covey.environments.rollout_func import RolloutFuncSampler
 from covey.environments.stepping import Stepped, SteppedEnvironment
 from covey.environments.template import Template
 from covey.environments.tools import Tool, tool, tools_of
+from covey.environments.verifiers import verifiers_agent
 
 __all__ = [
     "Agent",
@@ -31,4 +32,5 @@ __all__ = [
     "openenv_environment",
     "tool",
     "tools_of",
+    "verifiers_agent",
 ]

@@ -25,6 +25,7 @@ from covey.environments import (
     mcp_tools,
     openenv_environment,
     tools_of,
+    verifiers_agent,
 )
 from covey.errors import ConfigError
 from covey.names import load
@@ -65,7 +66,7 @@ class Agents:
             raise ConfigError(
                 f"an agent calls its tools itself and writes whole episodes, so {other} would never act; leave one out."
             )
-        made = None if agent is None else Agent(_loaded(agent, "agent"))
+        made = None if agent is None else Agent(_agent(agent))
         pool = None if environment_factory is None else EnvironmentPool(environment_factory)
         return Agents(tools_of(tools or ()), pool, rollout_func, made)
 
@@ -141,6 +142,13 @@ def environment(given: Any) -> Any:
     if kind == "openenv":
         return openenv_environment(rest)
     return gymnasium_environment(rest) if kind == "gymnasium" else _loaded(given, "environment")
+
+
+def _agent(given: Any) -> Any:
+    """A user's loop, unchanged or loaded from text: `file.py:main`, `verifiers:NAME`."""
+    if isinstance(given, str) and given.startswith("verifiers:"):
+        return verifiers_agent(given.removeprefix("verifiers:"))
+    return _loaded(given, "agent")
 
 
 def _tools(given: Any) -> list[Any]:
