@@ -73,12 +73,12 @@ class Game:
         self.process.kill()
         self.process.wait()
 
-    def ask(self, **command: Any) -> dict[str, Any]:
+    def ask(self, seconds: float = 5.0, **command: Any) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None  # noqa: PT018
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], 5.0)[0]:
-            raise TimeoutError("the game did not answer within 5 seconds")
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            raise TimeoutError(f"the game did not answer within {seconds:g} seconds")
         return json.loads(self.process.stdout.readline())
 
 
@@ -89,7 +89,7 @@ def main(row: dict[str, Any], client: Any, model: str, seed: int) -> dict[str, A
     """Play one game. Each move is a conversation of its own turn: what the game says, and the answer."""
     rewards, is_over = [], False
     with Game() as game:
-        seen = game.ask(start=[row["place"], row["flag"]])
+        seen = game.ask(60.0, start=[row["place"], row["flag"]])  # its process begins
         talk = messages(seen["said"])
         for move in range(MOST_MOVES):
             said = client.chat.completions.create(model=model, messages=talk, max_tokens=4).choices[0].message.content
@@ -121,7 +121,7 @@ def rows(count: int, seed: int, has_faults: bool) -> Any:
     return Dataset.from_list(found)
 
 
-def train(folder: Path, is_smoke: bool, has_faults: bool, seed: int) -> None:
+def train(folder: Path, steps: int, is_smoke: bool, has_faults: bool, seed: int) -> None:
     from calculator import share
     from warm_up import STEPS, warm_up
 
@@ -132,7 +132,7 @@ def train(folder: Path, is_smoke: bool, has_faults: bool, seed: int) -> None:
         warm_up("game", folder / "warm", 4 if is_smoke else STEPS["game"])
     args = GRPOConfig(
         output_dir=str(folder / f"gigpo-{seed}"),
-        max_steps=2 if is_smoke else 25,
+        max_steps=2 if is_smoke else steps,
         per_device_train_batch_size=16 if is_smoke else 64,
         per_device_eval_batch_size=64,
         num_generations=8,
@@ -169,6 +169,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/game"))
     parser.add_argument("--faults", action="store_true", help="one game in eight fails")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     given = parser.parse_args()
-    train(given.folder, given.smoke, given.faults, given.seed)
+    train(given.folder, given.steps, given.smoke, given.faults, given.seed)
