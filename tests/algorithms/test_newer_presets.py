@@ -1,7 +1,8 @@
-"""PKPO, MaxRL, GDPO, GFPO, CFPO and the decoupled objective: unbiased where the paper says so, by hand where it gives numbers."""
+"""PKPO, MaxRL, GDPO, GFPO, CFPO, TPO and the decoupled objective: unbiased where the paper says so, by hand where it gives numbers."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from covey import algorithms as alg
 from covey.algorithms.check import step_gradients
 from covey.algorithms.samples import made_tokens
 from covey.errors import ConfigError
-from covey.types import Scores
+from covey.types import Scores, Totals
 
 LOGITS = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64)
 NAN = math.nan
@@ -150,3 +151,40 @@ def test_the_decoupled_objective_clips_around_the_learner_and_weighs_by_the_samp
     assert bool((behaviour > 1.2)[tokens.mask].any())
     loss = -(torch.where(tokens.mask, kept * surrogate, 0.0)).sum() / tokens.mask.sum()
     torch.testing.assert_close(found, torch.autograd.grad(loss, logp)[0])
+
+
+def cross_entropy(tokens, temperature, level):
+    """The paper's loss by autograd: mean over groups of the cross-entropy to the target."""
+    found = []
+    for one in tokens.group.unique():
+        rows = tokens.group == one
+        lengths = tokens.mask[rows].sum(-1).clamp(min=1) if level == "sequence" else 1
+        now, old = ((logp * tokens.mask)[rows].sum(-1) / lengths for logp in (tokens.logp, tokens.old_logp))
+        target = torch.softmax(old + tokens.advantages[rows, 0] / temperature, 0)
+        found.append(-(target * torch.log_softmax(now, 0)).sum())
+    return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize("level", ["product", "sequence"])
+def test_tpo_has_the_gradient_of_the_cross_entropy_to_its_target_in_micro_batches_too(level):
+    tokens = made_tokens(seed=3, drift=0.3)
+    expected = torch.autograd.grad(cross_entropy(tokens, 0.5, level), tokens.logp)[0]
+    totals = Totals.of(tokens.mask, tokens.group, 16)
+    whole = alg.TargetPolicy(0.5, level)
+    prepared = whole.prepare(tokens.detached(), totals)
+    half = len(tokens.group) // 2 + 1
+    shares = [alg.SequenceSum()(prepared(part), part, totals) for part in (tokens.rows(0, half), tokens.rows(half, 99))]
+    for loss in (alg.SequenceSum()(whole(tokens), tokens, totals), sum(shares)):
+        torch.testing.assert_close(torch.autograd.grad(loss, tokens.logp, retain_graph=True)[0], expected)
+
+
+def test_tpo_has_no_gradient_where_the_policy_is_the_target():
+    tokens = made_tokens(seed=4, drift=0.0, prompts=1)
+    tokens = replace(tokens, mask=torch.ones_like(tokens.mask))
+    assert alg.TargetPolicy().pull(tokens).abs().max() > 0.1
+    flat = replace(tokens, advantages=torch.zeros_like(tokens.advantages))
+    there = replace(tokens, logp=tokens.old_logp + tokens.advantages / tokens.lengths)
+    for one in (flat, there):
+        assert alg.TargetPolicy().pull(one).abs().max() == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(ConfigError, match="temperature of TargetPolicy is 0"):
+        alg.TargetPolicy(0.0)

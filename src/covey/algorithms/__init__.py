@@ -35,7 +35,7 @@ from covey.algorithms.importance import Correction, OffPolicyMask, Rejection
 from covey.algorithms.kl import ESTIMATORS, KL, AdaptiveKL, BoundedK3, StraightThrough, abs_kl, full, k1, k2, k3
 from covey.algorithms.members import MemberWeight
 from covey.algorithms.naming import from_name
-from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, gigpo, maxrl, pkpo
+from covey.algorithms.newer_presets import cfpo, decoupled_ppo, gdpo, gfpo, gigpo, maxrl, pkpo, tpo
 from covey.algorithms.objectives import CISPO, DPPO, SAPO, Clipped, GSPOToken, QuadraticPenalty, policy_gradient
 from covey.algorithms.options import from_options
 from covey.algorithms.pass_at_k import PKPO
@@ -64,6 +64,7 @@ from covey.algorithms.reference import EMA, Every, WhenFar, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy, entropy_bonus
 from covey.algorithms.sequence_objectives import GMPO, VESPO
 from covey.algorithms.slices import SliceNormalized
+from covey.algorithms.target_policy import TargetPolicy
 from covey.algorithms.token_advantages import GAE, ReinforcePlusPlus, ReMax
 from covey.algorithms.turn_advantages import GiGPO
 
@@ -120,6 +121,7 @@ __all__ = [
     "SliceNormalized",
     "SoftOverlong",
     "StraightThrough",
+    "TargetPolicy",
     "TopEntropy",
     "WhenFar",
     "abs_kl",
@@ -161,6 +163,7 @@ __all__ = [
     "sapo",
     "sft",
     "token_mean",
+    "tpo",
     "vespo",
     "zero",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from covey.algorithms.advantages import GroupNormalized, MaxRL, NormalizeThenSum
-from covey.algorithms.aggregation import Constant, SequenceMean, token_mean
+from covey.algorithms.aggregation import Constant, SequenceMean, SequenceSum, token_mean
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.filtering import GroupFiltered
 from covey.algorithms.importance import Correction
@@ -13,6 +13,7 @@ from covey.algorithms.making import DEFAULT_CORRECTION, KLOption, made
 from covey.algorithms.objectives import Clipped, QuadraticPenalty
 from covey.algorithms.pass_at_k import PKPO
 from covey.algorithms.reference import keep
+from covey.algorithms.target_policy import TargetPolicy
 from covey.algorithms.turn_advantages import GiGPO
 from covey.types import ReferenceRule, Weight
 
@@ -113,6 +114,22 @@ def cfpo(
     Cagatan et al. 2026, "Clipping-Free Policy Optimization", <https://arxiv.org/abs/2601.22801>.
     """
     return made("cfpo", GroupNormalized(), QuadraticPenalty(epsilon), SequenceMean(), kl, reference, correction)
+
+
+def tpo(
+    *,
+    temperature: float = 1.0,
+    level: Literal["product", "sequence"] = "product",
+    kl: KLOption = None,
+    reference: ReferenceRule = keep,
+    correction: Weight | None = DEFAULT_CORRECTION,
+) -> Algorithm:
+    """The policy is fitted by cross-entropy to `q ∝ p_old exp(A / temperature)` over each group, with no clip.
+
+    Kaddour 2026, "Target Policy Optimization", <https://arxiv.org/abs/2604.06159>, whose advantages divide by the population's
+    standard deviation where GRPO's divide by the sample's: a temperature of `sqrt((G - 1) / G)` is the same target.
+    """
+    return made("tpo", GroupNormalized(), TargetPolicy(temperature, level), SequenceSum(), kl, reference, correction)
 
 
 def decoupled_ppo(
