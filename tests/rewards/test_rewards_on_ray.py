@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ray_rewards import alone, deadly, fatal, length, picky, slow
+from datasets import Dataset
+from ray_rewards import alone, deadly, deadly_length, fatal, length, picky, slow
 
+from covey import GRPOConfig, GRPOTrainer
 from covey.rewards import Scorer, on_ray
 from covey.types import Completion, Group, Prompt
+from kit import tiny_model, tiny_tokenizer
 
 ray = pytest.importorskip("ray")
 
@@ -89,3 +92,31 @@ def test_a_late_actor_is_killed_and_the_others_are_scored():
 
 def test_a_reward_of_one_completion_and_of_async_def_runs_there_too():
     assert scores(Scorer.of([on_ray(alone, replicas=2)]), groups("a", "bbb")) == [[1.0, 3.0], [2.0, 4.0]]
+
+
+def test_a_run_whose_reward_is_on_actors_of_which_one_dies_learns_what_it_learns_without(tmp_path):
+    weights = []
+    for name, judge in (
+        ("here", alone),
+        ("there", on_ray(alone, replicas=2)),
+        ("dying", on_ray(deadly_length, replicas=2)),
+    ):
+        args = GRPOConfig(
+            str(tmp_path / name),
+            use_cpu=True,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=8,
+            max_steps=3,
+            learning_rate=1e-2,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        rows = Dataset.from_list([{"prompt": f"{i} and", "place": i, "folder": str(tmp_path)} for i in range(8)])
+        trainer = GRPOTrainer(tiny_model(), judge, args, rows, processing_class=tiny_tokenizer())
+        before = [one.clone() for one in trainer.model.parameters()]
+        trainer.train()
+        weights.append(list(trainer.model.parameters()))
+        assert any(not torch.equal(a, b) for a, b in zip(before, weights[-1], strict=True))
+    assert all(torch.equal(a, b) for other in weights[1:] for a, b in zip(weights[0], other, strict=True))
