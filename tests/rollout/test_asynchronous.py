@@ -1,6 +1,7 @@
 """The asynchronous sampler and its process: the native sampler's groups, new weights between tokens, a dead worker replaced."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.asynchronous import AsynchronousSampler
+from covey.rollout.on_ray import Actor
 from covey.rollout.worker import Order, Setup, Writer, packed, unpacked
 from covey.rollout.worker_process import ProcessWorker
 from covey.types import Group, Prompt
@@ -129,3 +131,16 @@ def test_a_worker_that_is_late_writes_with_the_weights_of_the_order_where_runs_r
     writer.take_newest()
     groups = list(writer.write(Order(0, tuple(prompts()), 2, PARAMS, at_least=1)))
     assert {one.version for group in groups for one in group.completions} == {version}
+
+
+@pytest.mark.parametrize(("takes_newest", "version"), [(False, 1), (True, 2)])
+def test_an_actor_that_is_late_does_too(model, takes_newest, version) -> None:
+    """The body of the actor, in this process."""
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    actor = Actor(packed(model, tiny_tokenizer()), replace(SETUP, in_flight=False, takes_newest=takes_newest), 0)
+    actor.put(1, weights)
+    actor.put(2, {name: weight + 0.1 for name, weight in weights.items()})
+    for at_least, expected in ((1, version), (2, 2)):
+        said = [pickle.loads(one) for one in actor.write(Order(0, tuple(prompts()), 2, PARAMS, at_least=at_least))]
+        groups = [one[1] for one in said if one[0] == "group"]
+        assert {one.version for group in groups for one in group.completions} == {expected}

@@ -8,6 +8,7 @@ import pickle
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,16 +26,19 @@ class Actor:
     """Body of the Ray actor: one thread generates orders in turn, another receives new weights."""
 
     def __init__(self, content: bytes, setup: Setup, version: int) -> None:
-        self.waiting: tuple[int, Mapping[str, Tensor]] | None = None
+        self.waiting: deque[tuple[int, Mapping[str, Tensor]]] = deque()
         self.took: list[int] = []
+        self.takes_newest = setup.takes_newest
         self.writer = Writer(content, setup, version, self._newest)
 
     def process_id(self) -> int:
         return os.getpid()
 
     def put(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Queue weights for the next group or token boundary; weights still waiting are replaced."""
-        self.waiting = (version, weights)
+        """Queue weights for the next group or token boundary. Those still waiting are dropped, unless each order has its own."""
+        if self.takes_newest:
+            self.waiting.clear()
+        self.waiting.append((version, weights))
 
     def write(self, order: Order) -> Iterator[bytes]:
         """("took", version), ("began",), ("group", group) and ("done",), pickled, as they occur."""
@@ -49,10 +53,11 @@ class Actor:
         yield pickle.dumps(("done",))
 
     def _newest(self) -> tuple[int, Mapping[str, Tensor]] | None:
-        found, self.waiting = self.waiting, None
-        if found is not None:
+        with contextlib.suppress(IndexError):  # `put` runs in another thread
+            found = self.waiting.popleft()
             self.took.append(found[0])
-        return found
+            return found
+        return None
 
 
 class RayWorker:
