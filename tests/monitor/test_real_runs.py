@@ -37,15 +37,14 @@ def test_every_kept_run_is_of_five_hundred_steps_and_small(detectors, judged):
 
 def test_one_healthy_run_in_ten_at_most_of_those_that_fixed_thresholds_has_a_false_alarm(detectors, judged):
     healthy = [found for one, found in judged if one["fault"] is None and detectors.half_of(one) == "fix"]
-    assert len(healthy) == 20
-    assert sum(any(detectors.is_loud(alert) for alert in found) for found in healthy) <= 2
+    assert len(healthy) == 40
+    assert sum(any(detectors.is_loud(alert) for alert in found) for found in healthy) <= 4
 
 
-@pytest.mark.parametrize("half", ["fix", "judge"])
-def test_nine_faults_in_ten_are_named_by_one_of_their_rules(detectors, judged, half):
-    faulty = [pair for pair in judged if pair[0]["fault"] and detectors.half_of(pair[0]) == half]
-    assert len(faulty) == 22
-    assert sum(detectors.named(*pair) is not None for pair in faulty) >= 20
+def test_nine_faults_in_ten_are_named_by_one_of_their_rules(detectors, judged):
+    faulty = [pair for pair in judged if pair[0]["fault"] and detectors.half_of(pair[0]) == "fix"]
+    assert len(faulty) == 44
+    assert sum(detectors.named(*pair) is not None for pair in faulty) >= 40
 
 
 def test_the_page_shows_the_table_that_the_detectors_of_today_give(detectors, judged):
