@@ -173,7 +173,7 @@ def may_have_risen(history: History, matters: float = 0.15, z: float = 2.0) -> b
     change = fmean(now) - fmean(begun)
     error = noise(begun, now) * math.sqrt(1 / len(begun) + 1 / len(now))
     spread = fmean(history["reward_std"].first or [abs(fmean(begun))])
-    return change > 0 and change + z * error > matters * spread
+    return change + z * error > matters * spread
 
 
 def _rounded(value: Any) -> Any:
