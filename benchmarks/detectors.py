@@ -1,6 +1,6 @@
 """Alerts judged on real runs of 500 steps: false alarms in healthy runs, and planted faults found, by rule.
 
-    python benchmarks/detectors.py run                 # all runs, into tests/data/runs (some two hours of one core)
+    python benchmarks/detectors.py run                 # all runs, into tests/data/runs (45 minutes of one core)
     python benchmarks/detectors.py run healthy-03 faulty-10
     python benchmarks/detectors.py table               # the tables of docs/alerts.md, from the kept metrics
 
