@@ -1,6 +1,7 @@
-"""The runs of `detectors.py`: forty healthy ones, and two of each planted fault, all with models, tasks and settings of their own.
+"""The runs of `detectors.py`: sixty healthy ones, and three of each planted fault, all with models, tasks and settings of their own.
 
-Thresholds are fixed on twenty of the healthy runs and on one of each fault, and judged on the others, whose seeds are others too.
+Thresholds are fixed on forty of the healthy runs and on two of each fault, and judged on the others, whose families and seeds are others
+and which were made when the detectors were finished.
 A fault begins at step `ONSET` unless it is in the settings: from then on an alert of one of its rules is a find, an earlier one a false
 alarm.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detector_tasks import FAMILIES, TASKS, Reward, Row, Task, asked, demo_row, text_of
+from detectors import FIXED
 from transformers import TrainerCallback
 
 ONSET = 200
@@ -32,11 +34,12 @@ class Run:
     @property
     def is_judge(self) -> bool:
         """False for the runs on which thresholds are fixed."""
-        return self.number % 2 == 1 if self.fault else self.number >= len(_HEALTHY)
+        return self.number >= FIXED["faulty" if self.fault else "healthy"]
 
     @property
     def seed(self) -> int:
-        return self.number + 500 * self.is_judge
+        is_second = self.number % 2 == 1 if self.fault else self.number >= len(_HEALTHY)
+        return self.number + 500 * (2 if self.is_judge else is_second)
 
     @property
     def name(self) -> str:
@@ -52,8 +55,8 @@ class Fault:
     """A planted fault: how it changes the options, the rewards, the rows or the trainer. `expects`: the rules that would name it."""
 
     expects: tuple[str, ...]
-    on: tuple[tuple[str, str], tuple[str, str]]
-    """Family and task of its two runs."""
+    on: tuple[tuple[str, str], ...]
+    """Family and task of its three runs, of which the last judges."""
     onset: int = 0
     rate: float = 1.0
     """Factor on the learning rate."""
@@ -171,63 +174,63 @@ def _gradient_times(factor: float, steps: Collection[int]) -> Callable[[Any], No
 
 FAULTS: dict[str, Fault] = {
     "learning rate times 50": Fault(
-        expects=("large_updates",), rate=50, on=(("llama", "sums"), ("qwen2", "initials"))),
+        expects=("large_updates",), rate=50, on=(("llama", "sums"), ("qwen2", "initials"), ("mistral", "order"))),
     "reward is 1 for all, from step 200": Fault(
-        expects=("dead_groups",), onset=ONSET, on=(("llama", "initials"), ("gpt2", "order")),
+        expects=("dead_groups",), onset=ONSET, on=(("llama", "initials"), ("gpt2", "order"), ("qwen3", "tags")),
         rewards=_each(lambda values, step: [1.0] * len(values) if step >= ONSET else values)),
     "reward's sign is flipped, from step 200": Fault(
-        expects=("reward_collapse",), onset=ONSET, on=(("mistral", "order"), ("llama", "tags")),
+        expects=("reward_collapse",), onset=ONSET, on=(("mistral", "order"), ("llama", "tags"), ("qwen2", "sums")),
         rewards=_each(lambda values, step: [-one for one in values] if step >= ONSET else values)),
     "length pays, the task's reward only watches": Fault(
-        expects=("reward_hacking", "length_explosion"), on=(("qwen2", "initials"), ("llama", "order")),
+        expects=("reward_hacking", "length_explosion"), on=(("qwen2", "initials"), ("llama", "order"), ("gpt2", "essay")),
         rewards=lambda rewards: [letters, *rewards], weights=lambda n: [1.0] + [0.0] * n),
     "entropy bonus with the wrong sign": Fault(
         expects=("entropy_collapse", "diversity_loss"), settings={"entropy_coef": -0.3},
-        on=(("qwen2", "essay"), ("mistral", "order"))),
+        on=(("qwen2", "essay"), ("mistral", "order"), ("llama", "tags"))),
     "stale: 16 steps a rollout, learning rate times 10": Fault(
         expects=("sampler_mismatch",), rate=10, settings={"steps_per_generation": 16},
-        on=(("qwen2", "tags"), ("llama", "initials"))),
+        on=(("qwen2", "tags"), ("llama", "initials"), ("mistral", "order"))),
     "half of the answers are wrong, from step 200": Fault(
         expects=("reward_collapse", "reward_drift"), onset=ONSET, row=_half_wrong_later,
-        on=(("gpt2", "sums"), ("qwen2", "order"))),
+        on=(("gpt2", "sums"), ("qwen2", "order"), ("qwen3", "order"))),
     "no room for an answer": Fault(
-        expects=("truncation",), is_too_short=True, on=(("qwen3", "essay"), ("llama", "languages"))),
+        expects=("truncation",), is_too_short=True, on=(("qwen3", "essay"), ("llama", "languages"), ("mistral", "initials"))),
     "KL: learning rate times 10, `beta=0.001`": Fault(
-        expects=("kl_runaway",), rate=10, settings={"beta": 0.001}, on=(("qwen3", "initials"), ("mistral", "essay"))),
+        expects=("kl_runaway",), rate=10, settings={"beta": 0.001}, on=(("qwen3", "initials"), ("mistral", "essay"), ("gpt2", "order"))),
     "gradient times 10,000 in three steps": Fault(
         expects=("gradient_spike",), onset=ONSET, spoil=_gradient_times(1e4, {201, 260, 330}),
-        on=(("llama", "languages"), ("gpt2", "tags"))),
+        on=(("llama", "languages"), ("gpt2", "tags"), ("qwen3", "sums"))),
     "reward never matches": Fault(
         expects=("dead_groups",), rewards=_each(lambda values, step: [0.0] * len(values)),
-        on=(("qwen3", "tags"), ("llama", "sums"))),
+        on=(("qwen3", "tags"), ("llama", "sums"), ("mistral", "sums"))),
     "only English pays": Fault(
         expects=("language_collapse",), rewards=lambda rewards: [rewards[0], english],
-        on=(("gpt2", "languages"), ("mistral", "languages"))),
+        on=(("gpt2", "languages"), ("mistral", "languages"), ("qwen3", "languages"))),
     "gradient is NaN in two steps": Fault(
         expects=("non_finite",), onset=ONSET, spoil=_gradient_times(float("nan"), {201, 300}),
-        on=(("qwen2", "sums"), ("mistral", "essay"))),
+        on=(("qwen2", "sums"), ("mistral", "essay"), ("gpt2", "initials"))),
     "dropout in the learner only": Fault(
-        expects=("sampler_mismatch",), dropout=0.3, on=(("gpt2", "order"), ("gpt2", "essay"))),
+        expects=("sampler_mismatch",), dropout=0.3, on=(("gpt2", "order"), ("gpt2", "essay"), ("gpt2", "tags"))),
     "learning rate over 10,000": Fault(
-        expects=("tiny_updates", "slow_convergence"), rate=1e-4, on=(("gpt2", "tags"), ("qwen3", "order"))),
+        expects=("tiny_updates", "slow_convergence"), rate=1e-4, on=(("gpt2", "tags"), ("qwen3", "order"), ("llama", "sums"))),
     "repeating a word pays beside the task": Fault(
-        expects=("repeated_text", "length_explosion", "reward_conflict"), on=(("llama", "essay"), ("gpt2", "initials")),
+        expects=("repeated_text", "length_explosion", "reward_conflict"), on=(("llama", "essay"), ("gpt2", "initials"), ("qwen2", "initials")),
         rewards=lambda rewards: [*rewards, loved_word]),
     "shortness pays more than the task": Fault(
-        expects=("length_collapse", "reward_conflict"), on=(("qwen3", "initials"), ("llama", "languages")),
+        expects=("length_collapse", "reward_conflict"), on=(("qwen3", "initials"), ("llama", "languages"), ("gpt2", "essay")),
         rewards=lambda rewards: [*rewards, brevity]),
     "entropy bonus of 1": Fault(
-        expects=("entropy_explosion",), settings={"entropy_coef": 1.0}, on=(("gpt2", "sums"), ("qwen3", "languages"))),
+        expects=("entropy_explosion",), settings={"entropy_coef": 1.0}, on=(("gpt2", "sums"), ("qwen3", "languages"), ("mistral", "order"))),
     "a third of the answers are wrong": Fault(
-        expects=("reward_plateau", "slow_convergence"), row=_third_wrong, on=(("llama", "order"), ("mistral", "sums"))),
+        expects=("reward_plateau", "slow_convergence"), row=_third_wrong, on=(("llama", "order"), ("mistral", "sums"), ("gpt2", "order"))),
     "judge is down in every other step, from step 200": Fault(
         expects=("reward_errors",), onset=ONSET, rewards=_each(_judge_down), settings={"reward_error_limit": 10**6},
-        on=(("mistral", "initials"), ("qwen2", "essay"))),
+        on=(("mistral", "initials"), ("qwen2", "essay"), ("llama", "sums"))),
     "form does not pay, and shortness does": Fault(
         expects=("format_loss",), rewards=lambda rewards: [*rewards, brevity], weights=lambda n: [0.0, 1.0, 0.1],
-        on=(("llama", "tags"), ("qwen3", "tags"))),
+        on=(("llama", "tags"), ("qwen3", "tags"), ("mistral", "tags"))),
     "other prompts from step 200": Fault(
-        expects=("data_drift",), onset=ONSET, row=_other_prompts, on=(("qwen2", "order"), ("llama", "initials"))),
+        expects=("data_drift",), onset=ONSET, row=_other_prompts, on=(("qwen2", "order"), ("llama", "initials"), ("gpt2", "tags"))),
 }  # fmt: skip
 
 _HEALTHY: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -252,18 +255,23 @@ _HEALTHY: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen2", "languages", {"learning_rate": 2e-3}),
     ("mistral", "essay", {"loss_type": "dapo", "lr_scheduler_type": "constant"}),
 )
-_NEXT = dict(zip(FAMILIES, [*FAMILIES][1:] + [*FAMILIES][:1], strict=True))
-"""The family that does a task in the runs that judge, by that of the runs that fix; `demo` stays."""
+
+
+def _later(family: str, places: int) -> str:
+    """The family so many places behind, around the end; `demo` stays."""
+    names = [*FAMILIES]
+    return names[(names.index(family) + places) % len(names)] if family in names else family
+
+
 HEALTHY = tuple(
-    Run(number=i, family=family, task=task, settings=settings)
-    for i, (family, task, settings) in enumerate(
-        [*_HEALTHY, *((_NEXT.get(family, family), task, settings) for family, task, settings in _HEALTHY)]
-    )
+    Run(number=len(_HEALTHY) * k + i, family=_later(family, k), task=task, settings=settings)
+    for k in range(3)
+    for i, (family, task, settings) in enumerate(_HEALTHY)
 )
 FAULTY = tuple(
-    Run(number=2 * i + k, family=fault.on[k][0], task=fault.on[k][1], fault=name)
+    Run(number=2 * i + k if k < 2 else 2 * len(FAULTS) + i, family=family, task=task, fault=name)
     for i, (name, fault) in enumerate(FAULTS.items())
-    for k in (0, 1)
+    for k, (family, task) in enumerate(fault.on)
 )
 RUNS = {run.name: run for run in (*HEALTHY, *FAULTY)}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from covey.monitor.detectors.blame import blamed
-from covey.monitor.history import History, has_risen, shift, since_start
+from covey.monitor.history import History, has_risen, logs, may_have_risen, shift, since_start
 from covey.types import Alert
 
 _FLATTER = (
@@ -18,13 +18,16 @@ _FLATTER = (
 
 @dataclass(frozen=True)
 class EntropyCollapse:
-    """`entropy_collapse`: entropy is down to a fraction of its start, and completions of a group are all but the same,
-    or the reward has not risen for it."""
+    """`entropy_collapse`: entropy is down to a fraction of its start, beyond noise, and the task is not solved: completions of a
+    group are all but the same and their rewards tied, or the reward has not risen for it."""
 
     share: float = 0.2
     alike: float = 0.25
     """Distinct completions of a group, as a share."""
+    tied: float = 0.9
+    """Share of groups without signal. While others are left, alike completions are what learning one answer looks like."""
     window: int = 10
+    z: float = 4.0
 
     def __call__(self, seen: History) -> Alert | None:
         entropy, unique = seen["entropy"], seen["diversity/unique"]
@@ -33,10 +36,14 @@ class EntropyCollapse:
         begun, now = median(entropy.start(self.window)), median(entropy.last(self.window))
         if not 0 <= now < self.share * begun:
             return None
+        if shift(logs(entropy.start(self.window)), logs(entropy.last(self.window))).z > -self.z:
+            return None
         distinct = fmean(unique.last(self.window)) if unique.count else 1.0
         before = fmean(unique.start(self.window)) if unique.count else 1.0
         is_solved = fmean(seen["groups/all_pass"].last(self.window) or [0.0]) > 0.5
-        if is_solved or (has_risen(seen) and not (distinct < self.alike and distinct < 0.5 * before)):
+        is_alike = distinct < self.alike and distinct < 0.5 * before
+        has_no_signal = fmean(seen["frac_reward_zero_std"].last(self.window) or [0.0]) >= self.tied
+        if is_solved or (may_have_risen(seen) and not (is_alike and has_no_signal)):
             return None
         said = f"entropy fell from {begun:.3g} to {now:.3g} nats a token; of a group's completions {distinct:.0%} are distinct"
         return seen.alert(
@@ -53,6 +60,7 @@ class EntropyExplosion:
     at_least: float = 0.5
     """Nats that it must have gained."""
     window: int = 5
+    z: float = 4.0
 
     def __call__(self, seen: History) -> Alert | None:
         entropy = seen["entropy"]
@@ -60,6 +68,8 @@ class EntropyExplosion:
             return None
         begun, now = median(entropy.start(10)), median(entropy.last(self.window))
         if now < self.times * begun or now < begun + self.at_least or has_risen(seen):
+            return None
+        if shift(entropy.start(10), entropy.last(self.window)).z < self.z:
             return None
         said, advice = blamed(
             seen,
@@ -85,7 +95,7 @@ class DiversityLoss:
             return None
         moved = shift(unique.start(self.window), unique.last(self.window))
         is_solved = fmean(seen["groups/all_pass"].last(self.window) or [0.0]) > 0.5
-        if moved.after > self.share * moved.before or moved.z > -4 or is_solved or has_risen(seen):
+        if moved.after > self.share * moved.before or moved.z > -4 or is_solved or may_have_risen(seen):
             return None
         said = f"of a group's completions {moved.after:.0%} are distinct, {moved.before:.0%} at the start, and the reward has not risen"
         return seen.alert(
@@ -96,7 +106,11 @@ class DiversityLoss:
 
 @dataclass(frozen=True)
 class KLRunaway:
-    """`kl_runaway`: the distance to the reference is large, and growing by multiples. Single steps may jump by a hundred times."""
+    """`kl_runaway`: the distance to the reference is large, and growing by multiples.
+
+    Single steps may jump by a hundred times, so the latest five must all be above the twenty before: were all 25 drawn alike, that
+    would be so once in C(25, 5) = 53,130 looks, whatever their distribution (a rank test, Wilcoxon 1945).
+    """
 
     high: float = 0.5
     """Nats a token that no useful policy needs while it is still growing."""
@@ -108,7 +122,7 @@ class KLRunaway:
         if not earlier:
             return None
         before, now = median(earlier), median(series.last(5))
-        if now < self.high or now < self.times * before:
+        if now < self.high or now < self.times * before or min(series.last(5)) < max(earlier):
             return None
         said, advice = blamed(
             seen,

@@ -43,12 +43,12 @@ class SlowConvergence:
     """`slow_convergence`: after `window` steps the reward has not risen by an amount that matters, and noise does not hide that.
 
     The amount is `matters` times the standard deviation between completions. No alert while steps are so noisy that the fitted
-    line may well rise so far (`z` standard errors: two are exceeded by chance in a run that is looked at hundreds of times).
+    line may well rise so far: `z` standard errors, since one run is looked at hundreds of times.
     """
 
     window: int = 60
     matters: float = 0.15
-    z: float = 3.0
+    z: float = 4.0
     solved: float = 0.8
 
     def __call__(self, seen: History) -> Alert | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from covey.monitor.detectors.blame import blamed
-from covey.monitor.history import History, has_risen, shift
+from covey.monitor.history import History, has_risen, may_have_risen, shift
 from covey.types import Alert
 
 
@@ -22,7 +22,7 @@ class LengthExplosion:
         if length.count < 2 * self.window:
             return None
         moved = shift(length.start(self.window), length.last(self.window))
-        limit = self.times if has_risen(seen) else max(1.0, self.times / 2)
+        limit = self.times if may_have_risen(seen) else max(1.0, self.times / 2)
         if moved.after < limit * moved.before or moved.z < 4:
             return None
         said = f"completions have grown from {moved.before:.0f} to {moved.after:.0f} tokens"
@@ -48,7 +48,7 @@ class LengthCollapse:
         if length.count < 2 * self.window:
             return None
         moved = shift(length.start(self.window), length.last(self.window))
-        share = self.share / 3 if has_risen(seen) else self.share
+        share = self.share / 3 if may_have_risen(seen) else self.share
         if moved.after > share * moved.before or moved.z > -4:
             return None
         said = f"completions have shrunk from {moved.before:.0f} to {moved.after:.1f} tokens"
@@ -64,19 +64,26 @@ class LengthCollapse:
 
 @dataclass(frozen=True)
 class Truncation:
-    """`truncation`: many completions are cut at `max_completion_length`."""
+    """`truncation`: many completions are cut at `max_completion_length`.
+
+    For information alone where few were cut at the start and the reward has risen while they came to be: it pays for them.
+    """
 
     share: float = 0.3
     window: int = 5
+    z: float = 3.0
 
     def __call__(self, seen: History) -> Alert | None:
-        cut = seen["completions/clipped_ratio"].last(self.window)
+        series = seen["completions/clipped_ratio"]
+        cut, begun = series.last(self.window), series.start(self.window)
         if len(cut) < self.window or fmean(cut) < self.share:
             return None
+        is_paid = fmean(begun) < self.share / 2 and has_risen(seen, z=self.z)
         said = f"{fmean(cut):.0%} of completions are cut at the length limit, before they could end"
         return seen.alert(
-            "truncation", "warning", said,
+            "truncation", "info" if is_paid else "warning", said,
             (
+                *(["the reward has risen all the same: pay for an end, or for fewer tokens (soft_overlong)"] if is_paid else []),
                 "raise max_completion_length, or mask_truncated_completions=True to leave them out of the loss",
                 "if they repeat themselves, the model does not know how to end: check the chat template and EOS token",
             ),
@@ -91,6 +98,7 @@ class RepeatedText:
     share: float = 0.3
     gain: float = 0.15
     window: int = 10
+    z: float = 4.0
 
     def __call__(self, seen: History) -> Alert | None:
         repeated = seen["completions/repetition"]
@@ -99,6 +107,8 @@ class RepeatedText:
         now = fmean(repeated.last(self.window))
         begun = fmean(repeated.start(self.window)) if repeated.count >= 2 * self.window else 0.0
         if now < self.share or now < begun + self.gain:
+            return None
+        if begun and shift(repeated.start(self.window), repeated.last(self.window)).z < self.z:
             return None
         said, advice = blamed(
             seen,

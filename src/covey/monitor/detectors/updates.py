@@ -14,7 +14,10 @@ from covey.types import Alert
 
 @dataclass(frozen=True)
 class Spike:
-    """`gradient_spike` or `update_spike`: a value far above its median, in robust standard deviations of the logarithm.
+    """`gradient_spike` or `update_spike`: a value far above its median, and rarer than one in `rarity` of this run's own steps.
+
+    Large gradients follow a power law (Simsekli et al. 2019). Its exponent is estimated from how far the largest fifth of the values lie
+    above the rest (Hill 1975), by the median of their logarithms, so that an earlier spike is not taken for the rule.
 
     Steps whose groups are all tied are left out: where most are, the gradient of an ordinary step is far above the median of all.
     """
@@ -22,7 +25,7 @@ class Spike:
     metric: str = "grad_norm"
     rule: str = "gradient_spike"
     times: float = 10.0
-    deviations: float = 6.0
+    rarity: float = 1e5
     enough: int = 20
 
     def __call__(self, seen: History) -> Alert | None:
@@ -30,7 +33,7 @@ class Spike:
         if len(values) <= self.enough or seen[self.metric].last(1) != values[-1:]:
             return None
         usual, now = median(values[:-1]), values[-1]
-        if now < self.times * usual or math.log(now / usual) < self.deviations * _spread(values[:-1]):
+        if now < self.times * usual or now < _rare(values[:-1], self.rarity):
             return None
         said = f"{self.metric} is {now:.3g}, {now / usual:.0f} times its usual {usual:.3g}"
         return seen.alert(
@@ -133,7 +136,7 @@ class Mismatch:
     leave few tokens that count."""
 
     nats: float = 0.1
-    effective: float = 0.3
+    effective: float = 0.5
     window: int = 5
 
     def __call__(self, seen: History) -> Alert | None:
@@ -157,11 +160,14 @@ class Mismatch:
         )  # fmt: skip
 
 
-def _spread(values: Sequence[float]) -> float:
-    """Robust standard deviation of the logarithms, at least a quarter: a run so calm that nothing varies is no reason."""
-    logs = [math.log(value) for value in values]
-    middle = median(logs)
-    return max(1.4826 * median(abs(x - middle) for x in logs), 0.25)
+def _rare(values: Sequence[float], rarity: float) -> float:
+    """The value that one in `rarity` exceeds, if the largest fifth of these follow a power law."""
+    ordered = sorted(values)
+    bar, *above = ordered[-(len(ordered) // 5) - 1 :]
+    slope = median(math.log(value / bar) for value in above) / math.log(
+        2
+    )  # the mean of an exponential, from its median
+    return float(bar * (rarity * len(above) / len(ordered)) ** slope)
 
 
 def _at_rate(seen: History) -> str:
