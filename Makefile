@@ -8,6 +8,8 @@ VLLM   := .venv-vllm
 # processes that share the tests
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# the files with such a mark: reading all of them takes ten seconds of each process
+marked = $(shell grep -rlF mark.$(1) tests --include="test_*.py")
 
 .PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers gpu test-vllm test-all check pages docs bench soak audit clean
 
@@ -35,10 +37,10 @@ test: $(STAMP)           ## the quick tests (minutes)
 	$(PYTEST) -m "not slow and not nightly and not gpu and not vllm"
 
 slow: $(STAMP)           ## real runs that are killed, resumed and trained: CI runs them after the quick tests
-	$(PYTEST) -m "slow and not nightly and not gpu and not vllm" --timeout 900 --durations 20
+	$(PYTEST) -m "slow and not nightly and not gpu and not vllm" --timeout 900 --durations 20 $(call marked,slow)
 
 nightly: $(STAMP)        ## repetitions of the slow tests; with `pip install triton` its kernels too
-	$(PYTEST) -m "nightly and not gpu and not vllm" --timeout 1800
+	$(PYTEST) -m "nightly and not gpu and not vllm" --timeout 1800 $(call marked,nightly)
 
 extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task libraries that the development tools leave out
 	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py

@@ -19,14 +19,27 @@ import numpy
 import pytest
 import torch
 
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False  # compiled by the collection, read by each process that a test starts
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when it is imported, and other libraries import it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`make slow` reads only the files in which the mark is written: a test that has it from elsewhere would never run."""
+    for mark in ("slow", "nightly"):
+        marked = {item.path for item in items if item.get_closest_marker(mark)}
+        silent = [str(path) for path in marked if f"mark.{mark}" not in path.read_text()]
+        assert not silent, f"pytest.mark.{mark} is not written in {silent}"
+
+
 def pytest_collection_finish():
     """Garbage collections leave out what the imports made: a run collects once before it starts, which took 0.3 s each time."""
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
     gc.collect()
     gc.freeze()
 

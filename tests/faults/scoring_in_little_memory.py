@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 torch.set_num_threads(1)

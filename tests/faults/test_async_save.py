@@ -76,7 +76,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [8, pytest.param(40, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps", [5, pytest.param(40, marks=pytest.mark.nightly)])
 def test_a_run_killed_at_random_moments_of_its_writes_always_resumes_and_ends_bit_for_bit(
     runs: Runs, tmp_path: Path, steps: int
 ) -> None:

@@ -24,11 +24,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_preempted_ten_times_ends_bit_for_bit_and_started_once_more_does_nothing(bench: Bench) -> None:
+@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.nightly)])
+def test_a_run_that_is_preempted_again_and_again_ends_bit_for_bit_and_started_once_more_does_nothing(
+    bench: Bench, times: int
+) -> None:
     whole, _ = bench.undisturbed(1)
     folder = bench.fresh()
     codes = []
-    for _ in range(10):
+    for _ in range(times):
         before = last_step(folder)
         process = bench.start(Plan(str(folder)))
         wait_until(lambda before=before, process=process: last_step(folder) > before or not process.is_alive())

@@ -6,31 +6,43 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from test_dead_ranks import pair
 
+from forked import run
+
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 pytestmark = pytest.mark.timeout(1800)  # eight processes in a row on a machine that others load
 
 
-def torchrun(folder: Path, *words: str, late: str = "") -> str:
-    """Run the pair of ranks to its end under the launcher; what all of them said."""
+def torchrun(folder: Path, *words: str, late: str = "") -> None:
+    """Run the pair of ranks to its end under the launcher."""
     folder.mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"PATIENCE": "120", "LATE": late}
     done = subprocess.run(
         [*launcher, str(SCRIPT), str(SCRIPT.parents[1]), str(folder), *words],
-        env=env,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **patient(late)},
         capture_output=True,
         text=True,
         timeout=1500,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout + done.stderr
+
+
+def forked_torchrun(folder: Path, *words: str, late: str = "") -> None:
+    """The same launcher, whose ranks begin as forks of it."""
+    folder.mkdir()
+    launcher = [SCRIPT.with_name("relaunched.py"), SCRIPT]
+    done = run(*launcher, SCRIPT.parents[1], folder, *words, env=patient(late), timeout=1500)
+    assert done.returncode == 0, done.err[-5000:]
+
+
+def patient(late: str) -> dict[str, str]:
+    return {"GLOO_SOCKET_IFNAME": "lo", "PATIENCE": "120", "LATE": late}
 
 
 def left_alone(folder: Path, what: str) -> None:
@@ -41,10 +53,18 @@ def left_alone(folder: Path, what: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [pytest.param("0,1", marks=pytest.mark.nightly), "1,0"])
-def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_bit(late: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launch, late",
+    [
+        (forked_torchrun, "1,0"),
+        *(pytest.param(torchrun, late, marks=pytest.mark.nightly) for late in ("0,1", "1,0")),
+    ],
+)
+def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_bit(
+    launch: Callable[..., None], late: str, tmp_path: Path
+) -> None:
     killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
-    torchrun(killed.parent, "kill twice", "auto", late=late)
+    launch(killed.parent, "kill twice", "auto", late=late)
     left_alone(whole.parent, "none twice")
     attempts = json.loads((killed / "run.json").read_text())["attempts"]
     assert [one["from_step"] > 0 for one in attempts] == [False, True, True], "each went on where the last one was"

@@ -23,6 +23,7 @@ from covey.feedback.endpoint import LearningEndpoint
 from covey.feedback.settings import Settings
 from covey.rollout import NativeSampler
 from feedback.simulated import Load, ask, call, candidates, is_right, scored, text_of
+from forked import Forked
 
 FORM = "feedback.rewards:form"
 KEY = "a-key-of-some-length"
@@ -206,32 +207,16 @@ def test_thumbs_up_from_most_and_reversed_scores_from_three_in_ten_are_never_pro
 @contextlib.contextmanager
 def server(folder, *options):
     """A `covey serve demo --learn` process and its base URL; killed at the end."""
-    command = [
-        sys.executable,
-        "-m",
-        "covey",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--use-cpu",
-        "--learn",
-        "--learn-folder",
-        str(folder),
-    ]
+    command = ["serve", "demo", "--port", "0", "--use-cpu", "--learn", "--learn-folder", str(folder)]
     command += ["--fixed-set", "demo:test", "--fixed-set-prompts", "100", "--reward", "demo", "--tolerance", "0.06"]
     command += ["--scores-per-candidate", "128", "--learning-rate", "1e-3", "--max-output-tokens", "48", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
+    script = f"import sys; from covey.cli import main; sys.exit(main({command!r}))"
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as said, Forked("-c", script, stdout=writer) as process:
+        os.close(writer)
+        found = re.search(r"http://\S+", said.readline())
         assert found
         yield process, found.group()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.mark.slow

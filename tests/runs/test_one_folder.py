@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import Forked, free_port, rank_environment
 
 SCRIPT = """
 import os, sys
@@ -22,10 +22,9 @@ Path("rank-" + rank).write_text(str(one.args.output_dir) + " " + str(one.output_
 
 @pytest.mark.slow
 def test_two_processes_that_chose_different_folders_agree_on_the_first_ones(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run(launch, cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    script, port = SCRIPT.format(tests=str(Path(__file__).parents[1])), free_port()
+    ranks = [Forked("-c", script, cwd=tmp_path, env=rank_environment(rank, port)) for rank in range(2)]
+    assert [rank.wait(240) for rank in ranks] == [0, 0], [rank.err for rank in ranks]
     assert {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)} == {"runs/train-0 runs/train-0"}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train-0"]
     assert (tmp_path / "runs" / "train-0" / "metrics.jsonl").is_file()

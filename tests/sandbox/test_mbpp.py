@@ -1,4 +1,4 @@
-"""Every reference solution of MBPP is judged right, and wrong once it is mutated."""
+"""Reference solutions of MBPP are judged right, and wrong once they are mutated: a fourth and a 32nd of them by day, all of them nightly."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class _Spoil(ast.NodeTransformer):
         return ast.Return(ast.Constant("no test expects this"))
 
 
-@pytest.mark.parametrize("one_mutant_of", [8, pytest.param(1, marks=pytest.mark.nightly)])
-def test_mbpp_references_pass_and_their_mutants_fail(one_mutant_of: int) -> None:
+@pytest.mark.parametrize("one_of, one_mutant_of", [(4, 32), pytest.param(1, 1, marks=pytest.mark.nightly)])
+def test_mbpp_references_pass_and_their_mutants_fail(one_of: int, one_mutant_of: int) -> None:
     rows = [json.loads(line) for line in MBPP.read_text().splitlines()]
     assert len(rows) == 974
+    mutants, rows = rows[::one_mutant_of], rows[::one_of]
     with Sandbox() as sandbox, ThreadPoolExecutor(sandbox.workers) as threads:
 
         def verdict(row: dict, code: str) -> bool:
             return sandbox.run(code, row["test_list"], setup=row["test_setup_code"], timeout=60).passed
 
         right = list(threads.map(lambda row: verdict(row, row["code"]), rows))
-        mutants = rows[::one_mutant_of]
         wrong = list(threads.map(lambda row: verdict(row, _mutant(row["code"])), mutants))
     assert [row["task_id"] for row, passed in zip(rows, right, strict=True) if not passed] == []
     assert [row["task_id"] for row, passed in zip(mutants, wrong, strict=True) if passed] == []
