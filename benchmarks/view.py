@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 import warnings
@@ -28,12 +29,17 @@ from typing import Any
 
 import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
-from view_run import NEEDLE, THINGS, Size, make
+from view_run import EVERY, NEEDLE, THINGS, Size, make, write_rollouts
+
+from covey.monitor.view.prompts import ORDERS, STATES
 
 CHROMIUM = "/usr/bin/chromium"
 READY, QUICK = 1500.0, 200.0
 FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 FOLLOWS_DRAG = 20
+TYPING = 150
+"""Milliseconds without a key after which a number is looked up."""
+ARRIVALS = 60
 
 
 class Waits:
@@ -183,21 +189,78 @@ def browse(page: Page, waits: Waits, turn: int) -> None:
     waits.add("rollouts: open a group", 1000 * (time.perf_counter() - start), QUICK)
 
 
-def spreads(page: Page, waits: Waits, address: str) -> None:
-    """The pages of prompts, lengths, policy and rewards, and what is chosen on them; a page is complete with its whole sample."""
+def prompts(page: Page, waits: Waits, address: str) -> None:
+    """The page of prompts: every state, every order, the next rows, another threshold, and one prompt's groups."""
+    listed = lambda act: after(page, act, "prompts")
     waits.add("prompts: first rows", ready(page, f"{address}#prompts", "prompts"), READY)
-    for state in ("flaky", "forgotten", "all"):
+    for state in (*STATES, "forgotten", "all"):
         press = lambda state=state: page.get_by_role("button", name=f"{state} ", exact=False).first.click()
-        waits.add(f"prompts: '{state}'", after(page, press, "prompts"), QUICK)
-    order = lambda: page.get_by_label("Order").select_option("biggest loss")
-    waits.add("prompts: order 'biggest loss'", after(page, order, "prompts"), QUICK)
+        waits.add(f"prompts: '{state}'", listed(press), QUICK)
+    for order in ORDERS:
+        choose = lambda order=order: page.get_by_label("Order").select_option(order)
+        waits.add(f"prompts: order '{order}'", listed(choose), QUICK)
+    page.wait_for_timeout(300)  # for the rows below the screen
+    waits.add("prompts: scroll to the next rows", listed(lambda: page.evaluate("scrollTo(0, 1e9)")), QUICK)
+    page.evaluate("scrollTo(0, 0)")
+    threshold = lambda: page.get_by_label("Threshold of a right answer").fill("1.2")
+    waits.add(
+        f"prompts: another threshold ({TYPING} ms of it the pause after typing)", listed(threshold), QUICK + TYPING
+    )
+    waits.add("prompts: open one", after(page, lambda: page.locator(".said a").first.click(), "listed"), QUICK)
+
+
+def spreads(page: Page, waits: Waits, address: str) -> None:
+    """The pages of lengths, policy and rewards, and what is chosen on them; a page is complete with its whole sample."""
+    ready(page, f"{address}#rollouts", "listed")
     for key, name in (("5", "lengths"), ("6", "policy"), ("7", "rewards")):
-        waits.add(
-            f"{name}: from another page (key)", after(page, lambda key=key: page.keyboard.press(key), "spread"), READY
-        )
-    waits.add("lengths: again (key)", after(page, lambda: page.keyboard.press("5"), "spread"), QUICK)
-    waits.add("policy: again (key)", after(page, lambda: page.keyboard.press("6"), "spread"), QUICK)
-    waits.add("rewards: again (key)", after(page, lambda: page.keyboard.press("7"), "spread"), QUICK)
+        press = lambda key=key: page.keyboard.press(key)
+        waits.add(f"{name}: from another page (key)", after(page, press, "spread"), READY)
+    for key, name in (("5", "lengths"), ("6", "policy"), ("7", "rewards")):
+        waits.add(f"{name}: again (key)", after(page, lambda key=key: page.keyboard.press(key), "spread"), QUICK)
+    score = lambda: page.get_by_label("Reward", exact=True).select_option("brief")
+    waits.add("rewards: spread of another", after(page, score, "spread"), QUICK)
+    waits.add("runs (key)", after(page, lambda: page.keyboard.press("1"), "ready"), QUICK)
+    waits.add("differences (key)", after(page, lambda: page.keyboard.press("8"), "ready"), QUICK)
+    waits.add("facts (key)", after(page, lambda: page.keyboard.press("9"), "ready"), QUICK)
+
+
+def going_on(page: Page, waits: Waits, address: str) -> None:
+    """The lists while new completions arrive (`arriving`): each wait may be the first after they did."""
+    ready(page, f"{address}#prompts", "prompts")
+    for state in ("flaky", "unsolved", "all"):
+        page.wait_for_timeout(700)
+        press = lambda state=state: page.get_by_role("button", name=f"{state} ", exact=False).first.click()
+        waits.add("while the run goes on: prompts, another state", after(page, press, "prompts"), QUICK)
+    for order in ("biggest loss", "lowest reward", "last seen"):
+        page.wait_for_timeout(700)
+        choose = lambda order=order: page.get_by_label("Order").select_option(order)
+        waits.add("while the run goes on: prompts, another order", after(page, choose, "prompts"), QUICK)
+    after(page, lambda: page.keyboard.press("3"), "listed")
+    for order in ("biggest gain", "longest", "newest"):
+        page.wait_for_timeout(700)
+        choose = lambda order=order: page.get_by_label("Order").select_option(order)
+        waits.add("while the run goes on: rollouts, another order", after(page, choose, "listed"), QUICK)
+
+
+@contextmanager
+def arriving(folder: Path, seed: int) -> Iterator[None]:
+    """Two steps of rollouts a second, renamed into place as Covey does; they are gone afterwards."""
+    last = max(int(path.stem.split("-")[1]) for path in (folder / "rollouts").iterdir() if path.suffix == ".parquet")
+    steps = range(last + EVERY, last + EVERY * ARRIVALS, EVERY)
+    done = threading.Event()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        write_rollouts(Path(scratch), steps, 100, seed)
+        made = sorted((Path(scratch) / "rollouts").iterdir())
+        bring = lambda: [path.replace(folder / "rollouts" / path.name) for path in made if not done.wait(0.5)]
+        thread = threading.Thread(target=bring)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            for path in made:
+                (folder / "rollouts" / path.name).unlink(missing_ok=True)
 
 
 def page_memory(browser: Browser, page: Page) -> tuple[float, float]:
@@ -235,6 +298,10 @@ def measure(browser: Browser, folder: Path, repeats: int) -> tuple[Waits, list[s
                 ready(page, f"{server.address}#rollouts", "listed"),
                 READY,
             )
+        with serving(folder) as server, visit(browser) as page:
+            waits.add(
+                "first visit: prompts, nothing read yet", ready(page, f"{server.address}#prompts", "prompts"), READY
+            )
     with serving(folder) as server:
         told.append(f"everything read {server.wait_until_indexed():.1f} s after the start of the server")
         told.append("server then {:.0f} MB resident, at most {:.0f}".format(*server.memory()))
@@ -248,7 +315,11 @@ def measure(browser: Browser, folder: Path, repeats: int) -> tuple[Waits, list[s
                 browse(page, waits, turn)
                 listed = page_memory(browser, page)
             with visit(browser) as page:
+                prompts(page, waits, server.address)
+            with visit(browser) as page:
                 spreads(page, waits, server.address)
+            with arriving(folder, turn), visit(browser) as page:
+                going_on(page, waits, server.address)
         told.append("server {:.0f} MB resident after all of it, at most {:.0f}".format(*server.memory()))
     told.append("page of curves: JavaScript {:.0f} MB, process {:.0f} MB".format(*drawn))
     told.append("page of rollouts: JavaScript {:.0f} MB, process {:.0f} MB".format(*listed))

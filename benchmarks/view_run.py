@@ -38,6 +38,8 @@ mean_terminated_length min_length min_terminated_length repetition"""
 EVERY = 10
 """Steps between rollouts that are kept, the default of `rollout_log_steps`."""
 GROUP = 10
+AGAIN = 512
+"""Prompts that come again all the time; each of the others comes in one stretch of the run."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ def groups_of(rng: random.Random, tokenizer: Any, step: int, count: int) -> list
     groups = []
     for place, (question, row) in enumerate(questions):
         mine = range(place * GROUP, (place + 1) * GROUP)
-        prompt = Prompt(uid=f"{step // 1000}:{row}", token_ids=tuple(encoded[place].tolist()), text=question,
-                        columns={"answer": str(row)})  # fmt: skip
+        uid = str(row) if row < AGAIN else f"{step // 1000}:{row}"
+        prompt = Prompt(uid=uid, token_ids=tuple(encoded[place].tolist()), text=question, columns={"answer": str(row)})
         answers = [_completion(texts[at], encoded[count + at], rng, step) for at in mine]
         rewards = torch.tensor([[float(rng.random() < 0.6), rng.random(), -len(texts[at]) / 1000] for at in mine])
         total = rewards.sum(1)

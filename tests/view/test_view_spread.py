@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from covey.monitor.view import Library, samples
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.prompts import PromptIndex
-from covey.runs import RunFolder
+from covey.runs import RunFolder, rollouts
 from covey.types import Completion, Group, Prompt
 
 
@@ -92,6 +93,11 @@ def test_prompts_come_in_parts_and_whole_as_csv(asked: Any) -> None:
     rows = list(csv.DictReader(io.StringIO(body.decode())))
     assert headers["content-type"].startswith("text/csv")
     assert [row["state"] for row in rows] == ["unsolved", "unsolved"]
+    told = asked.get("prompts", run="run", state="unsolved")["rows"]
+    assert [{name: str(value) for name, value in row.items()} for row in rows] == [
+        {name: f"{one[name]:g}" if isinstance(one[name], float) else str(one[name]).lower() for name in rows[0]}
+        for one in told
+    ]
 
 
 def test_lengths_are_counted_by_step_and_by_the_sign_of_the_advantage(asked: Any) -> None:
@@ -131,6 +137,51 @@ def test_a_long_run_is_shown_by_a_sample_that_says_so(asked: Any) -> None:
     assert (told["steps"], told["read"], told["of"], told["left"]) == ([1, 3], 2, 3, 0)
 
 
+def of_files(folder: Path) -> tuple[GroupIndex, PromptIndex]:
+    """Indexes of a run with the steps of `STEPS`."""
+    run = RunFolder.create(folder / "run")
+    for step, groups in STEPS.items():
+        run.write_rollouts(step, groups, ["right", "short"])
+    run.close()
+    index = GroupIndex(folder / "run" / "rollouts")
+    index.refresh()
+    return index, PromptIndex(index)
+
+
+def test_states_follow_the_groups_that_arrive_after_somebody_has_asked(tmp_path: Path) -> None:
+    index, prompts = of_files(tmp_path)
+    asked = {"state": "all", "sort": "last seen", "threshold": 0.75, "start": 0, "most": 9}
+    assert states(prompts.rows(**asked))["hard"] == "unsolved"
+    rollouts.write(index.folder, 4, [group("hard", [1, 1], [0, 0], [8, 8])], ["right", "short"])
+    index.refresh()
+    prompts.refresh()
+    told = prompts.rows(**asked)
+    assert (states(told)["hard"], told["rows"][0]["prompt"], told["rows"][0]["visits"]) == ("solved", "hard", 3)
+    assert [one["step"] for one in told["rows"][0]["history"]] == [1, 2, 4]
+
+
+@pytest.mark.slow
+def test_the_list_of_prompts_goes_on_as_long_as_its_end_is_in_sight(
+    tmp_path: Path, served: Callable[..., Any], blank: Any
+) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    run.describe(args={"seed": 0})
+    run.write_rollouts(1, [group(f"question {n}", [0, 1], [0, 0], [2, 4]) for n in range(130)], ["right", "short"])
+    run.close()
+    library = Library([tmp_path])
+    library.refresh()
+    shown = "document.querySelectorAll('.said a').length"
+    with served(library) as client:
+        blank.set_viewport_size({"width": 1300, "height": 1600})
+        blank.goto(f"{client.address}/#prompts")
+        blank.wait_for_function(f"() => {shown} >= 40")  # more than one answer of the server holds
+        blank.wait_for_timeout(300)
+        before = blank.evaluate(shown)
+        assert before < 130
+        blank.evaluate("scrollTo(0, document.body.scrollHeight)")
+        blank.wait_for_function(f"() => {shown} > {before}")
+
+
 @pytest.mark.slow
 def test_a_view_of_prompts_can_be_sent_as_a_link(asked: Any, blank: Any) -> None:
     blank.goto(f"{asked.address}/#prompts?run=run&state=forgotten&sort=biggest+loss")
@@ -146,14 +197,8 @@ def test_a_view_of_prompts_can_be_sent_as_a_link(asked: Any, blank: Any) -> None
         blank.wait_for_function(f"() => document.documentElement.dataset.ready === '{name}'")
 
 
-def test_the_text_of_a_prompt_that_was_shown_is_read_from_no_file_again(tmp_path: Any) -> None:
-    run = RunFolder.create(tmp_path / "run")
-    for step, groups in STEPS.items():
-        run.write_rollouts(step, groups, ["right", "short"])
-    run.close()
-    index = GroupIndex(tmp_path / "run" / "rollouts")
-    index.refresh()
-    prompts = PromptIndex(index)
+def test_the_text_of_a_prompt_that_was_shown_is_read_from_no_file_again(tmp_path: Path) -> None:
+    index, prompts = of_files(tmp_path)
     asked = {"state": "all", "threshold": None, "start": 0, "most": 9}
     shown = {row["uid"]: row["prompt"] for row in prompts.rows(sort="last seen", **asked)["rows"]}
     assert sorted(shown.values()) == ["easy", "even", "hard", "lost"]

@@ -88,7 +88,7 @@ def _confusion(figure: Confusion) -> str:
 def _framed(title: str, inside: str) -> str:
     heading = _text(title)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{heading}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="covey" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{heading}">'
         f'<style>{STYLE}</style><text class="title" x="{LEFT}" y="14">{heading}</text>{inside}</svg>'
     )
 

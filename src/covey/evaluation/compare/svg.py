@@ -15,9 +15,10 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's, which colour-blind readers tell apart."""
 DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#333}.grid{stroke:#8885;stroke-width:1}.title{font-weight:600}"
-    "@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+    ".covey text{font:12px system-ui,sans-serif;fill:currentColor}.covey .grid{stroke:#8885;stroke-width:1}"
+    ".covey .title{font-weight:600}svg:root{color:#333}@media(prefers-color-scheme:dark){svg:root{color:#ddd}}"
 )
+"""Within a page, a style in an SVG holds for all of it: so only for `.covey`, in the colour that the page's text has there."""
 
 
 def svg_of(curve: Curve, titles: Sequence[str]) -> str:
@@ -41,7 +42,7 @@ def svg_of(curve: Curve, titles: Sequence[str]) -> str:
         )
         x += 34 + 6.6 * len(shown)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="covey" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{heading} by step"><style>{STYLE}</style>'
         f'<text class="title" x="{LEFT}" y="14">{heading}</text>{"".join(legend)}{"".join(parts)}</svg>'
     )

@@ -87,6 +87,8 @@ class GroupIndex:
                         for step in batch:
                             by_step.pop(step, None)
                 self.pending -= len(batch)
+            if not self.pending:
+                self.table()  # before a reader asks for it
             return self.pending == 0
 
     def _forget(self, gone: Set[int]) -> None:
@@ -142,7 +144,8 @@ class GroupIndex:
         if self._new:
             known = self._table[~np.isin(self._table["step"], list(self._stale))] if self._stale else self._table
             joined = np.concatenate([known, *self._new])
-            joined = joined[np.argsort(joined["step"], kind="stable")]
+            if (np.diff(joined["step"]) < 0).any():
+                joined = joined[np.argsort(joined["step"], kind="stable")]
             joined["change"] = _changes(joined)
             self._table, self._new, self._stale = joined, [], set()
         return self._table

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import io
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import csv as write
 
 from covey.monitor.view.groups import GroupIndex
 from covey.monitor.view.search import prompts_of
@@ -23,7 +25,7 @@ ORDERS: Mapping[str, tuple[str, bool]] = {
     "biggest loss": ("gain", False),
     "most uneven": ("swing", True),
 }
-_MOST_VISITS = 60
+_MOST_VISITS = 24
 _MOST_TEXTS = 20_000
 _COLUMNS = (
     "uid",
@@ -39,36 +41,50 @@ _COLUMNS = (
     "swing",
     "group",
 )
+_VISIT = ["step", "group", "reward", "lowest", "highest"]
 
 
 class PromptIndex:
-    """Numbers of each prompt [m], worked out anew when the table of groups has changed."""
+    """Numbers of each prompt [m], worked out anew when the table of groups has changed. Safe to use from several threads."""
 
     def __init__(self, index: GroupIndex) -> None:
         self._index = index
-        self._of: tuple[Any, float | None] = (None, None)
+        self._lock = threading.Lock()
+        self._groups: np.ndarray | None = None
         self._found: dict[str, np.ndarray] = {}
+        self._usual = 0.0
+        self._orders: dict[str, np.ndarray] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
 
-    def table(self, threshold: float | None) -> tuple[dict[str, np.ndarray], float, np.ndarray]:
-        """Columns [m] by name, the threshold, and the table of groups they are of."""
+    def refresh(self) -> None:
+        """Work the numbers out ahead of the next request, if somebody has asked for them before."""
+        if self._groups is not None:
+            self.table(None)
+
+    def table(
+        self, threshold: float | None, sort: str | None = None
+    ) -> tuple[dict[str, np.ndarray], float, np.ndarray]:
+        """Columns [m] by name, with `sorted`, the places in that order; the threshold; the table of groups they are of."""
         groups = self._index.table()
-        limit = three_quarters(groups) if threshold is None else threshold
-        of, known = self._of
-        if of is not groups or known != limit:
-            self._found = numbers_of(groups, limit)
-            self._of = (groups, limit)
-        return self._found, limit, groups
+        with self._lock:
+            if self._groups is not groups:
+                self._found, self._usual, self._orders = numbers_of(groups), three_quarters(groups), {}
+                self._groups = groups
+            found, limit = self._found, self._usual if threshold is None else threshold
+            if sort is not None and sort not in self._orders:
+                self._orders[sort] = _sorted(found, sort)
+            order = {} if sort is None else {"sorted": self._orders[sort]}
+        return found | states_of(found, limit) | order, limit, groups
 
     def rows(self, *, state: str, sort: str, threshold: float | None, start: int, most: int) -> dict[str, Any]:
         """A part of the list of prompts, with their texts and last visits, and how many prompts are in each state."""
-        found, limit, groups = self.table(threshold)
-        order = _ordered(found, state, sort)
+        found, limit, groups = self.table(threshold, sort)
+        order = _chosen(found, state)
         part = order[start : start + most]
         texts = self._texts_of(groups, found["place"][part])
         return {
-            "rows": [{**_row(found, at), "prompt": said, "history": _history(found, groups, at)}
-                     for at, said in zip(part.tolist(), texts, strict=True)],
+            "rows": [{**row, "prompt": said, "history": _history(found, groups, at)}
+                     for at, said, row in zip(part.tolist(), texts, _records(found, part).to_pylist(), strict=True)],
             "next": start + most if start + most < len(order) else None,
             "matching": len(order),
             "prompts": len(found["uid"]),
@@ -82,22 +98,20 @@ class PromptIndex:
         """The beginning of the prompt of each group; a file is opened only for texts that were not shown yet."""
         if len(self._texts) > _MOST_TEXTS:
             self._texts = {}
-        keys = [tuple(key) for key in groups[["uid", "step", "first_row"]][places].tolist()]
-        new = [at for at, key in enumerate(keys) if key not in self._texts]
+        known = self._texts
+        keys = groups[["uid", "step", "first_row"]][places].tolist()
+        new = [at for at, key in enumerate(keys) if key not in known]
         read = prompts_of(self._index, groups, places[new].tolist(), names={"prompt": "prompt"})
-        self._texts |= {keys[at]: said["prompt"] for at, said in zip(new, read, strict=True) if said["prompt"]}
-        return [self._texts.get(key, "") for key in keys]
+        known |= {keys[at]: said["prompt"] for at, said in zip(new, read, strict=True) if said["prompt"]}
+        return [known.get(key, "") for key in keys]
 
     def as_csv(self, *, state: str, sort: str, threshold: float | None) -> str:
         """Every prompt that passes, a line each; `last_step` and `group` say where its text and answers are."""
-        found, _, _ = self.table(threshold)
-        out = io.StringIO()
-        lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(_COLUMNS)
-        for at in _ordered(found, state, sort).tolist():
-            row = _row(found, at)
-            lines.writerow(["" if row[name] is None else row[name] for name in _COLUMNS])
-        return out.getvalue()
+        found, _, _ = self.table(threshold, sort)
+        out = io.BytesIO()
+        plain = write.WriteOptions(include_header=False, quoting_style="none")  # numbers and words
+        write.write_csv(_records(found, _chosen(found, state)), out, plain)
+        return ",".join(_COLUMNS) + "\n" + out.getvalue().decode()
 
 
 def three_quarters(groups: np.ndarray) -> float:
@@ -109,7 +123,7 @@ def three_quarters(groups: np.ndarray) -> float:
     return round(low + 0.75 * (high - low), 6)
 
 
-def numbers_of(groups: np.ndarray, threshold: float) -> dict[str, np.ndarray]:
+def numbers_of(groups: np.ndarray) -> dict[str, np.ndarray]:
     """Record of each prompt [m] from its groups [n], which are in order of steps; groups without a score do not count."""
     kept = np.flatnonzero(np.isfinite(groups["reward"]))
     order = kept[np.argsort(groups["uid"][kept], kind="stable")]
@@ -118,59 +132,58 @@ def numbers_of(groups: np.ndarray, threshold: float) -> dict[str, np.ndarray]:
     visits = np.diff(np.append(starts, len(uid)))
     ends = starts + visits - 1
     reward = groups["reward"][order].astype(np.float64)
-    first, last = order[starts], order[ends]
-    each = (lambda of: of.reduceat(reward, starts)) if len(starts) else (lambda of: np.zeros(0))
-    mean = np.add.reduceat(reward, starts) / visits if len(starts) else np.zeros(0)
+    each = (lambda of, values: of.reduceat(values, starts)) if len(starts) else (lambda of, values: np.zeros(0))
+    mean = each(np.add, reward) / visits
     off = (reward - np.repeat(mean, visits)) ** 2
-    swing = np.sqrt(np.add.reduceat(off, starts) / visits) if len(starts) else np.zeros(0)
-    limit = threshold - 1e-6
-    state = np.where(groups["lowest"][last] >= limit, 0, np.where(groups["highest"][last] >= limit, 1, 2))
+    last = groups[order[ends]]
     return {
-        "uid": groups["uid"][last],
+        "uid": last["uid"],
         "visits": visits,
-        "first": groups["reward"][first].astype(np.float64),
-        "last": groups["reward"][last].astype(np.float64),
-        "gain": (groups["reward"][last] - groups["reward"][first]).astype(np.float64),
-        "best": each(np.maximum),
-        "swing": swing,
-        "first_step": groups["step"][first],
-        "last_step": groups["step"][last],
-        "group": groups["group"][last],
-        "place": last,
-        "state": state,
-        "forgotten": (each(np.maximum) >= limit) & (state == 2),
+        "first": reward[starts],
+        "last": reward[ends],
+        "gain": reward[ends] - reward[starts],
+        "best": each(np.maximum, reward),
+        "swing": np.sqrt(each(np.add, off) / visits),
+        "first_step": groups["step"][order[starts]],
+        "last_step": last["step"],
+        "group": last["group"],
+        "lowest": last["lowest"],
+        "highest": last["highest"],
+        "place": order[ends],
         "start": starts,
         "order": order,
     }
 
 
-def _ordered(found: Mapping[str, np.ndarray], state: str, sort: str) -> np.ndarray:
-    keep = np.ones(len(found["uid"]), bool)
-    if state == "forgotten":
-        keep = found["forgotten"]
-    elif state in STATES:
-        keep = found["state"] == STATES.index(state)
-    places = np.flatnonzero(keep)
+def states_of(found: Mapping[str, np.ndarray], threshold: float) -> dict[str, np.ndarray]:
+    """`state` [m], places in `STATES` by the newest group, and `forgotten` [m]: unsolved now, the mean of an earlier group was not."""
+    limit = threshold - 1e-6
+    state = np.where(found["lowest"] >= limit, 0, np.where(found["highest"] >= limit, 1, 2))
+    return {"state": state, "forgotten": (found["best"] >= limit) & (state == 2)}
+
+
+def _sorted(found: Mapping[str, np.ndarray], sort: str) -> np.ndarray:
     name, is_descending = ORDERS[sort]
-    keys = found[name][places].astype(np.float64)
-    return places[np.argsort(-keys if is_descending else keys, kind="stable")]
+    keys = found[name].astype(np.float64)
+    return np.argsort(-keys if is_descending else keys, kind="stable")
 
 
-def _row(found: Mapping[str, np.ndarray], at: int) -> dict[str, Any]:
-    plain = {name: found[name][at].item() for name in _COLUMNS if name not in ("uid", "state", "swing")}
-    return {
-        **plain,
-        "uid": str(found["uid"][at]),
-        "state": STATES[int(found["state"][at])],
-        "swing": float(found["swing"][at]),
-    }
+def _chosen(found: Mapping[str, np.ndarray], state: str) -> np.ndarray:
+    """Places in `sorted` order of the prompts in a state, or of all."""
+    order = found["sorted"]
+    if state == "forgotten":
+        return order[found["forgotten"][order]]
+    return order[found["state"][order] == STATES.index(state)] if state in STATES else order
+
+
+def _records(found: Mapping[str, np.ndarray], places: np.ndarray) -> pa.Table:
+    """These prompts as a table of `_COLUMNS`; the hash as text, as it has more digits than JavaScript's numbers."""
+    columns = {name: found[name][places] for name in _COLUMNS}
+    return pa.table(columns | {"uid": columns["uid"].astype(str), "state": np.array(STATES)[columns["state"]]})
 
 
 def _history(found: Mapping[str, np.ndarray], groups: np.ndarray, at: int) -> list[dict[str, Any]]:
     """The newest visits of a prompt, oldest first."""
     start, visits = int(found["start"][at]), int(found["visits"][at])
     places = found["order"][start + max(0, visits - _MOST_VISITS) : start + visits]
-    return [
-        {name: groups[name][place].item() for name in ("step", "group", "reward", "lowest", "highest")}
-        for place in places
-    ]
+    return [dict(zip(_VISIT, visit, strict=True)) for visit in groups[_VISIT][places].tolist()]

@@ -69,6 +69,8 @@ class RunView:
             done = self.series.refresh(_SHARE if self.series.done else _FIRST_SHARE)
             done = self.evaluated.refresh(_SHARE) and done
             done = self.groups.refresh(_FILES_AT_ONCE) and done
+            if not self.groups.pending:
+                self.prompts.refresh()
             self._find_family()
         except Exception as error:  # noqa: BLE001 -- a run that cannot be read must not stop the others
             self._failed = f"It cannot be read ({type(error).__name__}: {str(error)[:200]})."

@@ -27,7 +27,6 @@ export function promptsPage(main) {
   fill(main, h("h1", {}, "Prompts"), bar, states, h("div", { class: "wide" }, h("table", { class: "prompts" },
     h("thead", {}, h("tr", {}, ["prompt", "state", "seen", "reward over its visits", "first", "last", "gain"].map((name, at) => h("th", { class: at > 3 || at === 2 ? "number" : null, scope: "col" }, name)))), body)), more);
   const watcher = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && load(), { rootMargin: "600px" });
-  watcher.observe(more);
 
   function restart() {
     Object.assign(kept, { rows: [], next: 0, isBusy: false, turn: kept.turn + 1 });
@@ -50,6 +49,8 @@ export function promptsPage(main) {
       fill(more, `${short(kept.rows.length)} shown of ${short(told.matching)} prompts that pass, of ${short(told.prompts)}`, told.files_left ? `; ${short(told.files_left)} files are not read yet` : "",
         kept.rows.length >= MOST && kept.next !== null ? "; the CSV has all" : "");
       document.documentElement.dataset.prompts = String(performance.now());
+      watcher.unobserve(more);
+      watcher.observe(more); // it is told of a change only: with few rows the end of the list stays in sight
     } catch (error) {
       if (!isStale(error)) fill(more, h("span", { class: "bad" }, error.message));
     }
@@ -75,7 +76,7 @@ export function promptsPage(main) {
 
   /** A bar a visit, from its lowest to its highest reward, with a dot at the mean; each opens that group. */
   function visitsOf(row, limit) {
-    const shown = row.history.slice(-24);
+    const shown = row.history;
     const low = Math.min(...shown.map((one) => one.lowest), limit);
     const range = Math.max(...shown.map((one) => one.highest), limit) - low || 1;
     return h("span", { class: "visits" }, shown.map((one) => {
@@ -94,7 +95,7 @@ export function promptsPage(main) {
   return {
     leave() { kept.isGone = true; watcher.disconnect(); },
     moved: restart,
-    live: () => { if (kept.rows.length <= ROWS && scrollY < 200) restart(); },
+    live: () => { if (scrollY < 200 && !body.contains(document.activeElement)) restart(); },
     key(pressed) {
       const links = [...body.querySelectorAll(".said a")];
       const at = links.indexOf(document.activeElement);
