@@ -165,6 +165,15 @@ def test_an_adapter_is_asked_for_by_its_rank():
     assert (chosen.r, chosen.lora_alpha, chosen.target_modules) == (8, 16, "all-linear")
 
 
+def test_layers_of_an_adapter_are_ends_of_names_or_one_expression():
+    layers = lambda *words: adapter({"lora_r": 8, "lora_target_modules": list(words)}).target_modules
+    assert layers("q_proj", "mlp.up_proj") == {"q_proj", "mlp.up_proj"}
+    assert layers(r".*language_model.*\.(q_proj|v_proj)") == r".*language_model.*\.(q_proj|v_proj)"
+    for words, said in (((".*x", "q_proj"), "give it alone"), (("(x",), "is no regular expression")):
+        with pytest.raises(ConfigError, match=said):
+            layers(*words)
+
+
 @pytest.mark.parametrize(
     "typed, again",
     [

@@ -79,6 +79,20 @@ def test_a_file_that_grows(tmp_path: Path):
     assert prompts(order, 1) == ["question 7"]
 
 
+def test_a_file_that_is_not_there_yet_is_said_once_and_begins_without_a_pause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    append(tmp_path / "prompts.jsonl", rows(0))
+    order = order_of(tmp_path / "promts.jsonl")
+    (said,) = (record.message for record in caplog.records)
+    assert said.endswith(
+        "promts.jsonl does not exist yet; training waits until it is there. Did you mean prompts.jsonl?"
+    )
+    threading.Timer(0.1, append, (tmp_path / "promts.jsonl", rows(1))).start()
+    assert prompts(order, 1) == ["question 1"]  # within the 0.3 s of live_timeout_seconds
+    assert len(caplog.records) == 1
+
+
 def test_a_folder_takes_files_whenever_they_come(tmp_path: Path):
     append(tmp_path / "b.jsonl", rows(0))
     order = order_of(tmp_path)
@@ -214,6 +228,9 @@ def test_names_of_the_command_line_and_what_is_refused(tmp_path: Path):
     for name, said in (
         ("follow:nowhere/prompts.jsonl", "there is no folder 'nowhere'"),
         ("follow:prompts.csv", "is no JSON Lines file"),
+        ("follow:", "names no source"),
+        (f"follow:{path}:train", "has no splits; write follow:.*prompts.jsonl"),
+        (f"follow:{tmp_path}/prompts", "There is nothing of that name here. Did you mean prompts.jsonl"),
         (f"0.5*follow:{path} + 0.5*demo", "cannot be mixed"),
     ):
         with pytest.raises(DataError, match=said):

@@ -99,6 +99,22 @@ def three_languages_are_measured(folder: Path, printed: str) -> None:
     assert all(row.count(" to ") == 3 for row in rows), rows
 
 
+def what_clients_like_is_written_more_often(folder: Path, printed: str) -> None:
+    before, after = (
+        float(line.partition("problems, ")[2].split(" ")[0].rstrip("%")) for line in printed.splitlines()[-2:]
+    )
+    assert after > before + 15, printed
+    assert "was promoted" in printed
+
+
+def the_collapse_is_told_while_the_reward_rises(folder: Path, printed: str) -> None:
+    alerts = [json.loads(line) for line in (folder / "runs/collapse-plain-0/alerts.jsonl").read_text().splitlines()]
+    (alert,) = (one for one in alerts if one["rule"] == "language_collapse")
+    before, after = alert["evidence"]["same_language_de"]
+    assert after < before - 0.1
+    assert "the reward has not fallen" in alert["said"]
+
+
 SMOKES: dict[str, list[Claim]] = {
     "maths.py": [rises("maths", by=0.15)],
     "programs.py": [rises("programs", by=0.15)],
@@ -125,11 +141,14 @@ SMOKES: dict[str, list[Claim]] = {
     "distillation.py": [rises("teacher", by=0.15), rises("student", by=0.15)],
     "merging.py": [the_merged_model_can_do_what_both_can],
     "languages/train.py": [rises("languages-mixed-0", by=0.2), three_languages_are_measured],
+    "languages/collapse.py": [rises("collapse-plain-0", by=0.2), the_collapse_is_told_while_the_reward_rises],
 }  # fmt: skip
 KINDS = ("maths.py", "own_algorithm.py", "live_data.py", "qlora.py", "distillation.py", "merging.py")
 """One of each kind; the others nightly."""
 PROCESSES: dict[str, list[Claim]] = {
     "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],
+    "live/feedback.py --likes polite": [what_clients_like_is_written_more_often],
+    "live/feedback.py --likes german": [what_clients_like_is_written_more_often],
     "reward_model.sh": [rises("reward-model/second", by=0.1), pairs_were_learnt],
 }
 
@@ -154,9 +173,10 @@ def test_a_smoke_shows_what_its_header_promises(
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_smoke_that_starts_processes_does_too(name: str, tmp_path: Path) -> None:
-    first_word = "bash" if name.endswith(".sh") else sys.executable
+    path, *options = name.split()
+    first_word = "bash" if path.endswith(".sh") else sys.executable
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = [first_word, str(EXAMPLES / name), "--smoke"]
+    command = [first_word, str(EXAMPLES / path), *options, "--smoke"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     for claim in PROCESSES[name]:

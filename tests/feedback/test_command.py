@@ -12,6 +12,8 @@ from covey.cli.serve_learn import FLAGS, settings_of
         (["serve", "demo", "--learn"], "--learn needs --fixed-set"),
         (["serve", "demo", "--learn", "--fixed-set", "demo:test"], "--learn needs --reward"),
         (["serve", "demo", "--reward", "demo"], "--reward belongs to --learn"),
+        (["serve", "demo", "--learn-users"], "--learn-users belongs to --learn"),
+        (["serve", "demo", "--tolerance", "0.1"], "--tolerance belongs to --learn"),
         (
             ["serve", "demo", "--learn", "--fixed-set", "demo:test", "--reward", "demo"],
             "demo is no folder to keep versions in; give --learn-folder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from covey.cli.flags import Flag
@@ -14,7 +15,7 @@ WEIGHTS = (
     Flag(name="lora_r", help="Train a LoRA adapter of this rank instead of all weights.", type=int, group="adapter"),
     Flag(name="lora_alpha", help="Scale of the adapter; unset: twice its rank.", type=float, group="adapter"),
     Flag(name="lora_dropout", help="Dropout of the adapter.", type=float, default=0.0, group="adapter", is_common=False),
-    Flag(name="lora_target_modules", help="Layers that get an adapter.", type=list[str], default="all-linear", group="adapter", is_common=False),
+    Flag(name="lora_target_modules", help="Layers that get an adapter: ends of their names, or one regular expression of whole names.", type=list[str], default="all-linear", group="adapter", is_common=False),
 )  # fmt: skip
 """Flags of the verbs that train: the type of the weights, and a LoRA adapter."""
 
@@ -44,11 +45,24 @@ def adapter(given: Given) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError("--lora-r needs the peft package: pip install 'covey[peft]'.") from error
-    targets = given.get("lora_target_modules") or ["all-linear"]
     return LoraConfig(
         r=given["lora_r"],
         lora_alpha=given.get("lora_alpha", 2 * given["lora_r"]),
         lora_dropout=given.get("lora_dropout", 0.0),
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=_targets(given.get("lora_target_modules") or ["all-linear"]),
         task_type="CAUSAL_LM",
     )
+
+
+def _targets(words: list[str]) -> str | list[str]:
+    """Ends of layer names as a list; `all-linear`, or a single regular expression, as the string that PEFT reads them from."""
+    patterns = [word for word in words if re.fullmatch(r"[\w.]+", word) is None]
+    if not patterns:
+        return words
+    if len(words) > 1:
+        raise ConfigError(f"--lora-target-modules {patterns[0]} is an expression of whole names; give it alone.")
+    try:
+        re.compile(words[0])
+    except re.error as error:
+        raise ConfigError(f"--lora-target-modules {words[0]} is no regular expression ({error}).") from error
+    return words[0]

@@ -27,15 +27,14 @@ FLAGS = (
     Flag(name="learn_users", help="Learn an adapter for each user (the field user of requests) of that user's scores alone, served as MODEL@USER.", type=bool, default=False, group="learning"),
     Flag(name="max_users", help="Users who may have an adapter.", type=int, default=64, group="learning", is_common=False),
 )  # fmt: skip
-_ALONE = ("fixed_set", "reward", "learn_folder")
 
 
 def refuse_alone(options: Given) -> None:
     """Raise ConfigError for options of learning without `--learn`, and for options that contradict it."""
     if not options["learn"]:
-        for name in _ALONE:
-            if options[name]:
-                raise ConfigError(f"--{name.replace('_', '-')} belongs to --learn; give both, or leave it out.")
+        for flag in FLAGS:
+            if options[flag.name] != flag.default:
+                raise ConfigError(f"--{flag.name.replace('_', '-')} belongs to --learn; give both, or leave it out.")
         return
     for name in ("fixed_set", "reward"):
         if not options[name]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from covey import names
 from covey.data.live.sources import FollowFile, FollowFolder, FollowIterable, HttpQueue, Source
-from covey.errors import CoveyError, DataError
+from covey.errors import CoveyError, DataError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "follow:"
+_FILES = (".jsonl", ".ndjson")
 
 
 class LiveDataset:
@@ -93,6 +97,8 @@ def follow(source: str | Path | Iterable[Any] | Source, **options: Any) -> LiveD
 
 
 def _named(name: str) -> Source:
+    if not name.strip():
+        raise DataError("follow: names no source; write follow:prompts.jsonl, a folder, an address or file.py:source.")
     if name.startswith(("http://", "https://")):
         return HttpQueue(name)
     path = Path(name).expanduser()
@@ -102,13 +108,25 @@ def _named(name: str) -> Source:
         return FollowFolder(path)
     module = name.rpartition(":")[0]
     if module and not path.exists():
-        found = names.load(name, "source")
-        made = found() if isinstance(found, type) or not hasattr(found, "poll") else found
-        return FollowIterable(made) if not hasattr(made, "poll") and isinstance(made, Iterable) else made
-    if path.suffix not in (".jsonl", ".ndjson"):
-        raise DataError(f"follow:{name} is no JSON Lines file (.jsonl), folder, http address or file.py:source.")
+        return _imported(name, module)
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    if path.suffix not in _FILES:
+        there = "" if path.exists() else f" There is nothing of that name here.{did_you_mean(path.name, beside)}"
+        raise DataError(f"follow:{name} is no JSON Lines file (.jsonl), folder, http address or file.py:source.{there}")
     if not path.parent.is_dir():
         raise DataError(
             f"follow:{name}: there is no folder {str(path.parent)!r}; make it first, the file may come later."
         )
+    if not path.exists():
+        hint = did_you_mean(path.name, beside)
+        logger.warning("follow:%s does not exist yet; training waits until it is there.%s", name, hint)
     return FollowFile(path)
+
+
+def _imported(name: str, module: str) -> Source:
+    """A source, or an iterable as one, by its import path."""
+    if module.endswith(_FILES):
+        raise DataError(f"follow:{name}: a live source has no splits; write follow:{module}.")
+    found = names.load(name, "source")
+    made = found() if isinstance(found, type) or not hasattr(found, "poll") else found
+    return FollowIterable(made) if not hasattr(made, "poll") and isinstance(made, Iterable) else made

@@ -46,7 +46,7 @@ class Source(Protocol):
 class FollowFile:
     """A JSON Lines file that grows. The place is the byte behind a line; a last line without its end is left for later.
 
-    A file that is shorter than the place was replaced, and is read from its start.
+    A file that is shorter than the place was replaced, and is read from its start. One that was never there has no rows yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,6 +54,8 @@ class FollowFile:
 
     def poll(self, after: Position | None, limit: int) -> Items:
         start = int(after or 0)
+        if not start and not self.path.exists() and self.path.parent.is_dir():
+            return []
         if self.path.stat().st_size < start:
             logger.warning("%s is shorter than it was: it was replaced, and is read from its start.", self.path)
             start = 0
