@@ -18,6 +18,8 @@ from torch import Tensor
 from covey.types import Max, Mean, Metric, Min, TokenBatch, Totals, precise
 
 P = TypeVar("P")
+NO_TOTALS = Totals(tokens=0, sequences=0, nonempty_sequences=0, prompts=0, max_length=0)
+"""For a `prepare` that reads no denominators, called on a batch that is the whole step."""
 
 
 def prepared(part: P, tokens: TokenBatch, totals: Totals) -> P:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from covey.algorithms.composing import masked_mean
+from covey.algorithms.composing import NO_TOTALS, masked_mean
 from covey.algorithms.ratios import ratio_of
 from covey.types import TokenBatch, Totals, precise, widest_float
 
@@ -83,7 +83,7 @@ class ClipCov:
         return tokens.mask & ~(clipped > plain) & (cov > self.lower) & (cov < self.upper)
 
     def _is_dropped(self, tokens: TokenBatch) -> Tensor:
-        measured = self.measured or self.prepare(tokens, _NO_TOTALS).measured
+        measured = self.measured or self.prepare(tokens, NO_TOTALS).measured
         assert measured is not None  # prepare sets it
         return self._candidates(tokens, measured) & (_priority(tokens) <= measured.bound)
 
@@ -114,12 +114,9 @@ class KLCov:
         return {"kl_cov/held_mean": self._is_held(tokens)}
 
     def _is_held(self, tokens: TokenBatch) -> Tensor:
-        measured = self.measured or self.prepare(tokens, _NO_TOTALS).measured
+        measured = self.measured or self.prepare(tokens, NO_TOTALS).measured
         assert measured is not None  # prepare sets it
         return tokens.mask & (measured.of(tokens) >= measured.bound)
-
-
-_NO_TOTALS = Totals(tokens=0, sequences=0, nonempty_sequences=0, prompts=0, max_length=0)
 
 
 def _priority(tokens: TokenBatch) -> Tensor:

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from covey.algorithms.composing import NO_TOTALS
 from covey.errors import ConfigError
 from covey.types import TokenBatch, Totals
 
@@ -66,7 +67,7 @@ class TargetPolicy:
 
     def pull(self, tokens: TokenBatch) -> Tensor:
         """[N, 1], `p_i - q_i` of each completion times the size of its group, without gradient."""
-        groups = self.groups or self.prepare(tokens, _NO_TOTALS).groups
+        groups = self.groups or self.prepare(tokens, NO_TOTALS).groups
         assert groups is not None  # prepare sets it
         now, target = self._scores(tokens)
         mine = [groups[group] for group in tokens.group.tolist()]
@@ -83,6 +84,3 @@ class TargetPolicy:
         advantage = tokens.advantages
         advantage = advantage if advantage.shape[-1] == 1 else tokens.per_sequence(advantage)
         return now, old + advantage[:, 0] / self.temperature
-
-
-_NO_TOTALS = Totals(tokens=0, sequences=0, nonempty_sequences=0, prompts=0, max_length=0)
