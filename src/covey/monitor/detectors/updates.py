@@ -164,9 +164,8 @@ def _rare(values: Sequence[float], rarity: float) -> float:
     """The value that one in `rarity` exceeds, if the largest fifth of these follow a power law."""
     ordered = sorted(values)
     bar, *above = ordered[-(len(ordered) // 5) - 1 :]
-    slope = median(math.log(value / bar) for value in above) / math.log(
-        2
-    )  # the mean of an exponential, from its median
+    middle = median(math.log(value / bar) for value in above)
+    slope = middle / math.log(2)  # the mean of an exponential, from its median
     return float(bar * (rarity * len(above) / len(ordered)) ** slope)
 
 
