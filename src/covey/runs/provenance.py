@@ -48,13 +48,17 @@ def file_digest(file: Path) -> str:
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of packages that affect the numbers; packages that are not installed are left out."""
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: _version(name) for name in _VERSIONS}
+    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    # of the first run in a process: a package that is imported stays what it is
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def git_facts(folder: Path) -> dict[str, Any] | None:
