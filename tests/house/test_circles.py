@@ -1,31 +1,25 @@
 """No file of the library imports itself through others, late imports and those for types included."""
 
-import ast
-from collections.abc import Iterator
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "src"
+from sources import FILES, SRC, imported_by, nodes_of
 
 
 def modules() -> dict[str, Path]:
     """Every file by the name it is imported by."""
-    named = lambda file: ".".join(file.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
-    return {named(file): file for file in sorted((SRC / "covey").rglob("*.py"))}
+    named = lambda file: ".".join(file.relative_to(SRC.parent).with_suffix("").parts).removesuffix(".__init__")
+    return {named(file): file for file in FILES}
 
 
-def imported(tree: ast.AST, known: set[str]) -> Iterator[str]:
+def imported(file: Path, known: set[str]) -> set[str]:
     """The modules that any import statement names, wherever it stands."""
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in known else node.module for name in inner]
-        yield from (name for name in names if name in known)
+    names = [name for node in nodes_of(file) for name in imported_by(node)]
+    return {name if name in known else name.rpartition(".")[0] for name in names} & known
 
 
 def import_graph() -> dict[str, set[str]]:
     files = modules()
-    return {name: {*imported(ast.parse(file.read_text()), set(files))} - {name} for name, file in files.items()}
+    return {name: imported(file, set(files)) - {name} for name, file in files.items()}
 
 
 def strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:

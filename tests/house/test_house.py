@@ -8,11 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "src" / "covey"
-FILES = sorted(SRC.rglob("*.py"))
+from sources import FILES, SRC, nodes_of, text_of
+
 LONG = re.compile(r"#\s*house: long, because \S+")
 
 FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor do not know each other
@@ -28,11 +27,6 @@ FLOORS = [  # a room may import rooms of lower floors only; rooms of one floor d
     {"cli"},
     {"__main__"},
 ]
-
-
-@cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
 
 
 def place_of(file: Path, line: int | None = None) -> str:
@@ -56,7 +50,7 @@ def floor_of(room: str) -> int:
 
 def imports_of(file: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of every import of a file, also those within functions."""
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module == "covey":
@@ -79,15 +73,15 @@ def none_of(violations: list[str]) -> None:
 
 
 def test_a_file_has_at_most_400_lines():
-    lengths = {file: len(file.read_text().splitlines()) for file in FILES}
+    lengths = {file: len(text_of(file).splitlines()) for file in FILES}
     none_of([f"{place_of(file)}: {length} lines" for file, length in lengths.items() if length > 400])
 
 
 def test_a_function_has_at_most_60_lines_and_at_most_five_ask_to_be_long():
     too_long, asked = [], []
     for file in FILES:
-        lines = file.read_text().splitlines()
-        for node in ast.walk(tree_of(file)):
+        lines = text_of(file).splitlines()
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 60:
                 asks = LONG.search("\n".join(lines[node.lineno - 1 : node.end_lineno]))
                 (asked if asks else too_long).append(f"{place_of(file, node.lineno)}: {node.name}")
@@ -136,7 +130,7 @@ def test_no_exception_is_swallowed():
     handlers = [
         (place_of(file, node.lineno), node)
         for file in FILES
-        for node in ast.walk(tree_of(file))
+        for node in nodes_of(file)
         if isinstance(node, ast.ExceptHandler)
     ]
     catches_all = [f"{place} catches everything" for place, node in handlers if node.type is None]
@@ -156,5 +150,5 @@ def test_importing_covey_does_not_import_torch():
 
 def test_one_function_finds_the_model_inside_adapters():
     """`models.unwrapped`; a critic copies the model before it takes the adapter off."""
-    files = [file for file in FILES if ".get_base_model()" in file.read_text()]
+    files = [file for file in FILES if ".get_base_model()" in text_of(file)]
     assert [place_of(file) for file in files] == ["learner/critic.py", "models.py"]

@@ -1,23 +1,13 @@
 """Kernels are one room with one door: nobody else loads compiled code, and nobody imports a file of it."""
 
 import ast
-from pathlib import Path
+
+from sources import FILES, SRC, imported_by, nodes_of
 
 from covey import kernels
 
-SRC = Path(__file__).parents[2] / "src" / "covey"
-OUTSIDE = [file for file in sorted(SRC.rglob("*.py")) if (SRC / "kernels") not in file.parents]
+OUTSIDE = [file for file in FILES if (SRC / "kernels") not in file.parents]
 ONLY_KERNELS = ("triton", "torch.nn.attention")
-
-
-def imported(tree: ast.AST) -> list[str]:
-    """Full names of everything imported anywhere in a file."""
-    names = []
-    for node in ast.walk(tree):
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
 
 
 def test_outside_of_kernels_only_its_door_is_imported():
@@ -25,7 +15,8 @@ def test_outside_of_kernels_only_its_door_is_imported():
     found = {
         (str(file.relative_to(SRC)), name)
         for file in OUTSIDE
-        for name in imported(ast.parse(file.read_text()))
+        for node in nodes_of(file)
+        for name in imported_by(node)
         if name.startswith("covey.kernels") and name not in names
     }
     assert not found
@@ -34,18 +25,18 @@ def test_outside_of_kernels_only_its_door_is_imported():
 def test_only_kernels_know_triton_flex_attention_onednn_and_shared_libraries():
     found = set()
     for file in OUTSIDE:
-        text = file.read_text()
-        tree = ast.parse(text)
-        found |= {(str(file.relative_to(SRC)), name) for name in imported(tree) if name.startswith(ONLY_KERNELS)}
-        for node in ast.walk(tree):
-            said = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-            loads = said in ("ctypes.CDLL", "ctypes.cdll") and not _is_the_c_library(tree, node)
-            if said.startswith("torch.ops.mkldnn") or loads:
-                found.add((str(file.relative_to(SRC)), said))
+        nodes, place = nodes_of(file), str(file.relative_to(SRC))
+        found |= {(place, name) for node in nodes for name in imported_by(node) if name.startswith(ONLY_KERNELS)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+                said = ast.unparse(node)
+                loads = said in ("ctypes.CDLL", "ctypes.cdll") and not _is_the_c_library(nodes, node)
+                if said.startswith("torch.ops.mkldnn") or loads:
+                    found.add((place, said))
     assert not found
 
 
-def _is_the_c_library(tree: ast.AST, function: ast.AST) -> bool:
+def _is_the_c_library(nodes: list[ast.AST], function: ast.AST) -> bool:
     """`ctypes.CDLL(None)`, the functions that the process has already."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func is function]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.func is function]
     return bool(calls) and all(ast.unparse(call.args[0]) == "None" for call in calls)

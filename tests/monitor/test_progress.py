@@ -9,8 +9,8 @@ import re
 import select
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -164,21 +164,40 @@ def on_a_terminal(**environment: str) -> tuple[str, str]:
     """(stdout, what the terminal at stderr received)"""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "70", **environment}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=slave, text=True, env=environment
-    )
-    os.close(slave)
-    received, deadline = b"", time.monotonic() + 30
-    while time.monotonic() < deadline and (process.poll() is None or select.select([master], [], [], 0.1)[0]):
-        if select.select([master], [], [], 0.1)[0]:
+    with tempfile.TemporaryFile() as stdout:
+        process = forked(SCRIPT, stdout.fileno(), slave, environment)
+        os.close(slave)
+        received = b""
+        while select.select([master], [], [], 30)[0]:
             try:
                 received += os.read(master, 4096)
             except OSError:  # the other side closed it
                 break
-    out, _ = process.communicate()
+        assert os.waitpid(process, 0)[1] == 0, received.decode()
+        stdout.seek(0)
+        out = stdout.read().decode()
     os.close(master)
-    assert process.returncode == 0, received.decode()
     return out, received.decode()
+
+
+def forked(script: str, stdout: int, stderr: int, environment: Mapping[str, str]) -> int:
+    """Process id of a copy of this process that runs the script: the imports took a new one three seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+        exec(script, {})
+        sys.stdout.flush()
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def test_on_a_terminal_one_line_is_redrawn_and_others_print_above_it() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +25,44 @@ def detectors() -> Any:
 
 
 @pytest.fixture(scope="module")
-def judged(detectors) -> list[tuple[dict[str, Any], list[tuple[int, str, str]]]]:
-    """Each kept run with the alerts of the detectors of today."""
-    return [(record, detectors.replay(record)) for record in detectors.kept()]
+def kept(detectors) -> list[dict[str, Any]]:
+    return detectors.kept()
 
 
-def test_every_kept_run_is_of_five_hundred_steps_and_small(detectors, judged):
-    assert {len(record["steps"]) for record, _ in judged} == {500}
+@pytest.fixture(scope="module")
+def judged(detectors, kept) -> Callable[[str], list[tuple[dict[str, Any], list[tuple[int, str, str]]]]]:
+    """Each run of a half with the alerts of the detectors of today."""
+    return cache(lambda half: [(one, detectors.replay(one)) for one in kept if detectors.half_of(one) == half])
+
+
+def test_every_kept_run_is_of_five_hundred_steps_and_small(detectors, kept):
+    assert {len(record["steps"]) for record in kept} == {500}
     sizes = [path.stat().st_size for path in detectors.KEPT.glob("*.json.gz")]
     assert max(sizes) < 40_000
     assert sum(sizes) < 1_600_000
 
 
-@pytest.mark.parametrize(("half", "number"), [("fix", 40), ("judge", 20)])
+@pytest.mark.parametrize(("half", "number"), [pytest.param("fix", 40, marks=pytest.mark.nightly), ("judge", 20)])
 def test_one_healthy_run_in_ten_at_most_has_a_false_alarm(detectors, judged, half, number):
-    healthy = [found for one, found in judged if one["fault"] is None and detectors.half_of(one) == half]
+    healthy = [found for one, found in judged(half) if one["fault"] is None]
     assert len(healthy) == number
     assert sum(any(detectors.is_loud(alert) for alert in found) for found in healthy) <= number / 10
 
 
-@pytest.mark.parametrize(("half", "number", "least"), [("fix", 44, 40), ("judge", 22, 19)])
+@pytest.mark.parametrize(
+    ("half", "number", "least"), [pytest.param("fix", 44, 40, marks=pytest.mark.nightly), ("judge", 22, 19)]
+)
 def test_faults_are_named_by_one_of_their_rules_as_often_as_the_page_says(detectors, judged, half, number, least):
-    faulty = [pair for pair in judged if pair[0]["fault"] and detectors.half_of(pair[0]) == half]
+    faulty = [pair for pair in judged(half) if pair[0]["fault"]]
     assert len(faulty) == number
     assert sum(detectors.named(*pair) is not None for pair in faulty) >= least
 
 
+@pytest.mark.nightly
 def test_the_page_shows_the_table_that_the_detectors_of_today_give(detectors, judged):
-    assert detectors.table(judged) in PAGE.read_text(), "python benchmarks/detectors.py table --write"
+    assert detectors.table([*judged("fix"), *judged("judge")]) in PAGE.read_text(), (
+        "python benchmarks/detectors.py table --write"
+    )
 
 
 def test_a_run_that_resembles_no_fault_is_silent_and_one_that_collapses_is_not(detectors):

@@ -71,8 +71,7 @@ def attended(kernels, dtype, width, repeats, **shape):
     [
         (16, 1),
         (64, 5),
-        (128, 4),
-        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((64, 7), (80, 3), (256, 2))),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((64, 7), (80, 3), (128, 4), (256, 2))),
     ],
 )
 def test_kernels_attend_as_pytorchs_operations_do(dtype, width, repeats):

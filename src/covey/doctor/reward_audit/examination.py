@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
@@ -220,6 +221,7 @@ class _Session:
         self.scorer.close()
 
 
+@lru_cache(maxsize=256)
 def _completion(text: str) -> Completion:
     """A completion whose ids are made up: one a word or sign, the same for the same word."""
     ids = [zlib.crc32(piece.encode(errors="surrogatepass")) % 50_000 for piece in _PIECE.findall(text)]

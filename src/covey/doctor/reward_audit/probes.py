@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -233,6 +234,7 @@ def _candidates(row: Row) -> list[str]:
     return [str(start + i) if start + i != value else row.short for i in range(101)]
 
 
+@cache
 def _filler(count: int) -> str:
     """Sense-free prose without numbers, always the same."""
     words = [
