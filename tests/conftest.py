@@ -48,6 +48,13 @@ def pytest_collection_finish():
     gc.get_freeze_count = lambda: frozen
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap():
+    """What tests before this file imported and keep is left out as well."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def thawed_heap(monkeypatch):
     """The heap as a script has it."""
