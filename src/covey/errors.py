@@ -131,3 +131,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message that is not empty; its type's name where there is no message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from covey.cli import output
 from covey.cli.flags import Flag
 from covey.cli.verb import JSON, Given, Verb
-from covey.errors import ConfigError, CoveyError, ModelError
+from covey.errors import ConfigError, CoveyError, ModelError, first_line
 from covey.files.bounded import read_json
 
 MOST_APART = 1e-3
@@ -112,7 +112,7 @@ def merged_model(base: str, folder: Path, given: Given) -> tuple[Any, float]:
             merged = adapted.merge_and_unload(safe_merge=True)
             after = merged(ids).logits
     except (ValueError, RuntimeError, AttributeError, KeyError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ModelError(f"The adapter in {folder} cannot be added into {base}: {reason}") from error
     apart = float((after - before).abs().max() / before.abs().max().clamp_min(1e-30))
     if not apart <= MOST_APART:

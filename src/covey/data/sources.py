@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import datasets
 
 from covey.data import gym, verifiers
-from covey.errors import CoveyError, DataError, did_you_mean
+from covey.errors import CoveyError, DataError, did_you_mean, first_line
 from covey.files.bounded import LONGEST_LINE
 from covey.files.hub import bounded_hub
 from covey.files.places import looks_local
@@ -271,11 +271,11 @@ def _load_named(name: str, config_name: str | None, split: str | None, streaming
         raise
     except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
         raise DataError(
-            f"The data set {name!r} is neither a file or folder here nor on the hub ({_first_line(error)}); "
+            f"The data set {name!r} is neither a file or folder here nor on the hub ({first_line(error)}); "
             "check the name, or log in with `hf auth login` if it is private."
         ) from error
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
-        raise DataError(f"The data set {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise DataError(f"The data set {name!r} cannot be loaded: {first_line(error)}") from error
 
 
 def _is_of_verifiers(source: Any, split: str | None) -> bool:
@@ -308,11 +308,6 @@ def _demo(split: str | None, streaming: bool) -> AnyDataset:
         raise DataError(_no_split("demo", str(split), ("train", "test")))
     dataset = datasets.Dataset.from_list(rows("test" if split == "test" else "train"))
     return dataset.to_iterable_dataset() if streaming else dataset
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager

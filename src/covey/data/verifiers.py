@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, first_line
 
 SPLITS = ("train", "test")
 
@@ -22,7 +22,7 @@ def environment(name: str, **options: Any) -> Any:
     try:
         return verifiers.load_environment(name, **options)
     except (ValueError, ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"verifiers cannot load the environment {name!r}: {_said(error)}") from error
+        raise ConfigError(f"verifiers cannot load the environment {name!r}: {first_line(error)}") from error
 
 
 def rows(given: Any, split: str = "train") -> Any:
@@ -37,9 +37,5 @@ def rows(given: Any, split: str = "train") -> Any:
         return made.get_dataset() if split == "train" else made.get_eval_dataset()
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"The verifiers environment {made.env_id or made!r} has no {split} data set: {_said(error)}"
+            f"The verifiers environment {made.env_id or made!r} has no {split} data set: {first_line(error)}"
         ) from error
-
-
-def _said(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

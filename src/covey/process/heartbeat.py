@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from covey.errors import RankError
+from covey.errors import RankError, first_line
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -226,7 +226,7 @@ class Heartbeat:
                     last = self._last(self.others.get(rank, HeartbeatState()))
                     return f"{self._name(rank)} ended without a word (killed?); {last}. {self._we(broke - since)}"
             time.sleep(_LOOK_SECONDS)
-        return f"the connection to another process broke: {_first_line(error)} {self._we(broke - since)}"
+        return f"the connection to another process broke: {first_line(error)} {self._we(broke - since)}"
 
     def _name(self, rank: int) -> str:
         process = self.others.get(rank, HeartbeatState()).process
@@ -321,7 +321,3 @@ def _place(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-def _first_line(error: Any) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

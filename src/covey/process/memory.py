@@ -11,6 +11,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from covey.errors import first_line
+
 T = TypeVar("T")
 
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
@@ -60,7 +62,7 @@ def until_it_fits(work: Callable[[], T], shrink: Callable[[str], None]) -> T:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            said = (str(error).splitlines() or [type(error).__name__])[0]
+            said = first_line(error)
         release()  # only now: the error's traceback kept the tensors of the attempt alive
         shrink(said)
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from covey.errors import first_line
+
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
@@ -70,7 +72,7 @@ class Captured:
         try:
             replay = self.capture(step)
         except RuntimeError as error:  # also out of memory: the eager step has just fitted
-            self.reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.reason = first_line(error)
             self.known = {}
             self.refused()
             logger.warning("Decoding goes on without CUDA graphs: the step cannot be captured (%s).", self.reason)

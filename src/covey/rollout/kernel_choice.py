@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from covey.errors import ConfigError, Unsupported
+from covey.errors import ConfigError, Unsupported, first_line
 from covey.kernels import DecodeKernels, TritonDecode, unavailable_reason
 from covey.process.memory import is_out_of_memory
 from covey.rollout.forward import Forward, plain_cache, verify
@@ -92,7 +92,7 @@ def _why_not_verified(forward: Forward, model: Any, asked: AttentionChoice) -> s
     except TritonDecode.errors() as error:
         if asked == "triton" or is_out_of_memory(error):
             raise
-        return f"Triton's do not run here ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+        return f"Triton's do not run here ({first_line(error)})"
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from covey.errors import CoveyError
+from covey.errors import CoveyError, first_line
 from covey.process.cluster import connected
 from covey.rollout.worker import Order, Setup, Writer, packed
 from covey.rollout.worker_process import Tell, trained
@@ -75,7 +75,7 @@ class RayWorker:
         except ray.exceptions.RayTaskError as error:
             raise _plain(error) from error
         except ray.exceptions.RayError as error:
-            raise CoveyError(f"Ray could not start an actor that samples: {_first_line(error)}") from error
+            raise CoveyError(f"Ray could not start an actor that samples: {first_line(error)}") from error
         self.orders: queue.Queue[Order | None] = queue.Queue()
         threading.Thread(target=self._work, name="covey-ray", daemon=True).start()
 
@@ -105,7 +105,7 @@ class RayWorker:
                 self.tell(("failed", _plain(error)))
         except self.ray.exceptions.RayError as error:
             if not self.is_closed:
-                self.tell(("gone", f"the actor that samples ended ({_first_line(error)})"))
+                self.tell(("gone", f"the actor that samples ended ({first_line(error)})"))
 
     def _say(self, number: int, said: tuple[Any, ...]) -> None:
         now = time.monotonic()  # clocks of other machines are not comparable
@@ -123,8 +123,4 @@ def _plain(error: Any) -> CoveyError:
     cause = error.cause
     if isinstance(cause, CoveyError):
         return cause
-    return CoveyError(f"the actor that samples ended with {type(cause).__name__}: {_first_line(cause)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CoveyError(f"the actor that samples ended with {type(cause).__name__}: {first_line(cause)}")
