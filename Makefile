@@ -27,7 +27,8 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[dev]"
+	$(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib >/dev/null || true   # pip does it in one process
 	touch $(STAMP)
 
 demo: $(STAMP)           ## train the shipped model with GRPO, on this machine, without network
