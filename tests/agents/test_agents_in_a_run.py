@@ -294,8 +294,8 @@ def test_without_any_score_the_run_says_so(tmp_path):
         trainer_of(tmp_path, lambda row, client, model: talk(client, model, row, 1), max_steps=1).train()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.nightly), "gigpo"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ["grpo", "gigpo"])
 def test_an_agent_of_two_turns_learns_from_its_rewards(tmp_path, algorithm):
     """A random model earns by letters of the first half of the alphabet, in each turn: about 0.25 at first, 2 at most."""
 

@@ -26,7 +26,7 @@ def test_a_run_in_order_is_exit_code_0_and_leaves_nothing_behind(capsys):
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_fit_a_narrow_terminal_and_warn_of_a_rate_at_which_a_small_model_does_not_move(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     main([*DEMO, "--sample-prompts", "0", "--learning-rate", "1e-6"])

@@ -118,7 +118,7 @@ def test_options_that_save_memory_do(more, tmp_path):
     assert predicted(options(tmp_path, **more), config).activations < predicted(options(tmp_path), config).activations
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_state_of_an_8_bit_optimizer_is_a_quarter(tmp_path):
     pytest.importorskip("bitsandbytes")
     config = tiny_model(layers=3, hidden=64, vocab_size=5000).config
@@ -126,8 +126,8 @@ def test_the_state_of_an_8_bit_optimizer_is_a_quarter(tmp_path):
     assert small.optimizer < 0.35 * whole.optimizer
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, period", [pytest.param("qwen2", 1, marks=pytest.mark.nightly), ("gemma2", 2)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name, period", [("qwen2", 1), ("gemma2", 2)])
 def test_many_layers_are_continued_from_few_to_the_byte(name, period, tmp_path, monkeypatch):
     config, args = tiny_model(name, layers=12, hidden=32).config, options(tmp_path)
     assert few_layers(config) == ((2, 4) if period == 1 else (period, 2 * period))

@@ -91,7 +91,7 @@ def double(module, query, key, value, attention_mask, **options):
 
 @pytest.mark.filterwarnings("ignore:_compile flag")
 @pytest.mark.parametrize(
-    "loaded", ["eager", "sdpa", "stand_in_for_flash", pytest.param("flex_attention", marks=pytest.mark.slow)]
+    "loaded", ["eager", "sdpa", "stand_in_for_flash", pytest.param("flex_attention", marks=pytest.mark.nightly)]
 )
 def test_prompts_are_shared_whatever_attention_the_model_was_loaded_with(loaded):
     AttentionInterface.register("stand_in_for_flash", sdpa_attention_forward)
