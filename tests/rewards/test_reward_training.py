@@ -51,6 +51,20 @@ def test_it_learns_the_order_and_centring_keeps_rewards_around_zero():
     assert spread[0.1] < 0.5
 
 
+@pytest.mark.parametrize("max_steps, updates", [(-1, 3), (2, 2), (7, 7)])
+def test_max_steps_is_the_number_of_updates_whatever_the_epochs(max_steps, updates):
+    told = []
+    options = PreferenceOptions(batch_size=8, max_steps=max_steps)
+    train(reward_of(), PAIRS, options, lambda step, total, loss: told.append((step, total)))
+    assert told == [(step, updates) for step in range(1, updates + 1)]
+
+
+@pytest.mark.parametrize("word, said", [("--max-steps", "max_steps=0 must be 1 or more"), ("--steps", "--max-steps")])
+def test_a_wrong_number_of_updates_is_said_before_anything_is_read(capsys, word, said):
+    assert main(["reward", "train", "--model", "demo", "--dataset", "none.jsonl", "-o", "judge", word, "0"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_pairs_are_texts_messages_or_whole_conversations(tmp_path):
     say = lambda role, text: {"role": role, "content": text}
     for name, row in {

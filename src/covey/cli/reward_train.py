@@ -28,6 +28,7 @@ _FLAGS = (
     Flag(name="held_out", help="Share of the rows that is kept from training to be judged on, whole prompts at a time.", type=float, default=0.1, group="what"),
     CONFIG,
     Flag(name="epochs", help="Passes over the rows.", type=float, default=1.0, group="training"),
+    Flag(name="max_steps", help="Updates; -1: as many as --epochs takes.", type=int, default=-1, group="training"),
     Flag(name="batch_size", help="Pairs, or completions with scored steps, of an update.", type=int, default=16, group="training"),
     Flag(name="learning_rate", help="Peak learning rate, of all weights.", type=float, default=1e-5, group="training"),
     Flag(name="centre", help="Weight of the squared sum of a pair's rewards, which keeps them around 0.", type=float, default=0.0, group="training"),
@@ -48,7 +49,7 @@ def run(given: Given) -> int:
 
     from covey.rewards.preference import Pair, PreferenceOptions
 
-    wanted = {name: options[name] for name in ("epochs", "batch_size", "learning_rate", "centre", "seed")}
+    wanted = {name: options[name] for name in ("epochs", "max_steps", "batch_size", "learning_rate", "centre", "seed")}
     how = PreferenceOptions(**wanted)
     rows, held = _examples(options)
     torch.manual_seed(options["seed"])

@@ -44,6 +44,8 @@ class PreferenceOptions:
     """Training options of a reward model. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
 
     epochs: float = 1.0
+    max_steps: int = -1
+    """Updates; -1: as many as `epochs` takes."""
     batch_size: int = 16
     """Pairs, or completions with scored steps, of an update."""
     learning_rate: float = 1e-5
@@ -60,11 +62,15 @@ class PreferenceOptions:
         for name in ("epochs", "batch_size", "learning_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ConfigError(f"max_steps={self.max_steps} must be 1 or more, or -1 for as many as the epochs take.")
         if self.centre < 0 or not 0 <= self.warmup < 1:
             raise ConfigError("centre must not be below 0, and warmup must be a share from 0 to below 1.")
 
     def num_steps(self, count: int) -> int:
         """Updates on `count` pairs."""
+        if self.max_steps > 0:
+            return self.max_steps
         return max(1, math.ceil(self.epochs * count / self.batch_size))
 
 
