@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from covey.errors import ConfigError, DataError, ModelError
 from covey.rewards.builtin.process_reward import ProcessReward
 from covey.rewards.builtin.registry import resolve
 from covey.rewards.preference import PreferenceOptions
-from covey.rewards.steps import ScoredSteps, judge, load_examples, train
+from covey.rewards.steps import ScoredSteps, judge, load_examples, scored_steps, train
 from kit import tiny_model, tiny_reward_model, tiny_tokenizer
 
 RIGHT, WRONG = "{n} apples", "{n} pears"
@@ -66,6 +67,39 @@ def test_an_update_is_that_of_the_likelihood_of_the_labels():
     for name, parameter in model.named_parameters():
         clear = wanted[name].abs() > 1e-4
         assert torch.equal((parameter - before[name]).sign()[clear], -wanted[name].sign()[clear])
+
+
+def save_for_trl(folder):
+    """A classifier, its tokenizer and rows of one to three steps, as `tests/parity/trl_prm.py` reads them."""
+    reward = reward_of()
+    reward.frozen.model.save_pretrained(folder)
+    reward.frozen.tokenizer.save_pretrained(folder)
+    texts = ["2 + 3 = 5", "5 + 4 = 8", "so the answer is 8"]
+    rows = [{"prompt": f"What is {n} + 3 + 4?", "completions": texts[: n % 3 + 1]} for n in range(6)]
+    rows = [{**row, "labels": [n % 2 == 0 for n in range(len(row["completions"]))]} for row in rows]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_tokens_labels_loss_and_gradient_are_those_of_trls_prm_trainer():
+    """Written by `tests/parity/trl_prm.py`: PRMTrainer's data set, and compute_loss of one batch of all rows, padded on the left."""
+    trl = json.loads((Path(__file__).parent / "trl_prm.json").read_text())
+    reward = reward_of()
+    rows = [scored_steps(row, "a row") for row in trl["rows"]]
+    for one, ids, labels in zip(rows, trl["input_ids"], trl["labels"], strict=True):
+        mine, places = reward.encode(one.prompt, one.steps)
+        assert mine == ids
+        assert [place for place, label in enumerate(labels) if label != -100] == places
+        assert [labels[place] for place in places] == list(map(int, one.labels))
+    told, gradients = [], {}
+    for name, weight in reward.frozen.model.named_parameters():
+        weight.register_hook(lambda gradient, name=name: gradients.update({name: gradient.clone()}))
+    options = PreferenceOptions(batch_size=len(rows), max_grad_norm=0.0)
+    train(reward, rows, options, lambda step, total, loss: told.append(loss))
+    assert told == [pytest.approx(trl["loss"], rel=1e-6)]
+    torch.testing.assert_close(gradients["score.weight"], torch.tensor(trl["gradient_of_head"]), rtol=1e-5, atol=1e-7)
+    assert gradients.keys() == trl["gradient_norms"].keys()
+    for name, norm in trl["gradient_norms"].items():
+        assert gradients[name].norm().item() == pytest.approx(norm, rel=1e-5), name
 
 
 def test_it_learns_steps_it_has_not_seen_and_gives_their_least_product_or_mean():
