@@ -3,11 +3,13 @@
     python benchmarks/adapters.py
     python benchmarks/adapters.py --adapters 4 --steps 3 --hidden 640 --layers 10 --repeats 3
     python benchmarks/adapters.py --rollouts --hidden 512 --layers 8
+    python benchmarks/adapters.py --tune --hidden 512 --layers 8
 
 The base has random weights and the demo's tokenizer and task. `together` is one process (`covey train --adapters N`), `alone`
 is N processes one after another (`covey train --seed S`), each with one thread. The peak is that of a process's resident memory;
 N runs alone at the same time would need N times theirs. `--rollouts` measures the rollouts alone, in one process: the
-completions of all runs in one batch (`covey.rollout.JointRollouts`) beside one batch a run.
+completions of all runs in one batch (`covey.rollout.JointRollouts`) beside one batch a run. `--tune` measures a search of N
+trials, joined (`covey tune --n-jobs N`) beside one after another, both in one process on one base.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ def make_base(place: Path, hidden: int, layers: int) -> float:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters()) / MIB
 
 
-def measured(words: list[str], log: Path) -> tuple[float, float, float]:
-    """Wall seconds, processor seconds and peak MiB of one `covey train`."""
+def measured(words: list[str], log: Path, verb: str = "train") -> tuple[float, float, float]:
+    """Wall seconds, processor seconds and peak MiB of one `covey train`, or another verb."""
     started = time.perf_counter()
     with log.open("ab") as file:
-        command = [sys.executable, "-m", "covey", "train", *words]
+        command = [sys.executable, "-m", "covey", verb, *words]
         process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
         _, status, usage = os.wait4(process.pid, 0)
     if status:
@@ -99,6 +101,7 @@ def main() -> None:
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rollouts", action="store_true")
+    parser.add_argument("--tune", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -111,20 +114,48 @@ def main() -> None:
             return
         ratios = []
         for repeat in range(given.repeats):
-            ratios.append(compared(place / str(repeat), place / "base", given))
+            compare = searched if given.tune else compared
+            ratios.append(compare(place / str(repeat), place / "base", given))
     print(
-        f"processor time, together over alone: {', '.join(f'{one:.2f}' for one in ratios)}, median {median(ratios):.2f}"
+        f"processor time, together over {'one after another' if given.tune else 'alone'}: {', '.join(f'{one:.2f}' for one in ratios)}, median {median(ratios):.2f}"
     )
+
+
+def options(base: Path, given: argparse.Namespace) -> list[str]:
+    """Words of `covey train` that all runs share."""
+    return [
+        "demo", "--model", str(base), "--lora-r", "8", "--max-steps", str(given.steps), "--use-cpu",
+        "--per-device-train-batch-size", str(given.completions), "--num-generations", "8", "--disable-tqdm",
+        "--max-completion-length", str(given.tokens),
+    ]  # fmt: skip
+
+
+def searched(place: Path, base: Path, given: argparse.Namespace) -> float:
+    """Search with the trials joined and one after another, and print a table. Returns the ratio of processor times.
+
+    The first trials are drawn at random, so both searches try the same values. Each trial is evaluated once, at its end.
+    """
+    place.mkdir()
+    words = [
+        *options(base, given), "--search", "learning_rate=1e-5:1e-3:log", "--trials", str(given.adapters), "--keep-all",
+        "--eval-dataset", "demo:test", "--max-eval-prompts", "16", "--num-generations-eval", "1", "--eval-steps", str(given.steps), "--pruner", "none",
+    ]  # fmt: skip
+    print(f"{'':<18}{'wall s':>10}{'processor s':>14}{'peak MiB':>12}")
+    found = {}
+    for name, jobs in (("joined", given.adapters), ("one after another", 1)):
+        more = ["--n-jobs", str(jobs), "--output-dir", str(place / name)]
+        found[name] = measured([*words, *more], place / "log", "tune")
+        print("{:<18}{:>10.0f}{:>14.0f}{:>12.0f}".format(name, *found[name]))
+    ends = [f"trial-{number:03d}/model/adapter_model.safetensors" for number in range(given.adapters)]
+    same = [(place / "joined" / end).read_bytes() == (place / "one after another" / end).read_bytes() for end in ends]
+    print(f"adapters equal, bit by bit: {sum(same)} of {len(same)}", flush=True)
+    return found["joined"][1] / found["one after another"][1]
 
 
 def compared(place: Path, base: Path, given: argparse.Namespace) -> float:
     """Train together and alone, and print a table. Returns the ratio of processor times."""
     place.mkdir()
-    words = [
-        "demo", "--model", str(base), "--lora-r", "8", "--max-steps", str(given.steps), "--use-cpu",
-        "--per-device-train-batch-size", str(given.completions), "--num-generations", "8", "--disable-tqdm",
-        "--max-completion-length", str(given.tokens),
-    ]  # fmt: skip
+    words = options(base, given)
     together = measured([*words, "--adapters", str(given.adapters), "--output-dir", str(place / "a")], place / "log")
     seeds = range(given.adapters)
     alone = [

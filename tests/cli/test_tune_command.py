@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from covey.cli import child, main, tune
+from covey.cli.attempt import Attempt, Watch
+from covey.cli.shared_trials import SharedTrials
 from covey.errors import RunFolderError
+from covey.rollout.joint import _JointForward
 from covey.runs.signals import StopRequest
 from kit import tiny_model, tiny_tokenizer
 
@@ -133,7 +136,7 @@ def test_a_trial_worse_than_half_of_those_before_it_is_hopeless(tmp_path):
         study.tell(trial, value)
     for value, is_hopeless in ((0.9, False), (0.1, True)):
         trial = study.ask({one.name: one.distribution() for one in asked.search})
-        watch = tune.Watch(asked.place(trial.number), "eval_reward", trial)
+        watch = Watch(asked.place(trial.number), "eval_reward", trial)
         assert not watch.is_hopeless()  # nothing was evaluated yet
         evaluated(asked.place(trial.number), value)
         assert watch.is_hopeless() == is_hopeless
@@ -151,7 +154,7 @@ def test_a_study_is_read_back_with_its_trials_and_draws_other_values(tmp_path):
     resumed = tune._next_trial(asked, again)
     assert (resumed.number, resumed.params) == (trial.number, trial.params)
     evaluated(asked.place(0), 0.3, 0.4)  # step 10 was reported before the interruption
-    watch = tune.Watch(asked.place(0), "eval_reward", resumed)
+    watch = Watch(asked.place(0), "eval_reward", resumed)
     assert not watch.is_hopeless()
     again.tell(resumed, 0.4)
     assert again.trials[0].intermediate_values == {10: 0.3, 20: 0.4}
@@ -180,6 +183,11 @@ def test_weights_of_all_but_the_best_trial_go_and_what_was_measured_stays(tmp_pa
         ([], "--search is missing"),
         (["--search", "num_generations=3:5"], "--search num_generations, at 3"),
         ([*RATES, "--trials", "0"], "--trials is a number from 1 on"),
+        ([*RATES, "--n-jobs", "0"], "--n-jobs 0 must be 1 or more"),
+        (
+            [*RATES, "--n-jobs", "2"],
+            "--n-jobs 2 trains adapters on one base: without --lora-r a trial changes the base",
+        ),
         ([*RATES, "--pruner", "mean"], "--pruner is median, halving or none"),
         (["--serch", "beta=0,1"], "Did you mean --search?"),
     ],
@@ -216,51 +224,114 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_makes_way(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trial-000.previous-1"]
 
 
+def joined_rows(monkeypatch):
+    """Numbers of runs in each joint decode step, filled as they are decoded."""
+    joined, decode = [], _JointForward.decode
+    monkeypatch.setattr(_JointForward, "decode", lambda *given: joined.append(len(given[2])) or decode(*given))
+    return joined
+
+
+def adapter_of(run):
+    return (Path(run) / "model" / "adapter_model.safetensors").read_bytes()
+
+
 @pytest.mark.slow
-def test_trials_of_adapters_share_one_base_and_are_the_runs_of_their_options(place, capsys):
-    given = words("--search", "learning_rate=1e-3,3e-3", "--lora-r", 2, "--max-steps", 2, "--trials", 2, "--seed", 3)
-    assert main([*given, "--learning-rate", "1e-3", "--keep-all", "--json"]) == 0
+def test_trials_that_train_together_are_each_the_run_of_its_options_alone(place, capsys, monkeypatch):
+    joined = joined_rows(monkeypatch)
+    shape = ["--lora-r", 2, "--max-steps", 2, "--seed", 3, "--eval-steps", 2]
+    given = words("--search", "learning_rate=1e-3,3e-3", "beta=0,0.1", *shape, "--trials", 3, "--n-jobs", 2)
+    assert main([*map(str, given), "--keep-all", "--json"]) == 0
     shown = capsys.readouterr()
     assert shown.err.count("trials share one base, in this process") == 1
-    found = json.loads(shown.out)
-    assert [row["state"] for row in found["trials"]] == ["complete", "complete"]
+    found = json.loads(shown.out)["trials"]
+    assert [row["state"] for row in found] == ["complete"] * 3
+    assert 2 in joined  # two trials in one batch
     assert "trial-000" in Path("runs/t/trial-000.log").read_text()
-    # alone, in the order and the process of its own, a trial is the same bit by bit
-    rate = found["trials"][1]["params"]["learning_rate"]
-    alone = [
-        *words()[1:],
-        "--lora-r",
-        2,
-        "--max-steps",
-        2,
-        "--seed",
-        3,
-        "--learning-rate",
-        rate,
-        "--output-dir",
-        "alone",
-    ]
-    assert main(["train", *map(str, alone)]) == 0
-    name = Path("model") / "adapter_model.safetensors"
-    assert (place / "alone" / name).read_bytes() == (place / "runs" / "t" / "trial-001" / name).read_bytes()
+    for row in found[1:]:  # one that began beside another, and one that took its place
+        params = [word for name, value in row["params"].items() for word in (f"--{name}", value)]
+        assert main(["train", *map(str, [*words()[1:], *shape, *params, "--output-dir", f"alone-{row['trial']}"])]) == 0
+        assert adapter_of(f"alone-{row['trial']}") == adapter_of(f"runs/t/trial-{row['trial']:03d}")
+
+
+def attempts(place, study, search, hopeless=()):
+    """Trials of so many params; those of `hopeless` numbers are, from their first step on."""
+    for params in search:
+        study.enqueue_trial(params)
+    for number in range(len(search)):
+        trial = study.ask({"learning_rate": optuna.distributions.FloatDistribution(1e-5, 1e-1)})
+        watch = Watch(place / f"{number}", "eval_reward", trial)
+        watch.has_given_up = number in hopeless
+        yield Attempt(trial=trial, place=place / f"{number}", watch=watch)
+
+
+SHARED = {
+    "model": "model", "dataset": "train.jsonl", "reward": ["mine.py:digits"], "lora_r": 2, "use_cpu": True, "max_steps": 3,
+    "max_completion_length": 4, "num_generations": 4, "per_device_train_batch_size": 4, "disable_tqdm": True,
+}  # fmt: skip
+
+
+def test_a_hopeless_trial_leaves_the_joint_batch_and_another_takes_its_place(place, monkeypatch):
+    joined = joined_rows(monkeypatch)
+    given = attempts(place, optuna.create_study(), [{"learning_rate": rate} for rate in (1e-3, 2e-3, 3e-3)], {1})
+    with StopRequest() as stop:
+        trials = SharedTrials(SHARED).train(lambda: next(given, None), 2, stop)
+        ended = {attempt.number: ended for attempt, ended in trials}
+        assert not stop.requested
+    assert list(ended) == [1, 0, 2]
+    assert (ended[1].code, ended[1].result) == (75, {})
+    assert [path.name for path in (place / "1").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert ended[0].code == ended[2].code == 0
+    # 4 tokens of two rollouts: the third trial is in step with the first although it began later
+    assert joined.count(2) == 2 * 4
+
+
+def test_a_trial_that_fails_leaves_the_others_to_end(place):
+    options = {**SHARED, "max_steps": 1}
+    given = attempts(place, optuna.create_study(), [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}])
+    bad, good = (next(given) for _ in range(2))
+    waiting = iter([Refused(**vars(bad)), good])
+    with StopRequest() as stop:
+        trials = SharedTrials(options).train(lambda: next(waiting, None), 2, stop)
+        assert {attempt.number: ended.code for attempt, ended in trials} == {0: 2, 1: 0}
+    assert "has no 'none'" in bad.log.read_text()
+
+
+class Refused(Attempt):
+    """A trial of options that its run refuses."""
+
+    @property
+    def params(self):
+        return {"reward": ["mine.py:none"]}
+
+
+STOPS = """
+import os, signal
+
+seen = []
+
+def stops(completions, **kwargs):
+    seen.append(1)
+    if len(seen) == 7:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return digits(completions)
+"""
 
 
 @pytest.mark.slow
-def test_a_hopeless_trial_on_the_shared_base_saves_and_stops_and_the_next_one_goes_on(place):
-    from covey.cli.shared_trials import SharedTrials
-
-    options = {
-        "model": "model", "dataset": "train.jsonl", "reward": ["mine.py:digits"], "lora_r": 2, "use_cpu": True, "max_steps": 50,
-        "max_completion_length": 4, "num_generations": 4, "per_device_train_batch_size": 4, "disable_tqdm": True,
-    }  # fmt: skip
-    trials = SharedTrials(options)
-    with StopRequest() as stop:
-        ended = trials.train({"beta": 0.0}, place / "one", place / "one.log", stop, lambda: True)
-        assert (ended.code, ended.result, stop.requested) == (75, {}, False)
-        assert [path.name for path in (place / "one").glob("checkpoint-*")] == ["checkpoint-1"]
-        failed = trials.train({"reward": ["mine.py:none"]}, place / "two", place / "two.log", stop, lambda: False)
-    assert failed.code == 2
-    assert "has no 'none'" in (place / "two.log").read_text()
+def test_a_search_that_is_stopped_goes_on_with_all_trials_that_it_was_at(place, capsys):
+    given = words("--search", "beta=0:0.1", "--lora-r", 2, "--max-steps", 4, "--trials", 2, "--n-jobs", 2)
+    Path("mine.py").write_text(REWARD + STOPS)
+    given = [str(word).replace(":digits", ":stops") for word in given]
+    assert main([*given, "--json"]) == 75
+    assert "Stopped; go on with: covey" in capsys.readouterr().err
+    reached = [json.loads((place / f"runs/t/trial-00{i}/run.json").read_text())["step"] for i in range(2)]
+    assert all(0 < step < 4 for step in reached)
+    assert main([*given, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("goes on where it was interrupted") == 2
+    assert [row["state"] for row in json.loads(shown.out)["trials"]] == ["complete", "complete"]
+    attempts = [json.loads((place / f"runs/t/trial-00{i}/run.json").read_text())["attempts"] for i in range(2)]
+    assert [[one["from_step"] for one in both] for both in attempts] == [[0, reached[0]], [0, reached[1]]]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from covey.cli import train
+from covey.cli.attempt import Attempt
 from covey.cli.child import Ended
 from covey.cli.fields import other_flags
 from covey.cli.flags import typed
-from covey.cli.together import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS
+from covey.cli.together import OF_THE_BASE, OF_THE_DATA, OF_THE_PROCESS, Outcome, Turns
 from covey.errors import ConfigError, CoveyError
 from covey.runs.signals import StopRequest
 
@@ -48,37 +48,64 @@ class SharedTrials:
         self._load = functools.partial(train.load_rows, dataset=rows)
 
     def train(
-        self, params: Mapping[str, Any], place: Path, log: Path, stop: StopRequest, is_over: Callable[[], bool]
-    ) -> Ended:
-        """One trial to its end, as `covey train` alone would make it; what it prints goes to `log`.
+        self, following: Callable[[], Attempt | None], jobs: int, stop: StopRequest
+    ) -> Iterator[tuple[Attempt, Ended]]:
+        """Trials, `jobs` at a time with a step of each in turn, as `covey train` alone would make each; yields each as it ends.
 
-        A signal, or `is_over` returning True after a step, ends it with a checkpoint.
+        `following` gives the next trial where one has ended, or None. What a trial prints goes to its log. A signal, or
+        `watch.is_hopeless()` returning True after a step, ends a trial with a checkpoint.
         """
-        from covey.runs import rng
-        from covey.training.taking_turns import Member
+        from covey.training.taking_turns import Member, Rounds
 
-        given = {**self._options, **typed(params, self._types), "output_dir": str(place), "resume": "auto"}
-        member = Member(place.name, train.member(given, self._base, self._load))
-        before, mine = rng.snapshot(), StopRequest()
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(log.open("a", encoding="utf-8"))
-            stack.enter_context(contextlib.redirect_stdout(file))
-            stack.enter_context(contextlib.redirect_stderr(file))
-            stack.enter_context(stop.for_all())
-            stack.enter_context(mine)
-            stack.enter_context(mine.for_all())
-            stack.callback(member.turns.close)
-            while not member.has_ended:
-                member.turn()
-                if not member.has_ended and member.drawing is None and is_over():
-                    mine.adopt([["SIGTERM"]])
-            if member.error is not None:
-                traceback.print_exception(member.error, file=file)
-        rng.restore(before)
+        open_trials: dict[Any, _Trial] = {}
+        with stop.for_all(), contextlib.ExitStack() as stack, Rounds[Outcome]() as rounds:
+            while True:
+                while len(rounds.running) < jobs and (attempt := following()) is not None:
+                    trial = stack.enter_context(_Trial(attempt))
+                    member = Member(attempt.place.name, self._turns(attempt), trial.turning)
+                    rounds.running.append(member)
+                    open_trials[member] = trial
+                if not rounds.running:
+                    return
+                for member in rounds.next():
+                    if member.has_ended:
+                        trial = open_trials.pop(member)
+                        yield trial.attempt, trial.ended(member)
+                    elif member.drawing is None and open_trials[member].attempt.watch.is_hopeless():
+                        open_trials[member].stop.adopt([["SIGTERM"]])
+
+    def _turns(self, attempt: Attempt) -> Turns:
+        given = {**self._options, **typed(attempt.params, self._types)}
+        return train.member({**given, "output_dir": str(attempt.place), "resume": "auto"}, self._base, self._load)
+
+
+class _Trial:
+    """A trial's log, and its own request to stop, which follows that of the process."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt, self.stop = attempt, StopRequest()
+        self._file = attempt.log.open("a", encoding="utf-8")
+
+    def __enter__(self) -> _Trial:
+        self.stop.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    @contextlib.contextmanager
+    def turning(self) -> Iterator[None]:
+        """Context of its turns."""
+        with contextlib.redirect_stdout(self._file), contextlib.redirect_stderr(self._file), self.stop.for_all():
+            yield
+
+    def ended(self, member: Any) -> Ended:
+        """Its end; the log is closed."""
+        if member.error is not None:
+            traceback.print_exception(member.error, file=self._file)
+        self._file.close()
         if member.error is not None:
             return Ended(code=member.error.exit_code if isinstance(member.error, CoveyError) else 1)
-        outcome = member.result
-        assert outcome is not None  # it has ended without an error
-        if outcome.stopped_by:
-            return Ended(code=outcome.exit_code)
-        return Ended(code=0, result={"metrics": dict(outcome.metrics)})
+        if member.result.stopped_by:
+            return Ended(code=member.result.exit_code)
+        return Ended(code=0, result={"metrics": dict(member.result.metrics)})

@@ -7,12 +7,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from covey.cli import child, importance, output, series, train
+from covey.cli.attempt import Attempt, Watch, number_of
 from covey.cli.fields import other_flags
 from covey.cli.flags import Flag
 from covey.cli.rerun import NEVER
@@ -25,6 +27,7 @@ from covey.process.counting import tell
 _FLAGS = (
     Flag(name="search", help="What to try: name=low:high, name=low:high:log, or name=a,b,c; several may be given.", type=list[str], group="search"),
     Flag(name="trials", help="Runs in all, those that were ended early included.", type=int, default=20, group="search"),
+    Flag(name="n_jobs", help="Trials that train together on one base, their completions drawn in one batch.", type=int, default=1, group="search"),
     Flag(name="metric", help="What to judge by: a metric of evaluations.", default="eval_reward", group="search"),
     Flag(name="minimize", help="The smaller the metric, the better.", type=bool, group="search"),
     Flag(name="pruner", help="What ends a run early: median (worse than half of those before it), halving, or none.", default="median", group="search"),
@@ -56,6 +59,8 @@ class Tuning:
     trials: int
     keeps_all: bool
     seed: int
+    jobs: int = 1
+    """Trials that train at a time."""
     apart: str | None = None
     """Reason why each trial is a process that loads its own model; None: trials share one base in this process."""
     start: Mapping[str, Any] = field(default_factory=dict)
@@ -94,12 +99,16 @@ def tuning_of(given: Given) -> Tuning:
     child.refuse_launcher("covey tune")
     if given.get("trials", 1) < 1 or given.get("pruner", "median") not in ("median", "halving", "none"):
         raise ConfigError("--trials is a number from 1 on, and --pruner is median, halving or none.")
+    if (jobs := given.get("n_jobs", 1)) < 1:
+        raise ConfigError(f"--n-jobs {jobs} must be 1 or more, the number of trials that train together.")
     search = dimensions(given.get("search") or (), train.flags())
     searched = {one.name for one in search}
     options = {name: value for name, value in given.items() if name not in _OWN | NEVER | searched}
     if "eval_strategy" not in options and "eval_steps" not in options:
         options |= {"eval_strategy": "steps", "eval_steps": 0.125}
-    config = _check_ends(options, search)
+    apart = reason_against(options, searched, _check_ends(options, search))
+    if apart and jobs > 1:
+        raise ConfigError(f"--n-jobs {jobs} trains adapters on one base: {apart}. Leave it out.")
     folder = Path(given.get("output_dir") or next_folder()).expanduser()
     start = {one.name: given[one.name] for one in search if one.name in given and one.holds(given[one.name])}
     judged = {"metric": given.get("metric", "eval_reward"), "minimize": bool(given.get("minimize"))}
@@ -114,7 +123,8 @@ def tuning_of(given: Given) -> Tuning:
         trials=given.get("trials", 20),
         keeps_all=bool(given.get("keep_all")),
         seed=given.get("seed", 0),
-        apart=reason_against(options, searched, config),
+        jobs=jobs,
+        apart=apart,
         start=start,
     )
 
@@ -157,7 +167,10 @@ def open_study(tuning: Tuning) -> Any:
         load_if_exists=True,
     )
     # the seed moves on with the study, or a resumed search would draw the first values again
-    study.sampler = optuna.samplers.TPESampler(seed=tuning.seed + len(study.trials))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # constant_liar: trials that still run count as bad ones, so that those beside them differ
+        study.sampler = optuna.samplers.TPESampler(seed=tuning.seed + len(study.trials), constant_liar=tuning.jobs > 1)
     if not study.trials and tuning.start:
         study.enqueue_trial(dict(tuning.start))
     return study
@@ -165,112 +178,106 @@ def open_study(tuning: Tuning) -> Any:
 
 def _search(tuning: Tuning, study: Any, stop: Any) -> int:
     """Trials until there are enough. Returns 0, or the exit code of the last of several failures in a row."""
-    in_a_row = 0
-    trials = SharedTrials(tuning.options) if tuning.apart is None else None
     output.say(
         f"each trial is a process with a model of its own: {tuning.apart}"
         if tuning.apart
         else "trials share one base, in this process: only options of the adapter are searched"
     )
+    search = _Search(tuning, study, stop)
     tell("trials", _ended(study), tuning.trials)
-    while not stop.requested and _ended(study) < tuning.trials:
-        trial = _next_trial(tuning, study)
-        state, code = _try(tuning, study, trial, stop, trials)
-        if state is None:
-            break
-        in_a_row = in_a_row + 1 if state == "FAIL" else 0
-        if in_a_row == _FAILURES_IN_A_ROW:
-            output.say(f"{in_a_row} trials failed in a row; the last one's log is {tuning.place(trial.number)}.log")
-            return code
+    if tuning.apart:
+        while (attempt := search.following()) is not None:
+            search.settle(attempt, _in_a_process(tuning, attempt, stop))
+    else:
+        for attempt, ended in SharedTrials(tuning.options).train(search.following, tuning.jobs, stop):
+            search.settle(attempt, ended)
+    return search.code
+
+
+class _Search:
+    """Trials asked of the study, and told to it."""
+
+    def __init__(self, tuning: Tuning, study: Any, stop: Any) -> None:
+        self._tuning, self._study, self._stop = tuning, study, stop
+        self._running: set[int] = set()
+        """Numbers of trials that train now."""
+        self._failed: list[int] = []
+        """Exit codes of the last trials, all of which failed."""
+
+    @property
+    def code(self) -> int:
+        """Exit code that ends the search; 0: it goes on."""
+        return self._failed[-1] if len(self._failed) >= _FAILURES_IN_A_ROW else 0
+
+    def following(self) -> Attempt | None:
+        """A trial that begins now, or goes on; None where there are enough."""
+        tuning, study = self._tuning, self._study
+        if self._stop.requested or self.code or _ended(study) + len(self._running) >= tuning.trials:
+            return None
+        trial = _next_trial(tuning, study, self._running)
+        place = tuning.place(trial.number)
+        shown = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in trial.params.items()
+        )
+        output.say(f"trial {trial.number} of {tuning.trials}: {shown}")
+        series.make_way(place)
+        self._running.add(trial.number)
+        return Attempt(trial=trial, place=place, watch=Watch(place, tuning.metric, trial))
+
+    def settle(self, attempt: Attempt, ended: child.Ended) -> None:
+        """Tell the study how a trial ended; one that was stopped with the search goes on another time."""
+        self._running.discard(attempt.number)
+        if self._stop.requested:
+            return
+        tuning, study, watch = self._tuning, self._study, attempt.watch
+        value = number_of(ended.result.get("metrics", {}).get(tuning.metric))
+        has_failed = False
+        if watch.has_given_up and not ended.result:
+            study.tell(attempt.trial, state=_state("PRUNED"))
+            said = f"ended early at {watch.last:.4g}"
+        elif ended.code or not math.isfinite(value):
+            has_failed = True
+            study.tell(attempt.trial, state=_state("FAIL"))
+            said = f"failed with exit code {ended.code}, see {attempt.log}"
+        else:
+            study.tell(attempt.trial, value)
+            said = f"{value:.4g}"
+        seconds = time.perf_counter() - attempt.started
+        output.say(f"  trial {attempt.number}: {tuning.metric} {said} ({seconds:.0f} s)")
+        self._failed = [*self._failed, ended.code or 1] if has_failed else []
+        if self.code:
+            output.say(f"{len(self._failed)} trials failed in a row; the last one's log is {attempt.log}")
         if not tuning.keeps_all:
             _forget_weights(tuning, study)
         tell("trials", _ended(study), tuning.trials)
-    return 0
+
+
+def _in_a_process(tuning: Tuning, attempt: Attempt, stop: Any) -> child.Ended:
+    with child.options_file(_yaml(tuning, attempt.params)) as file:
+        words = ["--config", file, "--output-dir", str(attempt.place), "--resume", "auto"]
+        return child.train(words, attempt.log, stop, is_quiet=True, is_over=attempt.watch.is_hopeless)
 
 
 def _ended(study: Any) -> int:
     return sum(trial.state.is_finished() for trial in study.trials)
 
 
-def _next_trial(tuning: Tuning, study: Any) -> Any:
-    """The trial that was interrupted, or a new one."""
+def _next_trial(tuning: Tuning, study: Any, running: Collection[int] = ()) -> Any:
+    """A trial that was interrupted, or a new one."""
     import optuna
 
     for frozen in study.trials:
-        if frozen.state == optuna.trial.TrialState.RUNNING:
+        if frozen.state == optuna.trial.TrialState.RUNNING and frozen.number not in running:
             output.say(f"trial {frozen.number} goes on where it was interrupted")
             return optuna.trial.Trial(study, frozen._trial_id)
     return study.ask({one.name: one.distribution() for one in tuning.search})
-
-
-def _try(tuning: Tuning, study: Any, trial: Any, stop: Any, trials: SharedTrials | None) -> tuple[str | None, int]:
-    """Run a trial and tell the study. Returns COMPLETE, PRUNED or FAIL, None when the search was asked to stop; the exit code."""
-    place, started = tuning.place(trial.number), time.perf_counter()
-    watch = Watch(place, tuning.metric, trial)
-    shown = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in trial.params.items()
-    )
-    output.say(f"trial {trial.number} of {tuning.trials}: {shown}")
-    series.make_way(place)
-    log = Path(f"{place}.log")
-    if trials is not None:
-        ended = trials.train(trial.params, place, log, stop, watch.is_hopeless)
-    else:
-        with child.options_file(_yaml(tuning, trial.params)) as file:
-            words = ["--config", file, "--output-dir", str(place), "--resume", "auto"]
-            ended = child.train(words, log, stop, is_quiet=True, is_over=watch.is_hopeless)
-    if stop.requested:
-        return None, ended.code
-    value = _number(ended.result.get("metrics", {}).get(tuning.metric))
-    if watch.has_given_up and not ended.result:
-        study.tell(trial, state=_state("PRUNED"))
-        value, state = watch.last, "PRUNED"
-    elif ended.code or not math.isfinite(value):
-        study.tell(trial, state=_state("FAIL"))
-        state = "FAIL"
-    else:
-        study.tell(trial, value)
-        state = "COMPLETE"
-    said = {"PRUNED": f"ended early at {value:.4g}", "FAIL": f"failed with exit code {ended.code}, see {place}.log"}
-    output.say(f"  {tuning.metric} {said.get(state, format(value, '.4g'))} ({time.perf_counter() - started:.0f} s)")
-    return state, ended.code or 1
-
-
-class Watch:
-    """Reads a trial's evaluations as they are written; decides when the trial is pruned."""
-
-    def __init__(self, place: Path, metric: str, trial: Any) -> None:
-        self._path = place / "evaluations.jsonl"
-        self._metric, self._trial = metric, trial
-        self._seen = set(trial.study.trials[trial.number].intermediate_values)
-        self.has_given_up = False
-        self.last = math.nan
-
-    def is_hopeless(self) -> bool:
-        """Report every new evaluation; True once the pruner says that the trial is not worth going on with."""
-        from covey.runs.metrics import read
-
-        if self.has_given_up or not self._path.is_file():
-            return self.has_given_up
-        for row in read(self._path):
-            value, step = _number(row.get(self._metric)), row.get("step")
-            if not isinstance(step, int) or step in self._seen or not math.isfinite(value):
-                continue
-            self._seen.add(step)
-            self._trial.report(value, step)
-            self.last = value
-            self.has_given_up = self.has_given_up or bool(self._trial.should_prune())
-        return self.has_given_up
 
 
 def _state(name: str) -> Any:
     import optuna
 
     return optuna.trial.TrialState[name]
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _yaml(tuning: Tuning, params: Mapping[str, Any]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from covey.process import lean
@@ -43,9 +44,13 @@ class TakesTurns:
 class Member(Generic[T]):
     """One of several interleaved runs, with its own random generators, stdout and stderr."""
 
-    def __init__(self, name: str, turns: Turns[T]) -> None:
+    def __init__(
+        self, name: str, turns: Turns[T], within: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """`within` makes a context that is entered for each turn."""
         self.name = name
         self.turns = turns
+        self._within = within
         self.result: T | None = None
         self.error: Exception | None = None
         self.drawing: Drawing | None = None
@@ -59,6 +64,10 @@ class Member(Generic[T]):
 
         `drawn`: result of `drawing`, or None to draw it now.
         """
+        with self._within():
+            self._turn(drawn)
+
+    def _turn(self, drawn: Drawn | BaseException | None) -> None:
         outer = sys.stdout, sys.stderr
         if self._random is not None:
             rng.restore(self._random)
@@ -77,29 +86,50 @@ class Member(Generic[T]):
             sys.stdout, sys.stderr = outer
 
 
-def take_turns(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:
-    """Run one step of each member in turn until all have ended; `ended` is called with each.
+class Rounds(Generic[T]):
+    """Members that take turns: a round is an optimizer step of each. Others may join between two rounds.
 
-    Completions of members that are about to draw are drawn in one batch, where that is exact (`JointRollouts`).
-
-    The random generators of the process are restored. An exception that ends the process (KeyboardInterrupt) closes all members.
+    Completions of all members that draw in a round are drawn in one batch, where that is exact (`JointRollouts`). On leaving, the
+    random generators of the process are restored, and members that have not ended are closed.
     """
-    before = rng.snapshot()
-    running, joint = list(members), JointRollouts()
-    drawn: dict[Member[T], Drawn | BaseException | None] = {}
-    try:
-        while running:
-            for member in running:
-                member.turn(drawn.pop(member, None))
+
+    def __init__(self, members: Iterable[Member[T]] = ()) -> None:
+        self.running = list(members)
+        self._joint = JointRollouts()
+        self._before = rng.snapshot()
+
+    def __enter__(self) -> Rounds[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for member in self.running:
+            member.turns.close()
+        rng.restore(self._before)
+
+    def next(self) -> Iterator[Member[T]]:
+        """The next round; yields each member after each of its turns."""
+        for member in list(self.running):
+            if member.drawing is None:
+                yield self._turned(member)
+        waiting = {member: member.drawing for member in self.running if member.drawing is not None}
+        drawn = dict(zip(waiting, self._joint(list(waiting.values())), strict=True))
+        for member in waiting:
+            yield self._turned(member, drawn.pop(member))
+
+    def _turned(self, member: Member[T], drawn: Drawn | BaseException | None = None) -> Member[T]:
+        member.turn(drawn)
+        if member.has_ended:
+            self.running.remove(member)
+        return member
+
+
+def take_turns(members: Iterable[Member[T]], ended: Callable[[Member[T]], None] = lambda member: None) -> None:
+    """Run one step of each member in turn until all have ended; `ended` is called with each."""
+    with Rounds(members) as rounds:
+        while rounds.running:
+            for member in rounds.next():
                 if member.has_ended:
                     ended(member)
-            running = [member for member in running if not member.has_ended]
-            waiting = {member: member.drawing for member in running if member.drawing is not None}
-            drawn = dict(zip(waiting, joint(list(waiting.values())), strict=True))
-    finally:
-        for member in running:
-            member.turns.close()
-        rng.restore(before)
 
 
 class Labelled:
