@@ -32,6 +32,10 @@ from covey.demo import model_path
 from covey.rollout import Drawing, Drawn, JointRollouts, NativeSampler, SamplingParams
 
 MIB = 1024**2
+REWARD = """def digits(completions, **columns):
+    return [sum(c in "0123456789" for c in str(text)) / max(1, len(str(text))) for text in completions]
+"""
+"""Differs between completions of random weights: the learner leaves out groups whose rewards are equal."""
 
 
 def make_base(place: Path, hidden: int, layers: int) -> float:
@@ -109,6 +113,7 @@ def main() -> None:
         print(
             f"base of {size:.0f} MiB, {given.adapters} adapters of rank 8, {given.steps} steps of {given.completions}"
         )
+        (place / "reward.py").write_text(REWARD)
         if given.rollouts:
             rollouts(place / "base", given)
             return
@@ -126,7 +131,7 @@ def options(base: Path, given: argparse.Namespace) -> list[str]:
     return [
         "demo", "--model", str(base), "--lora-r", "8", "--max-steps", str(given.steps), "--use-cpu",
         "--per-device-train-batch-size", str(given.completions), "--num-generations", "8", "--disable-tqdm",
-        "--max-completion-length", str(given.tokens),
+        "--max-completion-length", str(given.tokens), "--reward", f"{base.with_name('reward.py')}:digits",
     ]  # fmt: skip
 
 
