@@ -52,7 +52,7 @@ class SharedTrials:
     ) -> Iterator[tuple[Attempt, Ended]]:
         """Trials, `jobs` at a time with a step of each in turn, as `covey train` alone would make each; yields each as it ends.
 
-        `following` gives the next trial where one has ended, or None. What a trial prints goes to its log. A signal, or
+        `following` gives the next trial where one has ended, or None. A trial prints into its log. A signal, or
         `watch.is_hopeless()` returning True after a step, ends a trial with a checkpoint.
         """
         from covey.training.taking_turns import Member, Rounds
