@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from covey import GRPOConfig
 from covey.errors import CheckpointError, ConfigError
+from covey.rollout.on_ray import _not_started
 from forked import Forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
@@ -104,6 +105,11 @@ def test_tools_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path, 2, tools=[add]).train()
 
 
+def test_an_actor_that_does_not_start_says_what_the_cluster_lacks() -> None:
+    assert "has 0 GPU free and it needs 1; add machines" in _not_started({"num_gpus": 1}, {"CPU": 8.0})
+    assert "slow to start a process" in _not_started({"num_cpus": 2}, {"CPU": 8.0})
+
+
 @pytest.mark.nightly
 def test_on_ray_the_run_is_the_same_and_a_killed_actor_is_replaced(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
@@ -111,11 +117,13 @@ def test_on_ray_the_run_is_the_same_and_a_killed_actor_is_replaced(tmp_path: Pat
     here.train()
     there = trainer(tmp_path / "there", 4, max_staleness=0, rollout_placement="ray", save_strategy="no")
     killed: list[int] = []
+    priorities: list[int] = []
 
     class Kill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs) -> None:
             if state.global_step == 2:
                 killed.append(there._parts.sampler._workers[0].process_id)
+                priorities.append(os.getpriority(os.PRIO_PROCESS, killed[0]))
                 os.kill(killed[0], signal.SIGKILL)
 
     there.add_callback(Kill())
@@ -123,7 +131,7 @@ def test_on_ray_the_run_is_the_same_and_a_killed_actor_is_replaced(tmp_path: Pat
         there.train()
     finally:
         ray.shutdown()
-    assert killed
+    assert priorities == [os.getpriority(os.PRIO_PROCESS, 0)]  # by Ray's default a busy machine would starve the actor
     assert there._parts.sampler.replaced == 1
     assert digest(there.model) == digest(here.model)
 

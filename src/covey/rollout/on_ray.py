@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -19,7 +20,11 @@ from covey.process.cluster import connected
 from covey.rollout.worker import Order, Setup, Writer, packed
 from covey.rollout.worker_process import Tell, trained
 
+logger = logging.getLogger(__name__)
+
 _LOOK_SECONDS = 0.002
+_SLOW_SECONDS = 60.0
+"""Wait for an actor after which the log says why: Ray queues it silently until the cluster has room."""
 
 
 class Actor:
@@ -71,7 +76,10 @@ class RayWorker:
         made = ray.remote(max_concurrency=2, **needs)(Actor)
         try:
             self.actor = made.remote(ray.put(packed(model, tokenizer)), setup, version)
-            self.process_id: int = ray.get(self.actor.process_id.remote())
+            found = self.actor.process_id.remote()
+            if not ray.wait([found], timeout=_SLOW_SECONDS)[0]:
+                logger.warning(_not_started(needs, ray.available_resources()))
+            self.process_id: int = ray.get(found)
         except ray.exceptions.RayTaskError as error:
             raise _plain(error) from error
         except ray.exceptions.RayError as error:
@@ -116,6 +124,16 @@ class RayWorker:
                 self.tell(("took", version, now))
             case (what,):
                 self.tell((what, number, now))
+
+
+def _not_started(needs: Mapping[str, int], free: Mapping[str, float]) -> str:
+    """Sentence about an actor that has not started yet, by what the cluster has free."""
+    name, number = next(iter(needs.items()))
+    kind = name.removeprefix("num_").removesuffix("s").upper()
+    left = free.get(kind, 0.0)
+    why = f"the cluster has {left:g} {kind} free and it needs {number}; add machines, end other jobs, or lower rollout_workers"
+    slow = "the cluster has room for it, so its machine is slow to start a process"
+    return f"An actor that samples has not started after {_SLOW_SECONDS:.0f} s: {why if left < number else slow}."
 
 
 def _plain(error: Any) -> CoveyError:
