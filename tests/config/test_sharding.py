@@ -108,6 +108,16 @@ def test_a_launcher_that_wants_what_cannot_be_honoured_is_refused(name, value, s
         ({"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 3}}}, "keep one of them"),
         ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "ZeRO stage 1"),
         ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "offload_param"),
+        ({"fsdp": True, "fsdp_config": {"version": "two"}}, "has version 'two'"),
+        ({"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": 3}}, "no list of class names"),
+        ({"fsdp": {"version": 2}}, "its options go into fsdp_config"),
+        ({"deepspeed": {"zero_optimization": 3}}, "has zero_optimization=3"),
+        ({"deepspeed": {"zero_optimization": {"stage": [3]}}}, r"ZeRO stage \[3\]"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}, "fp16": True}}, "has fp16=True"),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2}, "train_batch_size": 7}},
+            "train_batch_size=7 where the run has 8",
+        ),
         ({"deepspeed": {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}}, "set optim"),
         (
             {"deepspeed": {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 7}},

@@ -58,6 +58,8 @@ _ZERO_INERT = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
 )
+_ZERO_REFUSED = ("offload", "cpu_offload", "zero_quantized", "zero_hpz", "mics")
+"""Beginnings of names that are refused unless they are off."""
 _TOP_INERT = ("steps_per_print", "wall_clock_breakdown", "zero_allow_untrained_optimizer", "prescale_gradients")
 
 
@@ -118,9 +120,9 @@ def _of_fsdp(config: Any) -> Sharding | None:
     if given is None:
         return None
     _expect_known(given)
-    if int(given.get("version", 2)) != 2:
+    if str(given.get("version", 2)) != "2":
         raise ConfigError(
-            f"fsdp_config has version {given['version']}, and FSDP1 is not supported; set fsdp_version: 2 "
+            f"fsdp_config has version {given['version']!r}, and FSDP1 is not supported; set fsdp_version: 2 "
             "(accelerate to-fsdp2 converts a config file)."
         )
     inert = {name: value for name, value in given.items() if name in _INERT}
@@ -136,6 +138,8 @@ def _of_fsdp(config: Any) -> Sharding | None:
         )
     classes = given.get("transformer_layer_cls_to_wrap")
     classes = [one.strip() for one in classes.split(",")] if isinstance(classes, str) else classes
+    if classes and not isinstance(classes, (list, tuple)):
+        raise ConfigError(f"fsdp_config's transformer_layer_cls_to_wrap={classes!r} is no list of class names.")
     blocks = () if wraps == "NO_WRAP" else tuple(classes) if classes else None
     return Sharding(_is_yes(given.get("reshard_after_forward", True), "reshard_after_forward"), blocks)
 
@@ -164,7 +168,11 @@ def _plain(told: Mapping[str, str]) -> dict[str, Any]:
 
 def _of_words(fsdp: Any) -> dict[str, Any]:
     """The older form of `fsdp`: words such as "full_shard auto_wrap"."""
-    words = fsdp if isinstance(fsdp, (list, tuple)) else fsdp.split() if isinstance(fsdp, str) else []
+    if fsdp is not None and not isinstance(fsdp, (bool, str, list, tuple)):
+        raise ConfigError(
+            f"fsdp={fsdp!r} cannot be honoured; it is True or False, and its options go into fsdp_config."
+        )
+    words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, (list, tuple)) else []
     found: dict[str, Any] = {}
     for word in (str(getattr(one, "value", one)).lower() for one in words):
         if word in ("full_shard", "shard_grad_op"):
@@ -221,17 +229,22 @@ def _of_deepspeed(config: Any) -> Sharding | None:
             f"deepspeed has no zero_optimization, only {', '.join(map(repr, given))}; give {{'zero_optimization': {{'stage': 3}}}} or 2, "
             "or leave deepspeed out."
         )
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if stage not in _STAGES:
+    if not isinstance(zero, Mapping):
         raise ConfigError(
-            f"deepspeed has ZeRO stage {stage}, which is not split here; use stage 2 or 3 (FSDP2 does the same), or leave deepspeed out."
+            f"deepspeed has zero_optimization={zero!r}; give {{'zero_optimization': {{'stage': 3}}}} or 2."
+        )
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or stage not in _STAGES:
+        raise ConfigError(
+            f"deepspeed has ZeRO stage {stage!r}, which is not split here; use stage 2 or 3 (FSDP2 does the same), or leave deepspeed out."
         )
     for name, value in zero.items():
-        if name.startswith(("offload", "cpu_offload", "zero_quantized", "zero_hpz", "mics")) and _is_offload(value):
+        is_whole = name == "zero_hpz_partition_size" and value == 1  # DeepSpeed's default: no second partition
+        if name.startswith(_ZERO_REFUSED) and _is_offload(value) and not is_whole:
             raise ConfigError(
                 f"deepspeed's zero_optimization.{name} cannot be honoured; leave it out, or train an adapter."
             )
-        if name != "stage" and name not in _ZERO_INERT and not name.startswith(("offload", "cpu_offload")):
+        if name != "stage" and name not in _ZERO_INERT and not name.startswith(_ZERO_REFUSED):
             raise ConfigError(f"deepspeed's zero_optimization.{name} is not known here; leave it out.")
     _expect_agrees(config, given)
     tuned = [name for name in zero if name in _ZERO_INERT]
@@ -249,16 +262,22 @@ def _is_offload(value: Any) -> bool:
 
 def _expect_agrees(config: Any, given: Mapping[str, Any]) -> None:
     """Raise where the file says of the batch, the clipping or the precision what the run's options do not."""
+    for name in ("fp16", "bf16"):
+        if not isinstance(given.get(name) or {}, Mapping):
+            raise ConfigError(
+                f"deepspeed has {name}={given[name]!r}; write {{'enabled': true}}, or \"auto\" inside it."
+            )
     enabled: Callable[[str], Any] = lambda name: (given.get(name) or {}).get("enabled", False)
+    rows = config.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
     options = {
         "train_micro_batch_size_per_gpu": config.per_device_train_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_clipping": config.max_grad_norm,
-        "train_batch_size": None,
+        "train_batch_size": rows * config.gradient_accumulation_steps,
     }
     for name, value in given.items():
         if name in options:
-            if value != "auto" and options[name] is not None and value != options[name]:
+            if value not in ("auto", options[name]):
                 raise ConfigError(
                     f'deepspeed has {name}={value!r} where the run has {options[name]!r}; write "auto" there.'
                 )
