@@ -45,6 +45,8 @@ class FakeServer:
         self.version, self.paused, self.calls = "default", False, []
         self.logprobs_mode = "processed_logprobs"
         self.device = "cpu"
+        self.folder = "/nowhere/policy"
+        """Path of the model that it says it serves."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> FakeServer:
@@ -95,7 +97,7 @@ class FakeServer:
     def _config(self) -> dict[str, Any]:
         return {
             "model_config": {
-                "model": "/nowhere/policy",
+                "model": self.folder,
                 "dtype": "torch.float32",
                 "logprobs_mode": self.logprobs_mode,
                 "max_logprobs": 20,

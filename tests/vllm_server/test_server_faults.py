@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -173,6 +174,21 @@ def test_another_vocabulary_is_refused(fake, model, tmp_path):
 def test_a_smaller_vocabulary_is_refused(fake, model, tmp_path):
     fake.faults["/v1/completions"] = lambda body: 400
     with pytest.raises(ConfigError, match=r"does not know token \d+ of this run's vocabulary"):
+        sampler_of(fake, model, tmp_path)
+
+
+def test_another_model_of_the_same_vocabulary_is_refused(fake, model, tmp_path):
+    fake.folder = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**model.config.to_dict(), "num_hidden_layers": 7}))
+    with pytest.raises(ConfigError, match="serves another model: .* has num_hidden_layers 7, this run's model 1"):
+        sampler_of(fake, model, tmp_path)
+
+
+def test_a_proxy_that_gives_up_is_named_and_not_taken_for_another_vocabulary(fake, model, tmp_path):
+    fake.faults["/v1/completions"] = 504
+    with pytest.raises(
+        ServerError, match="HTTP 504, which a proxy before the server says .*raise the proxy's time limit"
+    ):
         sampler_of(fake, model, tmp_path)
 
 

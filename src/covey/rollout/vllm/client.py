@@ -22,6 +22,8 @@ from covey.errors import ConfigError, ServerError
 
 _MOST_BYTES = 2**31
 """Size limit of an answer in bytes; completions of thousands of tokens take some megabytes."""
+_PROXY_CODES = (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
+_OF_A_PROXY = ", which a proxy before the server says (give the server's own address, or raise the proxy's time limit)"
 
 
 class NoAnswerError(ServerError):
@@ -180,7 +182,8 @@ class Client:
         except (http.client.HTTPException, OSError, AttributeError) as error:  # a closed connection has no socket
             raise NoAnswerError(f"{what} broke off: {type(error).__name__} {error}".rstrip() + ".") from error
         if response.status >= 400:
-            raise RefusedError(f"{what} answers HTTP {response.status}: {_said(content)}", response.status)
+            proxy = _OF_A_PROXY if response.status in _PROXY_CODES else ""
+            raise RefusedError(f"{what} answers HTTP {response.status}{proxy}: {_said(content)}", response.status)
         if not content:
             return None
         try:

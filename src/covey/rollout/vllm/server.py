@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,8 @@ def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
         vocabulary = model.get_input_embeddings().num_embeddings
         server.score([vocabulary - 1, 0], 1, model=facts.model, replica=None, salt="vocabulary")
     except RefusedError as error:
+        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
         raise ConfigError(
             f"The server at {where} does not know token {vocabulary - 1} of this run's vocabulary: {error}"
         ) from error
