@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import xxhash
 
+from covey.algorithms import Algorithm
 from covey.config import GRPOConfig
 from covey.config.options import HONOURED
+from covey.rewards.contract import RewardSpec
 
 _SECRET = ("hub_token", "alert_webhook")
 _OWN = frozenset(
@@ -34,6 +38,22 @@ def told_data(dataset: Any, model: Any) -> dict[str, str]:
     rows = [dataset[place] for place in places]
     prompts = [row.get("prompt") if isinstance(row, dict) else None for row in rows]
     return {**found, "as digest of prompts of train_dataset": xxhash.xxh3_64_hexdigest(repr(prompts).encode())}
+
+
+def told_parts(algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
+    """The algorithm's parts with their parameters, and the names of the rewards."""
+    parts = {f"as the algorithm's {one.name}": _text(getattr(algorithm, one.name)) for one in fields(algorithm)}
+    return {**parts, "as rewards": ", ".join(one.name for one in rewards)}
+
+
+def _text(part: Any) -> str:
+    """The same text on every process: a dataclass with its fields, and of functions and other objects the name alone."""
+    if is_dataclass(part) and not isinstance(part, type):
+        inside = ", ".join(f"{one.name}={_text(getattr(part, one.name))}" for one in fields(part))
+        return f"{type(part).__name__}({inside})"
+    if isinstance(part, (list, tuple)):
+        return f"[{', '.join(map(_text, part))}]"
+    return str(part) if _is_plain(part) else getattr(part, "__qualname__", type(part).__name__)
 
 
 def _is_plain(value: Any) -> bool:
