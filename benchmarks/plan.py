@@ -25,6 +25,8 @@ VERL = "github.com/verl-project/verl/issues/1208"
 TITAN = (
     "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: 82.4 GiB on 8 GPUs, 67.0 on 128"
 )
+QWEN_25 = "QwenLM/Qwen2.5 docs/source/benchmark/speed_benchmark.rst (vLLM 0.6.3)"
+QWEN_3 = "QwenLM/Qwen3 docs/source/getting_started/speed_benchmark.md (SGLang 0.4.6)"
 UNSLOTH = "unsloth.ai/blog/grpo: 54.3 GB, of TRL with FlashAttention 2 510.8 GB"
 PROMPT = 150
 """Tokens of a prompt of OpenMathInstruct-2 with its instruction; assumed, the pages do not say."""
@@ -71,6 +73,11 @@ CASES = [
           "max_completion_length": 1024, "beta": 0.001}, 325, {"scoring": 3.57 + 3.42, "update": 14.3}, prompt=102),
 ]  # fmt: skip
 
+DECODING = [("Qwen/Qwen2.5-0.5B", "A100", 311.55, QWEN_25), ("Qwen/Qwen2.5-1.5B", "A100", 183.33, QWEN_25),
+            ("Qwen/Qwen3-0.6B", "H20", 414.17, QWEN_3), ("Qwen/Qwen3-1.7B", "H20", 227.80, QWEN_3),
+            ("Qwen/Qwen3-4B", "H20", 133.13, QWEN_3), ("Qwen/Qwen3-8B", "H20", 81.73, QWEN_3)]  # fmt: skip
+"""Tokens a second of one completion of 2,048 tokens behind a prompt of one."""
+
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -93,8 +100,27 @@ def main() -> None:
         ("Llama 8B, LoRA, 8 completions of 20K: peak", "1xH100", lora_gib(), 54.3e9 / 2**30),
     ):
         print(f"| {name} | {where} | {value:.1f} GiB | {published:.1f} GiB | {value / published:.2f} |", flush=True)
-    for source in [*dict.fromkeys(case.source for case in CASES), TITAN, UNSLOTH]:
+    print(
+        "\n| one completion | GPU | planned, ms a token | reading alone | published | ratio |\n|---|---|--:|--:|--:|--:|"
+    )
+    for model, where, rate, _ in DECODING:
+        value, reading = token_ms(model, where)
+        print(
+            f"| {model} | {where} | {value:.2f} | {reading:.2f} | {1000 / rate:.2f} | {value * rate / 1000:.2f} |",
+            flush=True,
+        )
+    for source in [*dict.fromkeys(case.source for case in CASES), TITAN, UNSLOTH, QWEN_25, QWEN_3]:
         print(f"* {source}")
+
+
+def token_ms(model: str, where: str) -> tuple[float, float]:
+    """Milliseconds of a token of one completion of 2,048 tokens, and those without the launches of kernels."""
+    setup = setup_of(
+        model, where, 1, False, {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 2048}
+    )
+    whole = estimate(setup).decoding
+    bare = replace(whole, kernels=0)
+    return tuple(one.seconds(1, 1, 1, 2048, 2048) / 2.048 for one in (whole, bare))  # type: ignore[return-value]
 
 
 def state_gib(count: int) -> float:

@@ -12,7 +12,7 @@ from covey.config.grpo_config import batch_arithmetic
 from covey.doctor.dry_run import Measured, Target, measured, memory_of
 from covey.doctor.roofline.gpus import Gpu
 from covey.doctor.roofline.operations import TimedBytes
-from covey.doctor.roofline.rollout import Decoding
+from covey.doctor.roofline.rollout import Decoding, kernels_of
 from covey.learner.lm_head import elements_of
 from covey.learner.memory_estimate import cache_bytes
 
@@ -160,6 +160,7 @@ def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decodi
     }
     held = Held(**kept, gathered=gathered, activations=whole.activations, sampler=sampled, cache=0)
     room = setup.gpu.memory - held.stays - held.sampler
+    text = setup.model_config.get_text_config()
     decoding = Decoding(
         gpu=setup.gpu,
         gpus=split,
@@ -168,6 +169,8 @@ def _held(setup: Setup, found: Measured, completions: int) -> tuple[Held, Decodi
         key_bytes=cache_bytes(setup.model_config, 1, item),
         room=max(0, room) * split,
         item_bytes=item,
+        kernels=kernels_of(text.model_type, text.num_hidden_layers, is_vllm=args.use_vllm),
+        is_replayed=args.use_vllm or args.cuda_graphs is not False,
     )
     return replace(held, cache=min(whole.cache, max(0, room))), decoding
 

@@ -1,4 +1,4 @@
-"""Seconds of a rollout by the roofline: each token's step reads the weights and the keys and values once."""
+"""Seconds of a rollout by the roofline: each token's step reads the weights and the keys and values once, and launches kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ from covey.doctor.roofline.gpus import Gpu
 
 _POINTS = 64
 """Places of a completion at which a step is timed."""
+REPLAYED = 1.3e-6
+"""Seconds between two kernels of a replayed CUDA graph, during which nothing is read: on an H100 (Hazy Research, "Look Ma, No
+Bubbles!", May 2025)."""
+LAUNCHED = 5e-6
+"""Seconds of the host for a kernel outside of a graph: 4 to 6 us (susun-blog.com, "From Launch Overhead to CUDA Graph", CUDA 13.0). The
+device goes on meanwhile, so a step takes this or its own time, whichever is longer."""
+KERNELS_OF_A_LAYER = {"qwen3": 45}
+"""Kernels that the native engine runs in a layer of a decode step, four of them Triton's attention; a test counts them."""
+KERNELS_OF_A_PLAIN_LAYER = 32
+"""Of Llama, Qwen2 and Mistral, and taken for all others."""
+KERNELS_OF_A_STEP = 65
+"""Beside the layers: the embedding, the last norm, the head, the draw, and the tables of rows."""
+VLLM_KERNELS_OF_A_LAYER = 7
+""""Around a hundred separate kernels" in a step of Llama 3.2 1B, which has 16 layers (the same page)."""
+
+
+def kernels_of(model_type: str, layers: int, *, is_vllm: bool) -> int:
+    """Number of kernels of a decode step."""
+    if is_vllm:
+        return VLLM_KERNELS_OF_A_LAYER * layers
+    return KERNELS_OF_A_LAYER.get(model_type, KERNELS_OF_A_PLAIN_LAYER) * layers + KERNELS_OF_A_STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +48,10 @@ class Decoding:
     """Bytes for keys and values on all GPUs of the engine."""
     item_bytes: int
     """Bytes of one weight."""
+    kernels: int
+    """Kernels of a token's step."""
+    is_replayed: bool = True
+    """True: a step is one CUDA graph."""
 
     def seconds(self, completions: int, group: int, prompt: int, mean: float, longest: int) -> float:
         """Of `completions` in groups of `group` behind prompts of `prompt` tokens.
@@ -54,7 +79,8 @@ class Decoding:
     def _step(self, running: float, context: float) -> float:
         read = self.weights + running * context * self.key_bytes
         computed = 2 * self.parameters * running
-        return max(read / self.gpu.reads, computed / self.gpu.flops(self.item_bytes)) / self.gpus
+        seconds = max(read / self.gpu.reads, computed / self.gpu.flops(self.item_bytes)) / self.gpus
+        return seconds + self.kernels * REPLAYED if self.is_replayed else max(seconds, self.kernels * LAUNCHED)
 
 
 def rate_of(mean: float, longest: int) -> float:
