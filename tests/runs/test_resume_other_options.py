@@ -66,11 +66,16 @@ def test_what_a_run_cannot_change_is_refused_before_any_step(
     changed: dict[str, Any], run: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot be gone on with: .* Give it as it was, or start a new run"
+        ConfigError, match=r"cannot be gone on with: .* Give it as it was.*, or start a new run"
     ) as raised:
         again(run, tmp_path / "run", **changed)
     assert raised.value.exit_code == 2
     assert not checkpoint.checkpoints(tmp_path / "run")
+
+
+def test_a_batch_of_other_processes_is_refused_with_the_rows_that_make_it(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation_batch_size=8 .* \(per_device_train_batch_size=8 on the processes"):
+        again(run, tmp_path / "run", per_device_train_batch_size=4)  # as on half as many
 
 
 def test_another_model_adapter_or_data_set_is_refused(run: Path, tmp_path: Path) -> None:

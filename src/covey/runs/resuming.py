@@ -77,7 +77,8 @@ def differences(
     now = {"config": manifest.to_json(mask(dict(config))), "dataset": {"rows": rows}, "model": dict(model or {})}
     for name, why in _DECISIVE.items():
         if _differs(before["config"], now["config"], name):
-            raise _refusal(run_dir, name, before["config"][name], now["config"][name], why)
+            how = _rows_for(before["config"], now["config"]) if name == "generation_batch_size" else ""
+            raise _refusal(run_dir, name, before["config"][name], now["config"][name], why, how)
     for part, name, what in (
         ("dataset", "rows", "the number of rows of the data set"),
         ("model", "class", "the model's class"),
@@ -123,8 +124,15 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bo
     return name in before and name in now and before[name] != now[name]
 
 
-def _refusal(run_dir: Path, what: str, was: Any, now: Any, why: str) -> ConfigError:
+def _rows_for(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Completions of a device that make the former batch on as many processes as there are now; "" where none do."""
+    asked, name = before["generation_batch_size"] * now["per_device_train_batch_size"], "per_device_train_batch_size"
+    rows, rest = divmod(asked, now["generation_batch_size"])
+    return "" if rest or rows == now[name] else f" ({name}={rows} on the processes that there are now)"
+
+
+def _refusal(run_dir: Path, what: str, was: Any, now: Any, why: str, how: str = "") -> ConfigError:
     return ConfigError(
-        f"The run in {run_dir} had {what}={was} and this one has {now}, so it cannot be gone on with: {why}. Give it as it was, or "
+        f"The run in {run_dir} had {what}={was} and this one has {now}, so it cannot be gone on with: {why}. Give it as it was{how}, or "
         "start a new run from the checkpoint as its model."
     )
