@@ -9,7 +9,9 @@ import pytest
 
 from covey.cli import main
 from covey.errors import ConfigError, ServerError
+from covey.rollout.vllm.client import Address, Client
 from covey.rollout.vllm.lifecycle import Sleep
+from covey.rollout.vllm.server import Server, warn_if_exposed
 from covey.rollout.vllm.serving import serve_command
 
 
@@ -78,6 +80,16 @@ def test_awake_it_is_sent_weights_and_told_nothing():
 def test_a_server_in_development_mode_is_not_opened_to_the_network_by_accident():
     with pytest.raises(ConfigError, match="--host 0.0.0.0 opens a server in development mode to the network"):
         serve_command("demo", host="0.0.0.0")
+
+
+@pytest.mark.parametrize(("host", "is_open"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_local_server_that_the_network_reaches_is_warned_of(host, is_open, caplog):
+    with socket.socket() as listening:
+        listening.bind((host, 0))
+        listening.listen()
+        address = Address.of(None, "127.0.0.1", listening.getsockname()[1])
+        warn_if_exposed(Server(Client(address), None))
+    assert ("listens on all interfaces: anyone on the network can replace its weights" in caplog.text) == is_open
 
 
 def test_a_port_in_use_is_refused():

@@ -194,7 +194,7 @@ class Heartbeat:
         for rank, heard in self.heard.items():
             other = self.others.get(rank, HeartbeatState())
             if other.ended and (other.collectives < mine.collectives or now - heard > PARTED_SECONDS):
-                return f"{self._name(rank)} {other.ended}. {self._we(waited)}"
+                return f"{self._name(rank)} {other.ended.rstrip('.')}. {self._we(waited)}"
             if now - heard > self.silence:
                 return f"{self._name(rank)} has not been heard of for {now - heard:.0f} s; {self._last(other)}. {self._we(waited)}"
             lives = heard > since + self.patience  # a silent process is waited for until `silence` has passed
