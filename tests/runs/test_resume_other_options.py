@@ -74,7 +74,9 @@ def test_what_a_run_cannot_change_is_refused_before_any_step(
 
 
 def test_a_batch_of_other_processes_is_refused_with_the_rows_that_make_it(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"generation_batch_size=8 .* \(per_device_train_batch_size=8 on the processes"):
+    with pytest.raises(
+        ConfigError, match=r"generation_batch_size=8 .* \(per_device_train_batch_size=8 on the processes"
+    ):
         again(run, tmp_path / "run", per_device_train_batch_size=4)  # as on half as many
 
 

@@ -27,6 +27,11 @@ def told_options(args: GRPOConfig) -> dict[str, str]:
     return {name: str(getattr(value, "value", value)) for name, value in found.items() if _is_plain(value)}
 
 
+def told_inputs(dataset: Any, model: Any, algorithm: Algorithm, rewards: Sequence[RewardSpec]) -> dict[str, str]:
+    """All inputs of a trainer but its options."""
+    return told_parts(algorithm, rewards) | told_data(dataset, model)
+
+
 def told_data(dataset: Any, model: Any) -> dict[str, str]:
     """Number of rows of the data set, a digest of some of its prompts, and the model's name; for a stream the name only."""
     found = {"as model": str(model)} if isinstance(model, str) else {}

@@ -50,7 +50,7 @@ from covey.training.loading import load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import lower_learning_rate
-from covey.training.same import told_data, told_options, told_parts
+from covey.training.same import told_inputs, told_options
 from covey.training.saving import Saver
 from covey.training.session import Session
 from covey.training.state import TrainState
@@ -218,9 +218,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.eval_dataset = checked_eval(eval_dataset, self.args)
         check_columns(self.args, self.train_dataset, self.agents, self.scorer)
         if self.world.size > 1:
-            self.world.expect_same(
-                told_parts(self.algorithm, self.scorer.rewards) | told_data(self.train_dataset, model)
-            )
+            self.world.expect_same(told_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
         expect_engine(self.args)
