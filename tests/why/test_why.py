@@ -6,14 +6,16 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import planted
 import pytest
+import torch
 
 from covey.cli import main
-from covey.doctor.why import slices
+from covey.doctor.why import causes, slices
 
 
 def asked(capsys, run: Path, step: int) -> dict[str, Any]:
@@ -26,9 +28,6 @@ NIGHT = pytest.mark.nightly
 IN_CI = [("reward", 1)]
 AT_NIGHT = [(kind, seed) for kind in planted.PLANTED for seed in range(1, 4) if (kind, seed) not in IN_CI]
 
-NOT_NAMED = {("group", 2), ("group", 3)}
-"""A group that outweighs others is ranked first, and named in two of five runs only: docs/why.md."""
-
 
 @pytest.mark.parametrize(("kind", "seed"), [*IN_CI, *(pytest.param(*one, marks=NIGHT) for one in AT_NIGHT)])
 @pytest.mark.slow
@@ -37,8 +36,21 @@ def test_a_planted_cause_is_named_first(kind: str, seed: int, tmp_path: Path, ca
     found = asked(capsys, tmp_path / "run", step)
     assert found["troubles"]
     assert found["changes"][0]["kind"] == kind, found
-    if (kind, seed) not in NOT_NAMED:
-        assert found["changes"][0]["named"]
+    assert found["changes"][0]["named"]
+
+
+@pytest.mark.parametrize(
+    ("sums", "heavy"),
+    [
+        ([8.0, 0.1, 0.1, 0.1, 0.1], [0]),
+        ([8.0, 0.1, 9.0, 0.1, 0.1, 0.0], [0, 2]),
+        ([8.0, 9.0, 7.0, 0.1, 0.1], []),  # most of them: they do not stand out
+        ([8.0, 0.1, 0.1, 0.0, 0.0], []),  # three with signal are too few
+    ],
+)
+def test_groups_that_outweigh_the_others_are_left_out_together(sums: list[float], heavy: list[int]) -> None:
+    groups = [SimpleNamespace(advantages=torch.tensor([one / 2, -one / 2])) for one in sums]
+    assert causes._heavy(SimpleNamespace(groups=[*groups, SimpleNamespace(advantages=None)])) == heavy
 
 
 @pytest.mark.slow

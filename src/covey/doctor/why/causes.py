@@ -115,7 +115,7 @@ def _troubles(recorded: Recorded, base: Effect) -> Iterator[Trouble]:
         )
     if _outsized(base)[0] > OUTSIZED:
         yield Trouble(
-            said="one group outweighs the others (its sum of absolute advantages, in medians of the groups)",
+            said="a group outweighs the others (its sum of absolute advantages, in medians of the groups)",
             measure=_outsized,
             limit=OUTSIZED,
         )
@@ -179,9 +179,9 @@ def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:
     loud = [i for i in range(len(weight)) if weight[i] > 0]
     few = len(loud) < FEWEST_GROUPS  # without one of so few there is hardly an update, whatever the cause
     for index in [] if few else sorted(loud, key=lambda i: -weight[i])[:_GROUPS_TRIED]:
-        uid = recorded.groups[index].prompt.uid
-        without = lambda g, a, index=index: ([*g[:index], *g[index + 1 :]], a, 1.0, None)
-        yield Change(kind="group", said=f"the group of prompt {uid} left out", apply=without)
+        yield _without_groups(recorded, [index])
+    if len(heavy := _heavy(recorded)) > 1:  # each of them hides behind the others
+        yield _without_groups(recorded, heavy)
     if recorded.algorithm.kl is not None:
         yield Change(
             kind="reference",
@@ -190,6 +190,20 @@ def _changes(recorded: Recorded, replay: Replay) -> Iterator[Change]:
         )
     if recorded.can_judge:
         yield from _judged_anew(recorded)
+
+
+def _heavy(recorded: Recorded) -> list[int]:
+    """Places of the groups that outweigh the others, as `_outsized` measures it."""
+    sums = np.array([0.0 if g.advantages is None else float(g.advantages.abs().sum()) for g in recorded.groups])
+    loud = sums[sums > 0]
+    return [] if len(loud) < FEWEST_GROUPS else np.flatnonzero(sums > OUTSIZED * np.median(loud)).tolist()
+
+
+def _without_groups(recorded: Recorded, places: list[int]) -> Change:
+    uids = ", ".join(recorded.groups[i].prompt.uid for i in places)
+    said = f"the group of prompt {uids} left out" if len(places) == 1 else f"the groups of prompts {uids} left out"
+    rest = lambda g, a: ([group for i, group in enumerate(g) if i not in places], a, 1.0, None)
+    return Change(kind="group", said=said, apply=rest)
 
 
 def _judged_anew(recorded: Recorded) -> Iterator[Change]:
