@@ -294,3 +294,30 @@ def test_text_and_the_borders_of_controls_have_enough_contrast(scheme: str, brow
         go(page, address, name, "seed-0", "nans", "sparse", more="&step=10&group=0" if name == "rollouts" else "")
         assert page.evaluate(CONTRAST) == [], name
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("page_name", "pressed", "then"),
+    [("prompts", ".states button >> nth=1", "state=solved"), ("runs", "tbody a", "#curves")],
+)
+def test_a_click_counts_though_the_run_goes_on_while_the_button_is_down(
+    page_name: str, pressed: str, then: str, blank: Any, tmp_path: Path, served: Callable[..., Any]
+) -> None:
+    written(tmp_path / "runs" / "live", steps=1)
+    library = Library([tmp_path / "runs"])
+    library.refresh()
+    with served(library, watch=True) as client:
+        go(blank, f"{client.address}/", page_name, "live")
+        box = blank.locator(pressed).first.bounding_box()
+        blank.mouse.move(box["x"] + 5, box["y"] + box["height"] / 2)
+        blank.mouse.down()
+        with (
+            blank.expect_response(
+                lambda reply: "api/runs" in reply.url and '"step":2' in reply.text().replace(" ", "")
+            ),
+            (tmp_path / "runs" / "live" / "metrics.jsonl").open("a") as metrics,
+        ):
+            metrics.write('{"step": 2, "reward": 0.9}\n')
+        blank.wait_for_timeout(300)
+        blank.mouse.up()
+        blank.wait_for_function("then => location.hash.includes(then)", arg=then, timeout=5000)

@@ -69,3 +69,11 @@ export function later(call, wait) {
     timer = setTimeout(() => call(...words), wait);
   };
 }
+
+/** True while a button of the pointer is down on the page: the element below it must stay until it is let go, or the click is lost. */
+export const isPressed = () => document.getElementById("main").matches(":active");
+
+/** Wait until no button of the pointer is down. */
+export async function letGo() {
+  while (isPressed()) await new Promise((done) => setTimeout(done, 20));
+}

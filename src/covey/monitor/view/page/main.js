@@ -3,7 +3,7 @@
 import { ask, isStale } from "./api.js";
 import { comparePage } from "./compare.js";
 import { curvesPage } from "./curves.js";
-import { fill, h } from "./dom.js";
+import { fill, h, isPressed } from "./dom.js";
 import { factsPage } from "./facts.js";
 import { promptsPage } from "./prompts.js";
 import { rolloutsPage } from "./rollouts.js";
@@ -40,6 +40,7 @@ const IMPATIENT = 150; // while a chosen run shows nothing yet because it is sti
 const main = document.getElementById("main");
 const status = document.getElementById("status");
 let page = null;
+let isNew = false; // the runs have changed since the page was last told
 
 /** Tell the reader, in the header. */
 export function say(text, isBad = false) {
@@ -83,7 +84,10 @@ async function beat() {
     shared.sorts = told.sorts;
     const left = told.runs.filter((run) => run.indexed.bytes < run.indexed.of || run.indexed.files_left > 0);
     say(left.length ? `reading ${left.map((run) => `${run.name} (${share(run)})`).join(", ")}` : "");
-    if (JSON.stringify(shared.runs) !== before) page?.live?.();
+    isNew ||= JSON.stringify(shared.runs) !== before;
+    if (!isNew || isPressed()) return;
+    isNew = false;
+    page?.live?.();
   } catch (error) {
     if (!isStale(error)) say("The server does not answer; it may have been stopped.", true);
   }

@@ -1,7 +1,7 @@
 // Every prompt with its history: solved, flaky, unsolved, forgotten; where it was seen and how it went.
 
 import { ask, isStale } from "./api.js";
-import { fill, h, later, short, visible } from "./dom.js";
+import { fill, h, later, letGo, short, visible } from "./dom.js";
 import { amend, chosenRuns, link, place, shared } from "./state.js";
 
 const ROWS = 20;
@@ -39,6 +39,7 @@ export function promptsPage(main) {
     const turn = kept.turn;
     try {
       const told = await ask("prompts", { ...query(), start: kept.next, most: ROWS }, "prompts");
+      await letGo();
       if (turn !== kept.turn || kept.isGone) return;
       const isFirst = kept.next === 0;
       kept.rows.push(...told.rows);
