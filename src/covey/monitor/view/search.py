@@ -48,18 +48,25 @@ def search(
     matches = index.matches_of(text)
     for first in range(start, len(order), _CHUNK):
         part = order[first : first + _CHUNK]
-        whose = zip(part.tolist(), table["step"][part].tolist(), table["group"][part].tolist(), strict=True)
-        for at, (place, step, group) in enumerate(whose, first):
+        for at in _worth_a_look(table["step"][part], matches):
+            place = int(part[at])
+            step, group = int(table["step"][place]), int(table["group"][place])
             if len(found) == most:
-                return Found(found, at, False)
+                return Found(found, first + at, False)
             if step not in matches:
                 if looked and time.monotonic() > deadline:
-                    return Found(found, at, False)
+                    return Found(found, first + at, False)
                 matches[step] = _groups_with(index.path_of(step), text)
                 looked += 1
             if group in matches[step]:
                 found.append(place)
     return Found(found, len(order), True)
+
+
+def _worth_a_look(steps: np.ndarray, matches: Mapping[int, frozenset[int]]) -> list[int]:
+    """Positions in `steps` [k] of those that were not searched yet, or have the text somewhere."""
+    worth = [step for step in np.unique(steps).tolist() if matches.get(step, True)]
+    return np.flatnonzero(np.isin(steps, worth)).tolist() if worth else []
 
 
 def _groups_with(path: Path, text: str) -> frozenset[int]:
