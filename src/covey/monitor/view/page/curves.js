@@ -15,11 +15,12 @@ const AXES = { step: "by step", time: "by hours", tokens: "by tokens" };
 const SMOOTH = [1, 10, 50, 200, 1000];
 const POINTS = 600;
 const MOST_ASKED = 48;
+const AHEAD = 6; // curves below the screen that are asked for at a time
 
 /** Fill the page; what comes back keeps it live. */
 export function curvesPage(main) {
   const words = place().words;
-  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], axis: AXES[words.get("x")] ? words.get("x") : "step", seeds: words.has("seeds"), version: 0,
+  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], isOwed: false, isBusy: false, axis: AXES[words.get("x")] ? words.get("x") : "step", seeds: words.has("seeds"), version: 0,
     range: () => ends().slice(0, 2) };
   const panels = new Map();
   const due = new Set();
@@ -36,15 +37,28 @@ export function curvesPage(main) {
         if (panel.isSeen && panel.isOld) want(panel);
       }
     }
-  }, { rootMargin: "200px" });
+  }, { rootMargin: "200px 0px 800px" });
 
+  /** Draw what is due: first what is on the screen, then, in small pieces, what the reader may scroll to. */
   const flush = later(async () => {
-    const asked = [...due];
-    due.clear();
-    const runs = chosenRuns();
-    const size = Math.max(1, Math.floor(MOST_ASKED / runs.length));
-    for (let at = 0; at < asked.length; at += size) await load(asked.slice(at, at + size), runs);
-    document.documentElement.dataset.drawn = String(performance.now());
+    kept.isOwed = true;
+    if (kept.isBusy) return;
+    kept.isBusy = true;
+    while (due.size || kept.isOwed) {
+      const near = [...due].filter(isOnScreen);
+      if (!near.length && kept.isOwed) {
+        kept.isOwed = false;
+        document.documentElement.dataset.drawn = String(performance.now());
+        await new Promise((done) => setTimeout(done, 0)); // the browser may show it
+        continue;
+      }
+      const runs = chosenRuns();
+      const most = Math.max(1, Math.floor((near.length ? MOST_ASKED : AHEAD) / runs.length));
+      const asked = (near.length ? near : [...due]).slice(0, most);
+      for (const panel of asked) due.delete(panel);
+      await load(asked, runs);
+    }
+    kept.isBusy = false;
   }, 0);
 
   function want(panel) {
@@ -176,6 +190,7 @@ export function curvesPage(main) {
     theme: () => panels.forEach(want),
     leave() {
       seen.disconnect();
+      due.clear();
       panels.forEach((panel) => panel.leave());
     },
     key(key) {
@@ -187,6 +202,11 @@ export function curvesPage(main) {
       return true;
     },
   };
+}
+
+function isOnScreen(panel) {
+  const { top, bottom } = panel.element.getBoundingClientRect();
+  return top < innerHeight && bottom > 0;
 }
 
 const MOST_SPECIAL = 3;
