@@ -82,6 +82,11 @@ def test_an_option_that_changes_no_result_is_accepted_and_named(name, caplog, mo
     ]
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_the_precision_of_evaluation_wants_no_gpu(name):
+    assert vars(GRPOConfig(output_dir="unused", **{name: True}))[name] is True
+
+
 def test_compiling_switches_no_precision(monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.enable_tf32", lambda on: pytest.fail("TF32 was switched"))

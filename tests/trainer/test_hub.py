@@ -185,6 +185,8 @@ def test_a_hub_that_does_not_answer_is_told_and_tried_again_later(tmp_path, hub,
     one = trainer(tmp_path, hub_model_id="org/apples", hub_revision="trial")
     assert "every upload tries again" in caplog.text
     assert one.hub_model_id is None
+    with pytest.raises(UploadError, match="not uploaded to org/apples .* or `hf upload org/apples "):
+        one.push_to_hub()
     hub.status = None
     one.train()
     one.push_to_hub(commit_message="At last", blocking=False).result(timeout=20)

@@ -15,7 +15,11 @@ from covey.names import refuse_text_for_yes
 from covey.process.lean import TrainingArguments
 from covey.process.world import is_on_cpu_with_others, join
 
-_COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+_NOT_FOR_TRANSFORMERS: dict[str, Any] = {
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode")),  # it would switch TF32 on
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), False),  # it would want a GPU
+}
+"""Options without effect here on which transformers acts at construction, with what it is shown."""
 
 
 @dataclass(repr=False)
@@ -74,8 +78,8 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         """Sharding of the model over ranks; None: each holds all of it."""
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
         join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
-        compiling = {name: vars(self)[name] for name in _COMPILING}
-        vars(self).update(dict.fromkeys(_COMPILING))  # with them transformers would switch TF32 on
+        hidden = {name: vars(self)[name] for name in _NOT_FOR_TRANSFORMERS}
+        vars(self).update(_NOT_FOR_TRANSFORMERS)
         try:
             with split_by_covey(self):
                 super().__post_init__()
@@ -87,7 +91,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             OSError,
         ) as error:  # raised by transformers for its own options
             raise ConfigError(str(error)) from error
-        vars(self).update(compiling)
+        vars(self).update(hidden)
         checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
         if checks.is_default_accelerator(self.accelerator_config):
             given.pop("accelerator_config", None)

@@ -51,6 +51,11 @@ class Hub:
         self._one_at_a_time = threading.Lock()
 
     @property
+    def name(self) -> str:
+        """Full name of the repository; until the hub has said who its owner is, the name in the options."""
+        return self.repo_id or self.args.hub_model_id or self.output_dir.resolve().name
+
+    @property
     def strategy(self) -> str:
         """Hub strategy: end, every_save, checkpoint or all_checkpoints."""
         return str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
@@ -66,7 +71,7 @@ class Hub:
         """
         for left in self.output_dir.glob(f"{_STAGED}*") if self.output_dir.is_dir() else ():
             shutil.rmtree(left, ignore_errors=True)
-        name = self.args.hub_model_id or self.output_dir.resolve().name
+        name = self.name
         from huggingface_hub.utils import HFValidationError, validate_repo_id
 
         try:
@@ -95,9 +100,8 @@ class Hub:
         if self.repo_id is None:
             from huggingface_hub import HfApi
 
-            name = self.args.hub_model_id or self.output_dir.resolve().name
             chosen = self.args.hub_private_repo if private is None else private
-            made = HfApi().create_repo(name, token=token or self.args.hub_token, private=chosen, exist_ok=True)
+            made = HfApi().create_repo(self.name, token=token or self.args.hub_token, private=chosen, exist_ok=True)
             self.repo_id = made.repo_id
         return self.repo_id
 
@@ -217,12 +221,11 @@ class Hub:
         )
 
 
-def raise_refused(error: BaseException, repository: str | None, output_dir: Path) -> NoReturn:
+def raise_refused(error: BaseException, repository: str, output_dir: Path) -> NoReturn:
     """Raise UploadError for a failed upload, with the command to repeat it later."""
-    where = repository or "YOUR_NAME/MODEL"
     raise UploadError(
-        f"The model was not uploaded to {where} ({_said(error)}). It is whole in {output_dir}: call push_to_hub() again, or "
-        f"`hf upload {where} {output_dir}`."
+        f"The model was not uploaded to {repository} ({_said(error)}). It is whole in {output_dir}: call push_to_hub() again, or "
+        f"`hf upload {repository} {output_dir}`."
     ) from error
 
 

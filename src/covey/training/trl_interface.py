@@ -362,7 +362,7 @@ class TRLInterface:
         error = upload.exception()
         self.hub.drop(upload)
         if error is not None:
-            raise_refused(error, self.hub.repo_id, self.output_dir)
+            raise_refused(error, self.hub.name, self.output_dir)
         return upload.result()
 
     def _checkpoint_saved(self, path: Path, step: int) -> None:
