@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from covey.files.hub import bounded_hub
 from covey.files.places import refuse_missing
 from covey.process.memory import is_out_of_memory
 
+logger = logging.getLogger(__name__)
+
 
 def load_model(
     model: str | Any, init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
@@ -33,8 +36,8 @@ def load_model(
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is of type {type(model).__name__}; give a folder, a hub id or a loaded model.")
         if init_kwargs:
-            raise ConfigError(
-                "model_init_kwargs is given, but the model is already loaded; pass the model's name, or drop the option."
+            logger.warning(
+                "model_init_kwargs changes nothing here: the model is already loaded; give its name instead."
             )
         return model
     if isinstance(model, SharedBase):

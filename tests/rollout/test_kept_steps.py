@@ -79,6 +79,36 @@ def test_steps_are_captured_once_for_several_rollouts_and_again_when_a_buffer_gr
     assert torch.equal(logprobs_of(groups), logprobs_of(fresh))
 
 
+@pytest.mark.parametrize("free_after_learning, is_kept", [(120_000, True), (80_000, False)])
+def test_large_buffers_are_kept_where_the_learner_has_shown_that_it_fits_beside(
+    free_after_learning, is_kept, tokenizer, monkeypatch
+):
+    """A device of 1 MB in bytes: learning takes 600,000, and a tenth has to stay free beside."""
+    torch.manual_seed(0)
+    model, taken = writer(), []
+    model.lm_head.bias.data[2] = -1e4  # no completion ends early, so the sizes come back
+    sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
+    monkeypatch.setattr(engine, "device_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(engine, "KEPT_SHARE", 0.001)
+    monkeypatch.setattr(engine, "free_on", lambda device: 600_000 + free_after_learning)
+    monkeypatch.setattr(engine.PEAK, "since_mark", lambda: 600_000)
+    counts, places = [], []
+    for version in range(4):
+        sampler.load(model, version)
+        collect(sampler, PROMPTS[:3], 2, SamplingParams(max_tokens=40, seed=version, temperature=0))
+        counts.append(len(taken))
+        kept = sampler._kept
+        places.append(kept and {name: slab.data_ptr() for name, slab in kept.buffers._slabs.items()})
+    assert places[0] is None, "nothing has been learned yet"
+    if is_kept:
+        assert counts[1] > counts[0]
+        assert counts[1] == counts[2] == counts[3], "the same graphs"
+        assert places[1] == places[2] == places[3], "at the same addresses"
+    else:
+        assert places == [None] * 4
+        assert counts == [counts[0] * (1 + version) for version in range(4)]
+
+
 def test_a_captured_step_is_not_replayed_with_other_weights_parameters_or_adapters(tokenizer):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(writer(), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))

@@ -156,3 +156,19 @@ def test_an_adapter_is_trained_and_nothing_else(tmp_path):
     assert all("lora" in name for name in changed)
     one.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_evaluations_without_a_set_are_refused_as_by_transformers(tmp_path):
+    with pytest.raises(ValueError, match="eval_strategy asks for evaluations, but there is no eval_dataset"):
+        trainer(tmp_path, eval_strategy="steps", eval_steps=1)
+
+
+def test_init_kwargs_beside_a_loaded_model_change_nothing_and_are_named(tmp_path, caplog):
+    one = trainer(tmp_path, model_init_kwargs={"dtype": "bfloat16"})
+    assert str(next(one.model.parameters()).dtype) == "torch.float32"
+    assert "model_init_kwargs changes nothing here" in caplog.text
+
+
+def test_an_unknown_setting_of_the_launcher_is_a_type_error(tmp_path):
+    with pytest.raises(TypeError, match="accelerator_config has 'split', which is not known. It knows split_batches"):
+        options(tmp_path, accelerator_config={"split": True})

@@ -53,9 +53,13 @@ def test_callbacks_get_the_model_the_tokenizer_and_transformers_state(run):
 
 
 def test_an_evaluation_set_of_a_dict_has_its_name_in_every_metric(run):
-    assert {"eval_easy_reward", "eval_easy_rewards/length/mean", "eval_easy_loss", "eval_easy_runtime"} <= set(
-        run.listener.evaluated[0]
-    )
+    assert {
+        "eval_easy_reward",
+        "eval_easy_rewards/length/mean",
+        "eval_easy_loss",
+        "eval_easy_runtime",
+        "eval_easy_steps_per_second",
+    } <= set(run.listener.evaluated[0])
 
 
 def test_a_reward_of_none_does_not_apply_and_weights_count(run):
@@ -71,7 +75,7 @@ def test_a_reward_gets_the_columns_and_the_state_of_the_trainer(run):
 
 def test_train_returns_transformers_output_with_the_metrics(run):
     assert run.result.global_step == 4
-    assert {"train_runtime", "train_samples_per_second", "train_loss"} <= set(run.result.metrics)
+    assert {"train_runtime", "train_samples_per_second", "train_loss", "epoch"} <= set(run.result.metrics)
 
 
 def test_checkpoints_have_transformers_names_and_files(run):

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 
 from covey.config.batches import arithmetic, micro_batches, whole_steps
 from covey.config.options import ALGORITHM_OPTIONS, DECLARED, REFUSED
-from covey.errors import ConfigError, did_you_mean
+from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _refuse_bad_accelerator(given: Any) -> None:
 
         known = [field.name for field in fields(AcceleratorConfig)]
         for name in (name for name in given if name not in known):
-            raise ConfigError(
+            raise ArgumentTypeError(
                 f"accelerator_config has {name!r}, which is not known.{did_you_mean(str(name), known)} It knows {', '.join(known)}."
             )
 

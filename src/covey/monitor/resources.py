@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from covey.process.device import PEAK
 from covey.types import Group, Max, Metric, Sum
 
 
@@ -20,10 +21,9 @@ def token_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 def memory_metrics(phase: str) -> dict[str, Metric]:
     """At the end of a phase, in GB of 10^9 bytes: `memory/<phase>_gb`, what this process holds, and on a GPU
-    `memory/<phase>_device_peak_gb`, the most that tensors held since the phase before. PyTorch's counter begins again.
+    `memory/<phase>_device_peak_gb`, the most that tensors held since the phase before.
     """
     found: dict[str, Metric] = {f"memory/{phase}_gb": Max(psutil.Process().memory_info().rss / 1e9)}
     if torch.cuda.is_available():
-        found[f"memory/{phase}_device_peak_gb"] = Max(torch.cuda.max_memory_allocated() / 1e9)
-        torch.cuda.reset_peak_memory_stats()
+        found[f"memory/{phase}_device_peak_gb"] = Max(PEAK.take() / 1e9)
     return found

@@ -77,3 +77,39 @@ def free_on(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
     return int(free_memory() or psutil.virtual_memory().available)
+
+
+class PeakMeter:
+    """Most bytes that tensors have held on the CUDA device, 0 without one: by phases, and since a moment that another reader chose.
+
+    PyTorch has one counter for both, which each of them would begin again.
+    """
+
+    def __init__(self) -> None:
+        self._phase = self._since_mark = 0
+
+    def take(self) -> int:
+        """Most bytes since the last `take`."""
+        self._read()
+        highest, self._phase = self._phase, 0
+        return highest
+
+    def mark(self) -> None:
+        """Begin `since_mark` again."""
+        self._read()
+        self._since_mark = 0
+
+    def since_mark(self) -> int:
+        """Most bytes since the last `mark`."""
+        self._read()
+        return self._since_mark
+
+    def _read(self) -> None:
+        if torch.cuda.is_available():
+            highest = int(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+            self._phase, self._since_mark = max(self._phase, highest), max(self._since_mark, highest)
+
+
+PEAK = PeakMeter()
+"""Peak of this process."""

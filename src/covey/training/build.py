@@ -360,6 +360,10 @@ def build_evaluator(given: RunInputs, parts: Parts) -> Evaluator:
 def checked_eval(given: Any, args: GRPOConfig) -> Any:
     """The evaluation set, or every set of a dict, checked for prompts."""
     if given is None:
+        if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
+            raise ConfigError(
+                "eval_strategy asks for evaluations, but there is no eval_dataset; give one, or eval_strategy='no'."
+            )
         return None
     if isinstance(given, Mapping):
         return {name: checked_dataset(dataset, f"eval_dataset[{name!r}]", args) for name, dataset in given.items()}

@@ -91,4 +91,5 @@ class Evaluator:
                 named[f"{prefix}_{name}"] = float(value)
         named[f"{prefix}_runtime"] = round(seconds, 4)
         named[f"{prefix}_samples_per_second"] = round(count * self.num_generations / seconds, 3)
+        named[f"{prefix}_steps_per_second"] = round(turns / seconds, 3)
         return named

@@ -178,7 +178,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             tell_stopped(stop.name, state.step, self.output_dir, saves=saves, tells=tells)
         if stop.name is not None and self.raises_when_stopped:
             stop.leave()
-        return lean.TrainOutput(state.step, summary["train_loss"], summary)
+        return lean.TrainOutput(state.step, summary["train_loss"], {**summary, "epoch": float(self.state.epoch or 0)})
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -197,7 +197,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
             metrics |= self._evaluate_one(dataset, prefix)
         self.log(dict(metrics))
-        return metrics
+        return {**metrics, "epoch": float(self.state.epoch or 0)}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and pass it to the callbacks; training itself logs through this method."""
