@@ -65,6 +65,11 @@ class NativeSampler:
     Groups come in the order in which they finish. Raises `Unsupported`, with the reason, for a model it cannot run exactly.
     """
 
+    _needed: int | None = None
+    """Most bytes that were taken between two calls with an update of the weights; None until there was one."""
+    _held_at_end = 0
+    _version_at_end: int | None = None
+
     def __init__(
         self,
         model: Any,
@@ -119,10 +124,6 @@ class NativeSampler:
         """Callback between tokens; its exception ends the sampling."""
         self.asked_graphs, self.asked_attention, self.float32_head = cuda_graphs, attention, float32_head
         self._may_keep = True
-        self._needed: int | None = None
-        """Most bytes that were taken between two calls with an update of the weights; None until there was one."""
-        self._held_at_end = 0
-        self._version_at_end: int | None = None
         self._take(model)
         self.version = 0
         self._running: Callable[[], Scheduler | None] = lambda: None
