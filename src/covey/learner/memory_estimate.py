@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import psutil
@@ -98,32 +97,19 @@ def starting_tokens(
 
     "auto" sets no limit on an accelerator, which raises when memory runs out. On a CPU the system kills the process, so there
     the limit is the tokens that fit in half of the free memory, at most `CPU_TOKENS`. `bytes_each` measures the bytes of a token
-    otherwise than on this policy; the first of several runs on one base measures for all.
+    otherwise than on this policy.
     """
     if asked != "auto":
         return None if asked is None else int(asked)
     if not on_cpu:
         return None
     free = free_memory() or psutil.virtual_memory().available
-    return max(256, min(CPU_TOKENS, int(0.5 * free / (bytes_each or partial(_known_bytes_a_token, policy))())))
+    return max(256, min(CPU_TOKENS, int(0.5 * free / (bytes_each() if bytes_each else bytes_a_token(policy)))))
 
 
 def enough_tokens(asked: int | str | None, *, on_cpu: bool) -> int | None:
     """Tokens of a micro-batch beyond which "auto" joins no more groups; None: no limit."""
     return CPU_ENOUGH if asked == "auto" and on_cpu else None
-
-
-_known: dict[Hashable, float] = {}
-
-
-def _known_bytes_a_token(policy: Policy) -> float:
-    model, config = policy.model, unwrapped(policy.model).config
-    parameters = ((name, one.shape, one.dtype, one.device, one.requires_grad) for name, one in model.named_parameters())
-    options = (model.training, policy.is_checkpointing, policy.compute_dtype, config._attn_implementation)
-    kind = (type(model), config.to_json_string(use_diff=False), *options, *parameters)
-    if kind not in _known:
-        _known[kind] = bytes_a_token(policy)
-    return _known[kind]
 
 
 _TRIED = (32, 32, 96)
