@@ -53,7 +53,7 @@ def test_a_plan_names_the_parts_of_a_step_what_fits_and_what_would_pay(capsys):
     assert all(word in changes for word in ("fsdp", "4 GPUs", "asynchronous"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_does_not_fit_is_exit_code_1_and_is_told_what_would(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor", "plan", "--model", "Qwen/Qwen2.5-7B", "--gpus", "8xA100"]) == 1

@@ -18,7 +18,7 @@ def long(completion_ids, **columns):
     return [len(ids) / 8 for ids in completion_ids]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_right_answers_that_a_length_reward_costs_are_named(tmp_path):
     args = GRPOConfig(
         output_dir=str(tmp_path / "run"), max_steps=45, per_device_train_batch_size=64, num_generations=8,

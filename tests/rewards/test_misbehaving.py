@@ -73,7 +73,9 @@ def test_one_bad_completion_costs_its_own_score_alone_and_is_told(name, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", bad.ISOLATED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "left" else ()) for name in bad.ISOLATED]
+)
 def test_one_bad_completion_costs_its_own_score_alone_in_a_worker_process_too(name):
     found = scored(bad.ISOLATED[name])
     assert found.rewards[:, 1].isnan().tolist() == [False, True, False, False]

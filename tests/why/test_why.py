@@ -53,8 +53,8 @@ def test_groups_that_outweigh_the_others_are_left_out_together(sums: list[float]
     assert causes._heavy(SimpleNamespace(groups=[*groups, SimpleNamespace(advantages=None)])) == heavy
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=NIGHT) for s in range(2, 4))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_healthy_step_is_made_again_exactly_and_blames_nothing(seed: int, tmp_path: Path, capsys) -> None:
     step = planted.healthy(tmp_path / "run", seed)
     found = asked(capsys, tmp_path / "run", step)
