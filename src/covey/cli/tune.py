@@ -108,7 +108,7 @@ def tuning_of(given: Given) -> Tuning:
         options |= {"eval_strategy": "steps", "eval_steps": 0.125}
     apart = reason_against(options, searched, _check_ends(options, search))
     if apart and jobs > 1:
-        raise ConfigError(f"--n-jobs {jobs} trains adapters on one base: {apart}. Leave it out.")
+        raise ConfigError(f"--n-jobs {jobs} trains adapters on one base: {apart}. Leave --n-jobs out.")
     folder = Path(given.get("output_dir") or next_folder()).expanduser()
     start = {one.name: given[one.name] for one in search if one.name in given and one.holds(given[one.name])}
     judged = {"metric": given.get("metric", "eval_reward"), "minimize": bool(given.get("minimize"))}
