@@ -90,7 +90,8 @@ class _Trial:
         self.stop.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self.stop.__exit__(*error)
         self._file.close()
 
     @contextlib.contextmanager
@@ -101,11 +102,10 @@ class _Trial:
 
     def ended(self, member: Any) -> Ended:
         """Its end; the log is closed."""
-        if member.error is not None:
-            traceback.print_exception(member.error, file=self._file)
-        self._file.close()
-        if member.error is not None:
-            return Ended(code=member.error.exit_code if isinstance(member.error, CoveyError) else 1)
+        with self._file:
+            if (error := member.error) is not None:
+                traceback.print_exception(error, file=self._file)
+                return Ended(code=error.exit_code if isinstance(error, CoveyError) else 1)
         if member.result.stopped_by:
             return Ended(code=member.result.exit_code)
         return Ended(code=0, result={"metrics": dict(member.result.metrics)})
