@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -197,6 +198,8 @@ def forked(script: str, stdout: int, stderr: int, environment: Mapping[str, str]
         sys.stdout.flush()
         status = 0
     finally:
+        if status:
+            traceback.print_exc()
         os._exit(status)
 
 
