@@ -66,7 +66,8 @@ def test_what_a_run_cannot_change_is_refused_before_any_step(
     changed: dict[str, Any], run: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot be gone on with: .* Give it as it was.*, or start a new run"
+        ConfigError,
+        match=r"cannot be gone on with: .* Give it as it was( \(per_device_train_batch_size=\d+ on the processes .*\))?, or start a new run",
     ) as raised:
         again(run, tmp_path / "run", **changed)
     assert raised.value.exit_code == 2
