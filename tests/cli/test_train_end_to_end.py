@@ -1,16 +1,14 @@
 """`covey train` on a real small model: it trains, evaluates, saves, goes on where it stopped, and the run can be talked to."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from covey.cli import main
+from forked import Forked
 from kit import tiny_model, tiny_tokenizer
 
 REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
@@ -73,22 +71,19 @@ def test_an_adapter_is_trained_and_talked_to(place, capsys):
 
 
 def test_an_interrupt_saves_and_says_how_to_go_on(place):
-    command = [sys.executable, "-m", "covey", *words("--max-steps", 100_000)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    code = "import sys; from covey.cli import main; sys.exit(main(sys.argv[1:]))"
+    with Forked("-c", code, *words("--max-steps", 100_000)) as process:
         metrics = place / "run" / "metrics.jsonl"
         for _ in range(600):
             if process.poll() is not None or (metrics.is_file() and metrics.read_text().count("\n") >= 2):
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        out, said = process.communicate(timeout=60)
+        process.wait(timeout=60)
     assert process.returncode == 130
-    assert out == ""
-    assert "go on with: covey train --model model" in said
-    assert said.rstrip().endswith("--resume auto")
+    assert process.out == ""
+    assert "go on with: covey train --model model" in process.err
+    assert process.err.rstrip().endswith("--resume auto")
     assert any((place / "run").glob("checkpoint-*"))
 
 

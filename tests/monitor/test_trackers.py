@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from transformers import TrainerCallback
 sys.path.append(str(Path(__file__).parents[1] / "faults"))  # its tiny runs
 from small_runs import lines, trainer
 
+import forked
 from covey.monitor.trackers import Trackers
 from covey.types import Alert
 
@@ -52,10 +51,16 @@ def part(folder: Path, tracker: str, steps: int, **changed: Any) -> Any:
 
 def elsewhere(folder: Path, tracker: str, steps: int) -> None:
     """`part` in a process of its own."""
-    script = f"import test_trackers, pathlib; test_trackers.part(pathlib.Path({str(folder)!r}), {tracker!r}, {steps})"
     here = Path(__file__).parent
-    places = os.pathsep.join(str(path) for path in (here.parent, here, here.parent / "faults"))
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": places})
+    places = [str(path) for path in (here.parent, here, here.parent / "faults")]
+    script = f"""
+import pathlib, sys
+sys.path[:0] = {places}
+import test_trackers
+test_trackers.part(pathlib.Path({str(folder)!r}), {tracker!r}, {steps})
+"""
+    done = forked.run("-c", script)
+    assert done.returncode == 0, done.err
 
 
 class _Alarm(TrainerCallback):
