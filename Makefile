@@ -8,8 +8,8 @@ VLLM   := .venv-vllm
 # processes that share the tests
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-# the files with such a mark: reading all of them takes ten seconds of each process
-marked = $(shell grep -rlF mark.$(1) tests --include="test_*.py")
+# the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
+marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)\(" tests --include="test_*.py")
 
 .PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers gpu test-vllm test-all check pages docs bench soak audit clean
 

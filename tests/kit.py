@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -239,3 +240,13 @@ def forgotten(*cached):
     yield
     for one in cached:
         one.cache_clear()
+
+
+def rest_nightly(values: Iterable[Any], kept: int | Collection[Any]) -> list[Any]:
+    """Cases of a parametrised test. In CI those in `kept`, or the first so many; the others are marked nightly."""
+    return [
+        value
+        if (place < kept if isinstance(kept, int) else value in kept)
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
+        for place, value in enumerate(values)
+    ]

@@ -41,8 +41,8 @@ def test_the_command_line_and_yaml_train_an_agent_without_another_reward(tmp_pat
         assert (tmp_path / run / "traces" / "step-000001.jsonl").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["calculator", pytest.param("game", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["calculator", "game"])
 def test_the_examples_run(tmp_path, name):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), str(tmp_path), "--smoke"]
@@ -51,7 +51,7 @@ def test_the_examples_run(tmp_path, name):
     assert done.stdout.count("95%") >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_game_that_hangs_is_killed_or_writes_no_json_loses_its_own_episodes(tmp_path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "game.py"), str(tmp_path), "--smoke", "--faults"]

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 COMPOSED = {
     "covariance and prompt means": alg.dapo().replace(
@@ -22,6 +22,8 @@ COMPOSED = {
     "whitened weights": alg.dapo(correction=alg.Correction("token", "truncate", 2.0, normalize=True)),
 }
 ALGORITHMS = {**{name: preset() for name, preset in alg.PRESETS.items()}, **COMPOSED}
+IN_CI = ("grpo", "dapo", "gspo", "rloo", "remax", "ppo", "reinforce_pp", "pkpo", "vespo", "cispo", *COMPOSED)
+"""One of each way to use a rollout; every preset's gradient is compared in tests/learner/test_two_processes.py."""
 
 
 def reward(completion_ids, **columns):
@@ -56,7 +58,7 @@ def trained(algorithm, folder):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", rest_nightly(ALGORITHMS, IN_CI))
 def test_two_steps_on_one_rollout_move_the_model(name, tmp_path):
     first, second = trained(ALGORITHMS[name], tmp_path)
     assert first["grad_norm"] > 0
@@ -74,7 +76,7 @@ def test_a_coefficient_with_memory_moves_during_training(tmp_path):
     assert second["entropy_coef"] == pytest.approx(0.015)
 
 
-@pytest.mark.parametrize("name", ["remax", "ppo", "reinforce_pp"])
+@pytest.mark.parametrize("name", rest_nightly(["remax", "ppo", "reinforce_pp"], 1))
 def test_what_an_algorithm_needs_of_a_rollout_is_there_in_evaluation_too(name, tmp_path):
     held_out = Dataset.from_dict({"prompt": ["3 + 4 =", "Ada has", "7 + 1", "Who is"]})
     trainer = GRPOTrainer(

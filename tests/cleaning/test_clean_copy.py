@@ -180,6 +180,7 @@ def dirty(rows, seed):
     return rows
 
 
+@pytest.mark.slow
 def test_cleaning_is_deterministic_and_what_it_wrote_is_clean_and_loads(tmp_path):
     rows = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
     source = written(tmp_path / "a.jsonl", [json.dumps(row).encode() for row in dirty(rows, 1)])

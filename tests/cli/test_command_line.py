@@ -131,6 +131,7 @@ def test_debug_shows_the_traceback():
     assert "Traceback" in shown.stderr
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_is_short_and_says_how_to_see_more():
     code = (
         "import sys; import covey.cli.env as env; import covey.cli\n"

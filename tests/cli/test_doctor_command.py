@@ -35,7 +35,7 @@ def test_rows_fit_a_narrow_terminal_and_warn_of_a_rate_at_which_a_small_model_do
     assert "hardly moves at it" in " ".join(out.split())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fault_is_exit_code_1_with_what_to_do_below_it(capsys):
     Path("mine.py").write_text("def flat(completions):\n    return [1.0 for _ in completions]\n")
     assert main([*DEMO, "--reward", "mine.py:flat"]) == 1
@@ -45,7 +45,7 @@ def test_a_fault_is_exit_code_1_with_what_to_do_below_it(capsys):
     assert "mend what failed" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_json_is_one_object_with_every_finding(capsys):
     assert main([*DEMO, "--sample-prompts", "0", "--json", "--learning-rate", "6e-4"]) == 0
     found = json.loads(capsys.readouterr().out)

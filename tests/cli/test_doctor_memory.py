@@ -18,7 +18,7 @@ def found(capsys, *more):
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_needs_a_model_and_neither_data_nor_rewards(capsys):
     few = ["--no-gradient-checkpointing", "--max-tokens-per-microbatch", "1024"]
     code, said = found(capsys, "--prompt-tokens", "20", *LOWERED, *few)
@@ -56,7 +56,7 @@ def test_what_would_lower_the_peak_does_and_what_is_in_force_is_not_named(capsys
         assert spelled not in changed["lower"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_cannot_fit_fails_before_anything_is_loaded(capsys):
     huge = ["--max-completion-length", "9000000", "--max-tokens-per-microbatch", "90000000"]
     code, said = found(capsys, *huge, *LOWERED, "--gradient-checkpointing")

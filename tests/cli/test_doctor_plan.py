@@ -28,13 +28,19 @@ def test_a_mistake_gets_one_sentence(words, sentence, capsys, monkeypatch):
     assert "Traceback" not in said
 
 
-@pytest.mark.slow
-def test_a_plan_names_the_parts_of_a_step_what_fits_and_what_would_pay(capsys):
+@pytest.mark.parametrize(
+    "model, parameters",
+    [
+        pytest.param("demo", 1_018_496, marks=pytest.mark.slow),
+        pytest.param("Qwen/Qwen2.5-0.5B", 494_032_768, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_plan_names_the_parts_of_a_step_what_fits_and_what_would_pay(model, parameters, capsys):
     asked = [
         "doctor",
         "plan",
         "--model",
-        "Qwen/Qwen2.5-0.5B",
+        model,
         "--gpus",
         "2xA100",
         "--json",
@@ -44,7 +50,7 @@ def test_a_plan_names_the_parts_of_a_step_what_fits_and_what_would_pay(capsys):
     assert main(asked) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["ok"]
-    assert said["parameters"] == 494_032_768
+    assert said["parameters"] == parameters
     parts = ("rollout", "scoring", "update", "sync")
     assert said["seconds"]["step"] == pytest.approx(sum(said["seconds"][name] for name in parts))
     assert said["memory"]["peak"] < said["memory"]["available"]

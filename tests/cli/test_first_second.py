@@ -15,23 +15,27 @@ from covey.cli.early import option_types, refuse_early
 from covey.cli.header import header_lines
 from covey.cli.values import names_in
 from covey.errors import ConfigError
+from kit import rest_nightly
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--temperature", "0"],
-        ["--max-steps", "0"],
-        ["--save-steps", "-3"],
-        ["--loss-type", "grpoo"],
-        ["--lr-scheduler-type", "cosin"],
-        ["--lora-r", "0"],
-        ["--seed", "-1"],
-        ["--seed", str(2**32)],
-        ["--model", "./nosuch"],
-        ["--dataset", "nosuch.jsonl"],
-        ["--report-to", "comet_ml"],
-    ],
+    rest_nightly(
+        [
+            ["--temperature", "0"],
+            ["--loss-type", "grpoo"],
+            ["--dataset", "nosuch.jsonl"],
+            ["--max-steps", "0"],
+            ["--save-steps", "-3"],
+            ["--lr-scheduler-type", "cosin"],
+            ["--lora-r", "0"],
+            ["--seed", "-1"],
+            ["--seed", str(2**32)],
+            ["--model", "./nosuch"],
+            ["--report-to", "comet_ml"],
+        ],
+        3,
+    ),
 )
 def test_a_wrong_option_is_answered_before_torch_is_imported(words):
     code = f"import sys; from covey.cli import main; rc = main(['train', 'demo', *{words!r}]); assert rc == 2; assert 'torch' not in sys.modules"
@@ -49,7 +53,7 @@ def test_the_trainer_imports_neither_peft_nor_bitsandbytes():
     assert "gemm_4bit" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_peft_is_known_to_transformers_after_an_import_without_peft():
     code = (
         "import covey.training.trainer, torch; from transformers.trainer_utils import _is_peft_model as known; from peft import LoraConfig, get_peft_model;"

@@ -14,7 +14,7 @@ import yaml
 from covey.cli import main
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_projects_own_tests_pass_a_step_of_training_included(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "my project")]) == 0
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]

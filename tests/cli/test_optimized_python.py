@@ -21,7 +21,7 @@ def test_a_script_with_docstrings_stripped_is_told_the_same() -> None:
     assert done.stderr.splitlines()[-1].startswith("covey.errors.ConfigError: python -OO strips docstrings")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_python_without_assertions_works() -> None:
     done = subprocess.run([sys.executable, "-O", "-c", "from covey import GRPOTrainer"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

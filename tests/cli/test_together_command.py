@@ -36,6 +36,7 @@ def adapter_of(run):
     return (Path(run) / "model" / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_adapters_are_the_runs_of_their_seeds_and_more_of_them_keep_those_that_ended(place, capsys):
     assert main(words("--adapters", 2, "--json")) == 0
     found = json.loads(capsys.readouterr().out)

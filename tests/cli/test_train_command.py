@@ -81,6 +81,7 @@ def test_a_dry_run_shows_options_arithmetic_and_memory_and_writes_nothing(place,
     assert not (place / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_is_one_json_object_when_asked(place, capsys):
     assert main(words(place, "--dry-run", "--json")) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -122,7 +123,7 @@ def test_the_word_demo_stands_for_the_shipped_model_data_and_reward(capsys):
     assert (shown["model"], shown["dataset"], shown["reward"]) == ("demo", "demo", ["demo"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_word_demo_brings_the_settings_that_the_shipped_model_learns_with(capsys):
     from covey.demo import DEMO_SETTINGS
 

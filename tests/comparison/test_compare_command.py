@@ -13,6 +13,7 @@ import pytest
 from run_folders import write_run
 
 from covey.cli import main
+from kit import rest_nightly
 
 EVIL = "<script>alert(1)</script>|`x`"
 
@@ -161,19 +162,22 @@ def test_the_markdown_report_has_its_pictures_beside_it(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "words, said",
-    [
-        ([], "covey compare needs runs"),
-        (["{a}"], "needs two runs or more"),
-        (["{a}", "{a}"], "named twice"),
-        (["{a}", "{b}"], "differ in nothing but the seed"),
-        (["{a}", "{none}"], "has no evaluation"),
-        (["{a}", "{here}/nothing"], "nothing does not exist"),
-        (["{a}", "{c}", "--set", "other"], "was not evaluated on a set 'other'; it has eval"),
-        (["{a}", "{c}", "--score", "style"], "--score style: every run has reward, reward/match"),
-        (["{a}", "{c}", "--step", "3"], "not evaluated at step 3; it was at 4"),
-        (["{a}", "{c}", "--threshold", "high"], "threshold=high cannot be read as a number"),
-        (["{a},{b}", "{c}", "--each"], "give one of the two"),
-    ],
+    rest_nightly(
+        [
+            (["{a}", "{b}"], "differ in nothing but the seed"),
+            (["{a}", "{none}"], "has no evaluation"),
+            (["{a}", "{c}", "--set", "other"], "was not evaluated on a set 'other'; it has eval"),
+            (["{a},{b}", "{c}", "--each"], "give one of the two"),
+            ([], "covey compare needs runs"),
+            (["{a}"], "needs two runs or more"),
+            (["{a}", "{a}"], "named twice"),
+            (["{a}", "{here}/nothing"], "nothing does not exist"),
+            (["{a}", "{c}", "--score", "style"], "--score style: every run has reward, reward/match"),
+            (["{a}", "{c}", "--step", "3"], "not evaluated at step 3; it was at 4"),
+            (["{a}", "{c}", "--threshold", "high"], "threshold=high cannot be read as a number"),
+        ],
+        4,
+    ),
 )
 def test_what_cannot_be_compared_is_one_sentence(tmp_path, capsys, words, said):
     write_run(tmp_path / "a", scores={4: [0, 1]})

@@ -8,6 +8,7 @@ import pytest
 from covey.evaluation.compare.effects import Scored, adjusted, effect_of
 from covey.evaluation.intervals import mean_of_few
 from covey.evaluation.student_t import quantile, two_sided
+from kit import rest_nightly
 
 
 @pytest.mark.parametrize(
@@ -116,26 +117,22 @@ def rate(k, seed_spread, gain, *, paired=True, times=400, size=100):
     return hits / times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "k, seed_spread",
-    [
-        (3, 0.0),
-        (3, 0.05),
-        pytest.param(5, 0.1, marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in [(1, 0.0), (2, 0.05), (5, 0.02)]),
-    ],
+    rest_nightly([(3, 0.05), (3, 0.0), (5, 0.1), (1, 0.0), (2, 0.05), (5, 0.02)], 1),
 )
 def test_equally_good_methods_are_told_apart_in_about_5_of_100_comparisons(k, seed_spread):
     times = 400 if k > 1 else 200  # 20,000 sign flips each
     assert rate(k, seed_spread, 0.0, times=times) <= 0.075  # 0.05 and two standard errors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_of_other_seeds_are_no_more_often_wrong():
     assert rate(3, 0.05, 0.0, paired=False) <= 0.075
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_seeds_are_not_needlessly_timid():
     assert rate(5, 0.05, 0.0) >= 0.02
 
@@ -143,12 +140,13 @@ def test_several_seeds_are_not_needlessly_timid():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "k, seed_spread, gain",
-    [(3, 0.02, 0.15), *(pytest.param(*case, marks=pytest.mark.nightly) for case in [(1, 0.0, 0.15), (5, 0.03, 0.12)])],
+    rest_nightly([(3, 0.02, 0.15), (1, 0.0, 0.15), (5, 0.03, 0.12)], 1),
 )
 def test_a_true_difference_is_found(k, seed_spread, gain):
     assert rate(k, seed_spread, gain, times=150) >= 0.8
 
 
+@pytest.mark.slow
 def test_a_difference_of_the_detectable_size_is_found_about_4_times_in_5():
     rng = np.random.default_rng(5)
     base = rng.beta(0.7, 0.7, 100)

@@ -1,5 +1,7 @@
 """A dry run on fake tensors holds what the same learner holds on real ones."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +20,7 @@ from covey.learner.preparation import prepare_for_training
 from covey.models import with_adapter
 from covey.process.world import World
 from covey.training.build import RunInputs, build_algorithm, build_learner
-from kit import tiny_model
+from kit import rest_nightly, tiny_model
 
 PROMPT = 40
 ROWS = {
@@ -38,7 +40,6 @@ WAYS = {
     "qwen2, LoRA and a reference": {"beta": 0.1},
     "qwen2, SGD": {"optim": "sgd"},
 }  # fmt: skip
-KINDS = ("qwen2, gradients of the micro-batch before", "qwen2, a critic", "qwen2, LoRA and a reference")
 
 
 def options(tmp_path, **more):
@@ -61,9 +62,7 @@ def test_where_no_kernels_are_written_none_are_expected_to_save_memory(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [way if way in KINDS else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]
-)
+@pytest.mark.parametrize("name", rest_nightly(WAYS, ["qwen2, a critic"]))
 def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
     """In float64, for which no kernels are written."""
     args = options(tmp_path, model_init_kwargs={"dtype": "float64"}, bf16=False, **WAYS[name])
@@ -82,7 +81,7 @@ def test_it_holds_what_the_same_step_holds_on_real_tensors(name, tmp_path):
     assert stays + found.gradients + found.activations == pytest.approx(peak, rel=near)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_gradients_and_state_are_counted_by_what_holds_them(tmp_path):
     config = tiny_model(layers=3, hidden=64).config
     plain, size = (
@@ -147,7 +146,7 @@ def test_models_whose_layers_are_not_alike_are_not_continued():
     assert few_layers(config) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_completion_is_continued_from_shorter_ones(tmp_path, monkeypatch):
     config, args = tiny_model(layers=2, hidden=32).config, options(tmp_path, max_completion_length=256)
     whole = predicted(args, config)
@@ -155,8 +154,9 @@ def test_a_long_completion_is_continued_from_shorter_ones(tmp_path, monkeypatch)
     assert predicted(args, config).activations == pytest.approx(whole.activations, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ["plain", "LoRA"])
+@pytest.mark.parametrize(
+    "dtype, name", rest_nightly(product([torch.bfloat16, None], ["LoRA", "plain"]), [(torch.bfloat16, "LoRA")])
+)
 def test_kernels_save_what_they_say(name, dtype, monkeypatch):
     """Both passes of a real model, with kernels and without."""
     from covey.kernels import fused_model
@@ -195,6 +195,7 @@ def test_live_bytes_are_those_of_storages_that_are_held():
         assert (live.now, live.peak) == (0, 4000)
 
 
+@pytest.mark.slow
 def test_the_demo_needs_no_weights_and_the_words_end_with_the_peak(tmp_path):
     memory = predicted(options(tmp_path), model_config("demo", False))
     assert memory.peak > 0

@@ -219,7 +219,7 @@ def test_splitting_divides_what_a_learner_keeps_and_products_take_most_of_the_ti
     assert 0.95 < whole.found.learning / (products / H100.flops(2)) < 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_frozen_weights_in_bfloat16_are_proposed_to_a_run_that_trains_adapters_beside_float32():
     peft = pytest.importorskip("peft")
     config, _ = planned(

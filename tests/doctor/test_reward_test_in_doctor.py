@@ -25,6 +25,7 @@ def pays_the_wrong_ones(completions, answer, **columns):
     return [float(a not in c) for c, a in zip(completions, answer, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_sound_reward_passes():
     assert "exact passes the reward test: right, wrong and worthless answers of 8 rows" in said(
         resolve("exact"), "PASS"

@@ -52,7 +52,7 @@ def expect_split_run(done, folder):
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accelerate_launch_with_the_fsdp2_file_splits_the_model(tmp_path):
     config = EXAMPLES / "fsdp2.yaml"
     launch = ["accelerate", "launch", "--config_file", str(config), "--num_processes", "2"]

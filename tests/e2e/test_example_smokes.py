@@ -16,6 +16,8 @@ from statistics import fmean
 
 import pytest
 
+from kit import rest_nightly
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Claim = Callable[[Path, str], None]
 """Looks at the folder where the example ran, and at what it printed."""
@@ -143,8 +145,8 @@ SMOKES: dict[str, list[Claim]] = {
     "languages/train.py": [rises("languages-mixed-0", by=0.2), three_languages_are_measured],
     "languages/collapse.py": [rises("collapse-plain-0", by=0.2), the_collapse_is_told_while_the_reward_rises],
 }  # fmt: skip
-KINDS = ("maths.py", "own_algorithm.py", "live_data.py", "qlora.py", "distillation.py", "merging.py")
-"""One of each kind; the others nightly."""
+KINDS = ("maths.py",)
+"""In CI; the others nightly."""
 PROCESSES: dict[str, list[Claim]] = {
     "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],
     "live/feedback.py --likes polite": [what_clients_like_is_written_more_often],
@@ -155,9 +157,7 @@ PROCESSES: dict[str, list[Claim]] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # they are the example's reader's, not ours
-@pytest.mark.parametrize(
-    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in SMOKES]
-)
+@pytest.mark.parametrize("name", rest_nightly(SMOKES, KINDS))
 def test_a_smoke_shows_what_its_header_promises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

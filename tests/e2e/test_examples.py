@@ -45,7 +45,7 @@ def test_the_rescue_example_learns_what_the_policy_alone_never_finds(tmp_path: P
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(path.name, marks=[] if path.name == "gsm8k.yaml" else pytest.mark.slow)
+        pytest.param(path.name, marks=pytest.mark.slow if path.name == "gsm8k.yaml" else pytest.mark.nightly)
         for path in sorted(EXAMPLES.glob("*.yaml"))
     ],
 )
@@ -74,7 +74,7 @@ def test_the_feedback_example_teaches_the_endpoint_to_be_short(tmp_path: Path) -
     assert after < before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_image_example_runs_from_drawing_to_the_last_evaluation(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "images" / "train.py"), str(tmp_path), "--smoke"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

@@ -31,7 +31,7 @@ def test_gsm8k_trains_evaluates_saves_and_goes_on(tmp_path, capsys):
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_format_reward_rises_on_gsm8k(tmp_path, capsys):
     more = [
         "--max-steps",

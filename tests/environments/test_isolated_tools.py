@@ -19,6 +19,7 @@ def hold(num_bytes: int) -> str:
     return f"{len(bytearray(num_bytes))} in {os.getpid()}"
 
 
+@pytest.mark.slow
 def test_a_call_past_its_memory_is_an_error_and_the_next_one_runs():
     tools = {one.name: one for one in tools_of([hold])}
     runner = ToolRunner()

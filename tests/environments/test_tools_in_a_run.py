@@ -14,6 +14,7 @@ from covey.environments import tool
 from covey.errors import ConfigError, DataError, ModelError
 from covey.training.agents import Agents
 from environments.acting import chat_tokenizer, tiny_llama, trained_on
+from kit import rest_nightly
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
 
@@ -79,6 +80,7 @@ def last(trainer):
     return next(line for line in reversed(trainer.state.log_history) if "tools/call_frequency" in line)
 
 
+@pytest.mark.slow
 def test_past_its_seconds_an_episode_ends_at_its_next_call(tmp_path):
     trainer, seen = trainer_of(tmp_path, tools=[add], args=options(tmp_path, episode_timeout_seconds=1e-6))
     trainer.train()
@@ -188,15 +190,19 @@ def test_a_tool_that_fails_is_its_answer_to_the_model_and_no_end_of_the_run(tmp_
     assert last(trainer)["tools/failure_frequency"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "said"),
-    [
-        (CALL.replace('"add"', '"ad"'), "there is no tool 'ad'. Did you mean add? Tools: add"),
-        (CALL.replace('"b"', '"c"'), "add has no parameter 'c'; it takes a, b"),
-        (CALL.replace(', "b": 4', ""), "add needs b"),
-        (CALL.replace("}}", "}"), "the call is no JSON"),
-    ],
-    ids=["an unknown tool", "an unknown argument", "a missing argument", "broken JSON"],
+    rest_nightly(
+        [
+            (CALL.replace('"add"', '"ad"'), "there is no tool 'ad'. Did you mean add? Tools: add"),
+            (CALL.replace("}}", "}"), "the call is no JSON"),
+            (CALL.replace('"b"', '"c"'), "add has no parameter 'c'; it takes a, b"),
+            (CALL.replace(', "b": 4', ""), "add needs b"),
+        ],
+        2,
+    ),
+    ids=["an unknown tool", "broken JSON", "an unknown argument", "a missing argument"],
 )
 def test_a_wrong_call_is_answered_with_a_sentence(tmp_path, call, said):
     model = trained_on(((shown(), call),), steps=80)
@@ -385,6 +391,7 @@ def test_text_prompts_and_templates_without_tools_are_refused(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_run_with_tools_resumes_bit_for_bit(tmp_path):
     def run(name, steps, resume=None):
         args = options(

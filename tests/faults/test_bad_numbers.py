@@ -18,6 +18,7 @@ from covey.errors import NumericsError
 from covey.learner.update_guard import GuardPolicy, UpdateGuard
 from covey.training.recovery import bad_batch
 from covey.types import Last, Sum
+from kit import rest_nightly
 
 
 class Watch(TrainerCallback):
@@ -81,7 +82,7 @@ def spoil_policy(one: Any, steps: list[int]) -> None:
     one.add_callback(During(steps, lambda: active.append(True), active.clear))
 
 
-@pytest.mark.parametrize("how", ["loss", "gradient", "infinite gradient", "reference", "policy"])
+@pytest.mark.parametrize("how", rest_nightly(["loss", "gradient", "policy", "reference", "infinite gradient"], 3))
 def test_what_is_not_finite_changes_neither_weights_nor_optimizer_nor_schedule(how: str, tmp_path: Path) -> None:
     one = spoiled(tmp_path / "run", how, [3])
     watch = Watch(one)
@@ -282,7 +283,8 @@ def test_an_overflow_of_float16_is_not_a_bad_number_until_the_scale_is_one() -> 
     assert [event.kind for event in guard.check(overflow, 1, loss_scale=1.0).events] == ["non_finite_step"]
 
 
-@pytest.mark.parametrize("rung", ["log", "clip", "skip", "roll_back"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", rest_nightly(["roll_back", "clip", "log", "skip"], 1))
 @pytest.mark.filterwarnings("ignore:.*goes on from step")
 def test_a_real_gradient_times_ten_thousand_in_a_real_run(rung: str, tmp_path: Path) -> None:
     rules = {"on_spike": rung, "bad_steps_limit": 1, "max_steps": 27, "save_steps": 5}

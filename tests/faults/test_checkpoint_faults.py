@@ -134,6 +134,7 @@ def test_files_reach_the_disk_before_the_name_that_makes_them_count(saver: Saver
     assert manifest < manifest_named < folder < commit < place(rf"^fsync\(\d+<{run}>") < pruned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 1], ids=["next", "same-step-again"])
 def test_a_save_killed_at_any_system_call_never_loses_a_checkpoint(saver: Saver, step: int, tmp_path: Path) -> None:
     counts: dict[str, int] = {}

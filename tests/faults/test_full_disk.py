@@ -20,6 +20,7 @@ from covey.cli import main
 from covey.errors import CoveyError, StorageError
 from covey.runs import checkpoint, checksums
 from covey.runs.kept import kept, told_of_the_disk, write_whole
+from kit import rest_nightly
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_a_model_that_the_disk_does_not_take_is_a_storage_error_that_says_what_w
         one.save_state()
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("trouble", rest_nightly(TROUBLES, 1))
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_line_ends_with_74_where_the_disk_takes_no_model(
     trouble: str, mounted: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -78,6 +78,7 @@ def test_a_process_that_falls_silent_is_given_up() -> None:
     mine.stop()
 
 
+@pytest.mark.slow
 def test_a_process_that_falls_silent_while_it_is_waited_for_is_not_said_to_live() -> None:
     store = HashStore()
     mine, other = [Heartbeat(store, rank, 2, silence=4.0, patience=4.0) for rank in range(2)]
@@ -142,6 +143,7 @@ def test_an_error_that_only_one_has_ends_it_for_the_others(both: list[Heartbeat]
     assert "failed with ValueError: only here" in found[0]
 
 
+@pytest.mark.slow
 def test_a_wait_that_cannot_be_woken_ends_the_process_with_exit_code_76() -> None:
     script = """
 import time

@@ -16,7 +16,7 @@ STEPS = 400
 pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_long_run_holds_no_more_at_its_end_than_early_on(tmp_path: Path) -> None:
     seen = held(tmp_path, STEPS)

@@ -48,7 +48,7 @@ def test_the_same_where_products_are_code_that_is_made_while_it_runs():
     assert short["norms"] == pytest.approx(free["norms"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_optimizer_whose_state_does_not_fit_is_told_before_any_weight_changes():
     free, short = run("update", 0), run("update", 4)
     assert free["said"] == ""
@@ -66,7 +66,7 @@ def test_completions_of_which_none_fits_alone_end_with_a_sentence():
     assert "gradient_checkpointing" in short["said"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_single_completion_that_does_not_fit_alone_is_left_out_and_the_others_learn():
     free, short = run("learn-silent-giant", 0), run("learn-giant", 30)
     assert free["left_out"] == []
@@ -84,7 +84,7 @@ def test_activations_are_computed_again_once_a_single_completion_does_not_fit():
     assert short["later_events"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sampler_that_runs_out_goes_on_with_fewer_in_flight_and_draws_the_same_tokens():
     free, short = run("sample", 0), run("sample", 25)
     assert free["rows"] == 64

@@ -19,6 +19,7 @@ from covey import algorithms as alg
 from covey.errors import NumericsError
 from covey.learner.soundness import are_sound, fault_of, state_fault
 from covey.runs import checkpoint, checksums
+from kit import rest_nightly
 
 EARLY = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
 """Events at which `global_step` still counts the steps before."""
@@ -101,16 +102,14 @@ def assert_finite(saved: Path) -> None:
     assert not tree or state_fault(tree, [str(i) for i in range(999)]) is None
 
 
+EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save")
 ANYWHERE = [
-    *[
-        (event, 3)
-        for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save")
-    ],
+    *rest_nightly([(event, 3) for event in EVENTS], [("on_step_begin", 3), ("on_step_end", 3)]),
     *[
         pytest.param(event, 6, marks=pytest.mark.slow if event == "on_step_end" else pytest.mark.nightly)
-        for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_save")
+        for event in EVENTS
     ],
-    *[(event, 4) for event in ("on_log", "on_evaluate")],
+    *rest_nightly([("on_evaluate", 4), ("on_log", 4)], 1),
 ]
 
 
@@ -162,7 +161,7 @@ KINDS = (0, 6, 9, 15)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optim, name, value",
-    [case if i in KINDS else pytest.param(*case, marks=pytest.mark.nightly) for i, case in enumerate(MOMENTS)],
+    rest_nightly(MOMENTS, [MOMENTS[i] for i in KINDS]),
 )
 @pytest.mark.parametrize("event", [pytest.param("on_pre_optimizer_step", marks=pytest.mark.nightly), "on_step_end"])
 def test_a_moment_of_the_optimizer_that_is_none_never_reaches_a_checkpoint(optim, name, value, event, tmp_path) -> None:
@@ -173,7 +172,7 @@ def test_a_moment_of_the_optimizer_that_is_none_never_reaches_a_checkpoint(optim
     check(one, tmp_path / "run", ends=False)
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_step_begin", "on_pre_optimizer_step"], 1))
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e-3])
 def test_a_learning_rate_that_is_none_is_refused_at_the_step(event: str, value: float, tmp_path: Path) -> None:
     planted = plant(event, 3, rate(value), always=True)
@@ -182,14 +181,16 @@ def test_a_learning_rate_that_is_none_is_refused_at_the_step(event: str, value: 
     assert f"the optimizer's learning rate is {value:g}" in str(said)
 
 
-@pytest.mark.parametrize("name, value", [("weight_decay", math.nan), ("betas", (0.9, math.nan)), ("eps", math.nan)])
+@pytest.mark.parametrize(
+    "name, value", rest_nightly([("betas", (0.9, math.nan)), ("weight_decay", math.nan), ("eps", math.nan)], 1)
+)
 def test_another_number_of_the_optimizer_that_is_none_is_refused_at_the_step(name, value, tmp_path: Path) -> None:
     planted = plant("on_pre_optimizer_step", 3, rate(value, name))
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted])
     assert f"the optimizer's {name} is nan" in str(check(one, tmp_path / "run", ends=True))
 
 
-@pytest.mark.parametrize("factor", [math.nan, math.inf, -1.0, 1e30])
+@pytest.mark.parametrize("factor", rest_nightly([math.nan, -1.0, math.inf, 1e30], 2))
 def test_a_schedule_that_gives_a_learning_rate_that_is_none_ends_the_run(factor: float, tmp_path: Path) -> None:
     from kit import tiny_model
 
@@ -236,21 +237,21 @@ def test_an_optimizer_of_the_users_own_that_makes_nan_sends_the_run_back(tmp_pat
     check(with_optimizer(tmp_path / "run", model, Careless(model.parameters(), lr=1e-3)), tmp_path / "run", ends=False)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("value", rest_nightly([math.nan, math.inf, 3e38], 1))
 def test_a_gradient_that_a_callback_spoils_after_it_was_judged_sends_the_run_back(value: float, tmp_path: Path) -> None:
     planted = plant("on_pre_optimizer_step", 3, gradient(value))
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted])
     check(one, tmp_path / "run", ends=False)
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_optimizer_step", "on_step_begin"], 1))
 def test_a_critic_that_becomes_nan_sends_the_run_back(event: str, tmp_path: Path) -> None:
     planted = plant(event, 3, critic)
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted], algorithm="ppo")
     check(one, tmp_path / "run", ends=False)
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+@pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_step_begin"], 1))
 def test_a_reference_that_becomes_nan_never_reaches_a_checkpoint(event: str, tmp_path: Path) -> None:
     planted = plant(event, 3, reference)
     more = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100}
@@ -258,7 +259,7 @@ def test_a_reference_that_becomes_nan_never_reaches_a_checkpoint(event: str, tmp
     check(one, tmp_path / "run")
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize("event", rest_nightly(EVENTS[:4], ["on_step_end"]))
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_an_adapter_that_becomes_nan_sends_the_run_back(event: str, dropout: float, tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_an_adapter_that_becomes_nan_sends_the_run_back(event: str, dropout: flo
     check(one, tmp_path / "run", ends=False)
 
 
-@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_pre_optimizer_step"], 1))
 def test_bfloat16_weights_that_become_nan_send_the_run_back(event: str, tmp_path: Path) -> None:
     from kit import tiny_model
 
@@ -306,7 +307,7 @@ def test_a_buffer_that_is_not_saved_costs_no_weight(tmp_path: Path) -> None:
     check(one, tmp_path / "run", ends=True)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
+@pytest.mark.parametrize("value", rest_nightly([math.nan, math.inf, 1e38], 1))
 def test_an_objective_that_is_none_changes_no_weight(value: float, tmp_path: Path) -> None:
     bad = lambda tokens: -tokens.logp * tokens.advantages * value
     check(trainer(tmp_path / "run", algorithm=alg.grpo().replace(objective=bad)), tmp_path / "run", ends=True)
@@ -320,7 +321,9 @@ def test_a_fault_that_comes_every_time_ends_the_run_with_one_sentence_after_the_
     assert "ends after 2 returns to a checkpoint" in str(said)
 
 
-@pytest.mark.parametrize("more", [{"save_strategy": "no"}, {"on_bad_numbers": "stop"}, {"save_steps": 100}])
+@pytest.mark.parametrize(
+    "more", rest_nightly([{"save_strategy": "no"}, {"on_bad_numbers": "stop"}, {"save_steps": 100}], 2)
+)
 def test_without_a_checkpoint_or_with_stop_a_spoiled_weight_ends_the_run(more: dict[str, Any], tmp_path: Path) -> None:
     planted = plant("on_step_end", 4, weight(math.nan))
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted], **more)
@@ -336,7 +339,7 @@ def test_a_model_spoiled_at_the_very_end_is_not_returned_as_trained_and_not_writ
     assert not (tmp_path / "final" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("name", rest_nightly(["exp_avg", "exp_avg_sq"], 1))
 def test_a_moment_that_becomes_nan_sends_the_run_back(name: str, tmp_path: Path) -> None:
     planted = plant("on_step_end", 3, moment(math.nan, name))
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted])

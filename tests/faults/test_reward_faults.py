@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from covey.cli import main
+from kit import rest_nightly
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data" / "gsm8k" / "train.jsonl"
@@ -145,7 +146,7 @@ def eventually(condition, seconds=180):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT twice"])
+@pytest.mark.parametrize("how", rest_nightly([signal.SIGKILL, signal.SIGINT], 1), ids=["SIGKILL", "SIGINT twice"])
 def test_no_worker_outlives_a_run_that_is_ended_while_its_reward_hangs_in_c(tmp_path, how):
     process = start(words(tmp_path, "run", ["stuck_for_ever"], 3))
     try:
@@ -162,7 +163,7 @@ def test_no_worker_outlives_a_run_that_is_ended_while_its_reward_hangs_in_c(tmp_
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_holds_up_the_whole_process_ends_it_and_says_where(tmp_path):
     process = start(words(tmp_path, "run", ["stuck_here"], 3, "--reward-timeout-seconds", 0.5))
     said, _ = process.communicate(timeout=300)

@@ -17,7 +17,7 @@ from covey.runs import checkpoint
 
 HERE = Path(__file__).parent
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is enforced on Linux"),
 ]
@@ -54,7 +54,6 @@ def test_a_reward_model_that_does_not_fit_reads_less_at_a_time_and_a_resumed_run
     assert not any("rewards/apples/errors" in line for line in lines(short))
 
 
-@pytest.mark.nightly
 def test_a_text_that_does_not_fit_alone_costs_its_own_score_and_no_other(tmp_path: Path) -> None:
     free, short = run("one", "0"), run("one", "30")
     assert free["said"] == []

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(900)  # processes of their own on a machine that others load
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_training_goes_on_beside_a_disk_that_takes_seconds_for_a_save(tmp_path: Path) -> None:
     """Every flush takes 0.3 s longer, so a save takes several seconds and a step a fraction of one."""

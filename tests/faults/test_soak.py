@@ -21,7 +21,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     one.close()
 
 
-QUICK = ("kill -9", "SIGTERM", "newest checkpoint damaged", "disk full", "NaN gradient", "reward returns rubbish")
+QUICK = ("kill -9", "NaN gradient")
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,7 @@ def test_a_run_survives_fifty_kills_at_random_moments(bench: Bench) -> None:
     assert max(outcome.lost for outcome in hit) <= 3
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_survived_is_counted_and_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(bench: Bench) -> Outcome:
         bench.run(Plan(str(bench.fresh()), steps=2))
@@ -66,6 +67,7 @@ def test_a_run_that_is_not_survived_is_counted_and_kept(bench: Bench, monkeypatc
     assert end_of(kept[-1].parent)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["faults", "--only", "NaN gradient", "--count", "1", "--folder", str(tmp_path / "runs")]
     assert main(words) == 0

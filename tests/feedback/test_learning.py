@@ -126,7 +126,7 @@ def learning_twice(folder):
     yield
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_preference_is_learnt_while_clients_see_no_error_and_is_taken_back_in_one_call(tmp_path, capsys):
     with learning(tmp_path, rewards=(FORM,), **STYLE) as (url, _):
         before = unseen(url)

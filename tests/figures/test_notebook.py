@@ -11,7 +11,7 @@ import pytest
 
 import covey
 
-pytestmark = pytest.mark.slow  # a kernel imports everything anew
+pytestmark = pytest.mark.nightly  # a kernel imports everything anew
 
 SETUP = """
 import covey

@@ -51,6 +51,7 @@ def test_a_damaged_record_is_read_or_refused(which: int, how: Damage, run: Calla
     look_at(folder)
 
 
+@pytest.mark.slow
 @fuzz
 @given(
     content=st.dictionaries(
@@ -66,6 +67,7 @@ def test_a_manifest_of_any_shape_is_read_or_refused(content: dict[str, Any], run
     look_at(folder)
 
 
+@pytest.mark.slow
 @fuzz
 @given(rows=st.lists(json_values | st.fixed_dictionaries({"step": json_values, "reward": json_values}), max_size=5))
 def test_metrics_of_any_shape_are_read(rows: list[Any], run: Callable[[], Path]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from covey.monitor.detectors import RULES, standard
 from covey.monitor.history import History
+from kit import rest_nightly
 
 Values = dict[str, float]
 Change = Callable[[int, Values, random.Random], Mapping[str, float]]
@@ -187,7 +188,7 @@ def test_tied_groups_are_not_taken_for_tiny_updates():
     assert "tiny_updates" not in rules_of(lambda t, v, d: nothing, skill=lambda step: 0.3)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", rest_nightly(range(20), 5))
 def test_noise_of_few_prompts_is_no_collapse(seed):
     noisy = lambda t, values, draw: {"reward": values["reward"] + draw.gauss(0, 0.08)}
     assert "reward_collapse" not in rules_of(noisy, seed=seed, steps=250, skill=lambda step: 0.4)

@@ -26,6 +26,7 @@ def trained(folder, learning_rate, steps):
     return [json.loads(line) for line in alerts.read_text().splitlines()] if alerts.exists() else []
 
 
+@pytest.mark.slow
 def test_5e_2_is_advised_against_at_the_start_and_named_when_it_breaks(tmp_path, caplog):
     alerts = trained(tmp_path / "run", 5e-2, 12)
     assert "learning_rate=0.05 is high" in caplog.text

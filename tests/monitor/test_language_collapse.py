@@ -11,7 +11,7 @@ from covey.monitor.detectors.languages import LanguageCollapse
 from covey.monitor.languages import code_of, is_same, language_metrics
 from covey.monitor.watch import Watch
 from covey.types import Alert, Group, Mean, StepReport
-from kit import group
+from kit import group, rest_nightly
 
 TEXTS = {
     "en": "She has the apples and the boy is on the way to it.",
@@ -58,8 +58,9 @@ def test_a_collapse_is_found_before_accuracy_falls(seed: int):
     assert "language_collapse" in ALERT_RULES
 
 
-def test_twenty_healthy_runs_are_silent():
-    assert [simulated(seed, steps=80) for seed in range(100, 120)] == [[]] * 20
+@pytest.mark.parametrize("seed", rest_nightly(range(100, 120), 5))
+def test_twenty_healthy_runs_are_silent(seed: int):
+    assert simulated(seed, steps=80) == []
 
 
 def test_a_single_stray_answer_after_perfect_steps_is_no_collapse():

@@ -225,6 +225,7 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines() -> None:
     assert [line.split()[1] for line in terminal.splitlines() if line.startswith("step")] == ["1/3", "2/3", "3/3"]
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_plain_lines_and_stdout_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env={**os.environ, "FORCE_COLOR": "1"}

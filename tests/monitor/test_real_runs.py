@@ -42,7 +42,10 @@ def test_every_kept_run_is_of_five_hundred_steps_and_small(detectors, kept):
     assert sum(sizes) < 1_600_000
 
 
-@pytest.mark.parametrize(("half", "number"), [pytest.param("fix", 40, marks=pytest.mark.nightly), ("judge", 20)])
+@pytest.mark.parametrize(
+    ("half", "number"),
+    [pytest.param("fix", 40, marks=pytest.mark.nightly), pytest.param("judge", 20, marks=pytest.mark.slow)],
+)
 def test_one_healthy_run_in_ten_at_most_has_a_false_alarm(detectors, judged, half, number):
     healthy = [found for one, found in judged(half) if one["fault"] is None]
     assert len(healthy) == number
@@ -50,7 +53,8 @@ def test_one_healthy_run_in_ten_at_most_has_a_false_alarm(detectors, judged, hal
 
 
 @pytest.mark.parametrize(
-    ("half", "number", "least"), [pytest.param("fix", 44, 40, marks=pytest.mark.nightly), ("judge", 22, 19)]
+    ("half", "number", "least"),
+    [pytest.param("fix", 44, 40, marks=pytest.mark.nightly), pytest.param("judge", 22, 19, marks=pytest.mark.slow)],
 )
 def test_faults_are_named_by_one_of_their_rules_as_often_as_the_page_says(detectors, judged, half, number, least):
     faulty = [pair for pair in judged(half) if pair[0]["fault"]]

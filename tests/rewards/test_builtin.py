@@ -82,6 +82,7 @@ def test_an_answer_that_never_ends_is_killed_and_abstains():
     verifier.close()
 
 
+@pytest.mark.slow
 @needs_math_verify
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs POSIX signals")
 def test_a_verifier_whose_parent_was_killed_while_it_hung_does_not_stay():

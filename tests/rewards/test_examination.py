@@ -47,6 +47,7 @@ def test_a_sound_reward_has_no_failure():
     assert "gold" not in checks(found)
 
 
+@pytest.mark.nightly
 def test_garbage_that_a_reward_model_is_too_short_to_read_is_a_note():
     found = verdicts(ModelReward.of(tiny_reward_model(max_position_embeddings=1024), tiny_tokenizer()), ROWS[:3])
     assert "errors" not in checks(found)
@@ -55,6 +56,7 @@ def test_garbage_that_a_reward_model_is_too_short_to_read_is_a_note():
     assert "one word, for ever" in note.facts["probes"]
 
 
+@pytest.mark.slow
 def test_a_right_answer_that_a_reward_model_is_too_short_to_read_is_a_failure():
     found = verdicts(ModelReward.of(tiny_reward_model(max_position_embeddings=8), tiny_tokenizer()), ROWS[:3])
     assert "errors" in checks(found, "FAIL")

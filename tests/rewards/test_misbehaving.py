@@ -19,7 +19,7 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards import Scorer, per_completion, reward
 from covey.rewards.builtin.registry import resolve
 from covey.runs import rollouts
-from kit import group
+from kit import group, rest_nightly
 
 COMPLETIONS = ["4", "bad", "5", ""]
 
@@ -74,7 +74,7 @@ def test_one_bad_completion_costs_its_own_score_alone_and_is_told(name, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "left" else ()) for name in bad.ISOLATED]
+    "name", rest_nightly(bad.ISOLATED, [name for name in bad.ISOLATED if name not in ("left", "killed")])
 )
 def test_one_bad_completion_costs_its_own_score_alone_in_a_worker_process_too(name):
     found = scored(bad.ISOLATED[name])
@@ -83,6 +83,7 @@ def test_one_bad_completion_costs_its_own_score_alone_in_a_worker_process_too(na
     assert event.details["completion"] == "bad"
 
 
+@pytest.mark.slow
 def test_values_without_end_from_a_worker_process_are_refused():
     with pytest.raises(RewardError, match="returned 5 values for 4 completions"):
         scored(bad.isolated_endless)
@@ -326,7 +327,7 @@ def test_a_reward_that_replaces_the_handler_of_ctrl_c_does_not_keep_it():
     assert found.events[0].kind == "reward_side_effect"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_child_that_a_reward_forks_does_not_go_on_as_a_second_run(tmp_path):
     script = (
         "import os\nfrom covey.rewards import Scorer\nfrom kit import group\n"

@@ -174,6 +174,7 @@ def test_large_batches_cross_the_socket(score):
     assert torch.equal(scored.rewards[:, 0], torch.full((100,), 20_000.0))
 
 
+@pytest.mark.slow
 def test_many_hangs_in_a_row_leave_the_pool_whole_and_no_file_open(score):
     _, scorer = score(apart(theirs.hang_in_c_with_the_lock, timeout_seconds=0.2))
     for count in range(4):

@@ -127,6 +127,7 @@ def test_a_hang_in_a_thread_is_given_up_at_its_limit_and_the_others_count():
     assert metrics["rewards/a/timeouts"] == Sum(4)
 
 
+@pytest.mark.slow
 def test_a_regular_expression_that_explodes_is_interrupted_beside_functions_that_wait():
     def exploding():
         re.match(r"(a+)+$", "a" * 40 + "b")

@@ -143,6 +143,7 @@ def test_what_is_compiled_for_a_processor_without_avx512_is_the_same(dtype, noth
     torch.testing.assert_close(attended(plain, dtype, 64, 5)[0], expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_kernels_are_compiled_once_and_kept(nothing_known, monkeypatch):
     assert decode_kernels(CPU, torch.float32, 16) is not None

@@ -10,7 +10,7 @@ from covey.errors import NumericsError
 from covey.process.interruption import StopNow
 from covey.rollout import Drawing, JointRollouts, NativeSampler, SamplingParams
 from covey.rollout.joint import _JointForward
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 PROMPTS = ["What is 12 + 30?", "Anna had 20 pens and gave away 5.", "Tom has 3 apples."]
 ADAPTERS = ({"r": 2}, {"r": 5, "target_modules": ["q_proj"]}, {"r": 3, "use_rslora": True})
@@ -108,7 +108,7 @@ def test_rows_whose_bits_depend_on_their_number_are_decoded_apart(base, joined):
     assert all(are_equal(alone(one), found.groups) for one, found in zip(asked, drawn, strict=True))
 
 
-@pytest.mark.parametrize("error", [StopNow(), NumericsError("no number"), MemoryError()])
+@pytest.mark.parametrize("error", rest_nightly([StopNow(), NumericsError("no number"), MemoryError()], 1))
 def test_an_error_of_one_run_leaves_the_others_their_completions(base, error, caplog):
     tokens = iter(range(99))
 

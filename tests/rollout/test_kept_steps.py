@@ -109,6 +109,7 @@ def test_large_buffers_are_kept_where_the_learner_has_shown_that_it_fits_beside(
         assert counts == [counts[0] * (1 + version) for version in range(4)]
 
 
+@pytest.mark.slow
 def test_a_captured_step_is_not_replayed_with_other_weights_parameters_or_adapters(tokenizer):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(writer(), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))

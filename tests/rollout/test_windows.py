@@ -10,7 +10,7 @@ from covey.kernels import Window, attention_windows
 from covey.rollout import NativeSampler, SamplingParams, TransformersSampler, Unsupported, choose_sampler
 from covey.rollout.attention import causal
 from covey.rollout.decoder import DecoderForward
-from kit import tiny_tokenizer
+from kit import rest_nightly, tiny_tokenizer
 
 ALL_EXPERTS = EXPERTS | {"num_experts_per_tok": 4}  # a choice among nearly equal ones would hang on rounding
 LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -70,7 +70,9 @@ def test_every_kind_is_native_and_equals_generate(tokenizer, arch):
 
 @pytest.mark.parametrize(
     "arch, attention",
-    [(arch, "static") for arch in LOCAL]
+    rest_nightly(
+        [(arch, "static") for arch in LOCAL], [(arch, "static") for arch in ("mistral", "llama4", "deepseek_v3")]
+    )
     + [pytest.param(arch, "auto", marks=() if arch in QUICK else pytest.mark.nightly) for arch in LOCAL]
     + [pytest.param(arch, "torch", marks=() if arch == "mistral" else pytest.mark.nightly) for arch in LOCAL],
 )
@@ -98,6 +100,7 @@ def test_a_window_that_hides_nothing_changes_nothing(tokenizer):
     )
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_plain_transformers(tokenizer):
     model = build("gemma3")
     params = SamplingParams(max_tokens=30, seed=4)

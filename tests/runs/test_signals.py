@@ -12,6 +12,7 @@ import time
 import pytest
 
 from covey.runs.signals import StopRequest
+from kit import rest_nightly
 
 LOOP = """
 import sys, time
@@ -76,12 +77,15 @@ sys.exit(stop.exit_code)
 
 @pytest.mark.parametrize(
     "first, second, code",
-    [
-        (signal.SIGTERM, signal.SIGINT, 75),
-        (signal.SIGTERM, signal.SIGTERM, 75),
-        (signal.SIGUSR1, signal.SIGTERM, 75),
-        (signal.SIGINT, signal.SIGTERM, 130),
-    ],
+    rest_nightly(
+        [
+            (signal.SIGTERM, signal.SIGINT, 75),
+            (signal.SIGINT, signal.SIGTERM, 130),
+            (signal.SIGTERM, signal.SIGTERM, 75),
+            (signal.SIGUSR1, signal.SIGTERM, 75),
+        ],
+        2,
+    ),
 )
 def test_a_second_signal_of_the_same_stop_does_not_throw_the_save_away(first, second, code) -> None:
     with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True) as process:

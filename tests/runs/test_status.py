@@ -27,6 +27,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_is_read_as_died_and_a_resumed_one_says_so(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", SCRIPT, str(run)], stdout=subprocess.PIPE, text=True) as process:

@@ -13,6 +13,7 @@ from covey.rewards import Scorer
 from covey.rewards.builtin.code import Code
 from covey.rewards.sandbox import Sandbox
 from covey.types import Completion, Group, Prompt
+from kit import rest_nightly
 from sandbox import cheats, cheats_of_the_run
 from sandbox.cheats import FORMS
 
@@ -38,14 +39,20 @@ def test_the_right_program_passes_each_form(form: str, sandbox: Sandbox) -> None
         assert result.passed, result
 
 
-@pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_passes_no_form_of_tests(name: str, sandbox: Sandbox) -> None:
-    for form, tests in FORMS.items():
-        result = sandbox.run(CHEATS[name], tests, timeout=2)
-        assert not result.passed, (form, result)
-        assert result.reason != "tests", (form, result)
+PAIRS = [(name, form) for name in CHEATS for form in FORMS]
 
 
+@pytest.mark.parametrize(
+    "name, form", rest_nightly(PAIRS, {pair for i, pair in enumerate(PAIRS) if i % 7 in (0, 3, 5)})
+)
+def test_a_cheat_passes_no_form_of_tests(name: str, form: str, sandbox: Sandbox) -> None:
+    """Three of seven pairs in CI: a cheat meets two or three forms, and each form more than fifty cheats."""
+    result = sandbox.run(CHEATS[name], FORMS[form], timeout=2)
+    assert not result.passed, result
+    assert result.reason != "tests", result
+
+
+@pytest.mark.slow
 def test_a_cheat_gets_0_raises_nothing_and_costs_its_siblings_nothing() -> None:
     texts = [text for cheat in CHEATS.values() for text in (cheat, RIGHT)]
     prompt = Prompt(uid="0:0", text="Double it.", token_ids=(1,), columns={"tests": FORMS["plain"]})

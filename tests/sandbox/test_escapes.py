@@ -17,6 +17,7 @@ import pytest
 
 from covey.rewards.sandbox import Result, Sandbox
 from covey.rewards.sandbox.jail import START
+from kit import rest_nightly
 from sandbox.escapes import CANARY, GREEDY, KERNEL, READING, WRITING
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can isolate")
@@ -126,10 +127,15 @@ def test_nothing_of_the_run_is_left_in_a_programs_memory(code: str) -> None:
     assert result.stdout.startswith("FOUND [] "), result
 
 
-@pytest.mark.parametrize("what", KERNEL)
-def test_a_program_gets_no_privilege(what: str, world: World) -> None:
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Sandbox]:
     with Sandbox(1) as sandbox:
-        result = sandbox.run(KERNEL[what], timeout=4)
+        yield sandbox
+
+
+@pytest.mark.parametrize("what", KERNEL)
+def test_a_program_gets_no_privilege(what: str, whole: Sandbox, world: World) -> None:
+    result = whole.run(KERNEL[what], timeout=4)
     assert "GOT" not in result.stdout
     assert result.reason in ("passed", "error")
 
@@ -144,7 +150,7 @@ def test_a_program_cannot_change(what: str, run, world: World) -> None:
     assert (library.read_bytes(), sorted(os.listdir(library.parent)), sorted(os.listdir("/var/tmp"))) == before
 
 
-@pytest.mark.parametrize("run", ["all layers", "no namespaces"], indirect=True)
+@pytest.mark.parametrize("run", rest_nightly(["all layers", "no namespaces"], 1), indirect=True)
 @pytest.mark.parametrize("what", GREEDY)
 def test_a_program_cannot_use_up(what: str, run) -> None:
     code, reasons = GREEDY[what]
@@ -219,6 +225,7 @@ def _until(condition) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_nothing_gets_out_as_nobody_either(tmp_path: Path, world: World) -> None:
     """The user without any right is the one that most containers run as."""
     if os.getuid() != 0:

@@ -75,6 +75,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path
     assert bool((weights(whole) == weights(again)).all())
 
 
+@pytest.mark.slow
 def test_the_frontier_goes_where_the_signal_is(tmp_path: Path):
     seen: Counter[str] = Counter()
 

@@ -12,7 +12,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.files import hub as reach
 from covey.training.hub import UploadError
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 from trainer.hub_server import serving
 
 ROWS = [{"prompt": f"Tom has {i} apples.", "answer": str(i)} for i in range(12)]
@@ -115,12 +115,15 @@ def test_the_card_tells_data_algorithm_rewards_run_and_evaluations_with_their_in
 
 @pytest.mark.parametrize(
     ("strategy", "places"),
-    [
-        ("end", []),
-        ("every_save", ["", ""]),
-        ("checkpoint", ["", "last-checkpoint/", "", "last-checkpoint/"]),
-        ("all_checkpoints", ["", "checkpoint-1/", "", "checkpoint-2/"]),
-    ],
+    rest_nightly(
+        [
+            ("every_save", ["", ""]),
+            ("checkpoint", ["", "last-checkpoint/", "", "last-checkpoint/"]),
+            ("end", []),
+            ("all_checkpoints", ["", "checkpoint-1/", "", "checkpoint-2/"]),
+        ],
+        2,
+    ),
 )
 def test_hub_strategy_says_what_a_save_uploads(tmp_path, hub, strategy, places):
     one = trainer(

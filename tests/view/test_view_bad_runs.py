@@ -20,11 +20,18 @@ from covey.monitor.view import Library
 from covey.monitor.view.discovery import find_runs
 from covey.runs import RunFolder
 from covey.runs.metrics import JsonLines
+from kit import rest_nightly
 
 ROUTES = ("series?metric=reward&seeds=1&x=tokens", "series?metric=eval_reward&x=time", "values?metric=reward", "alerts?", "rollouts?",
           "rollouts?search=x", "rollout?step=1&group=0", "rollout?step=2&group=0", "rollout?step=3&group=0", "spread?", "phases?",
           "facts?", "diff?run=good")  # fmt: skip
 MOST_MEGABYTES = 700
+LARGE = (
+    "a hundred thousand metrics, each in a line of its own",
+    "many metrics, then a million short lines",
+    "a line without end of 60 MB",
+    "a manifest of 40 MB",
+)
 
 
 def good(folder: Path) -> None:
@@ -35,7 +42,7 @@ def good(folder: Path) -> None:
     run.close()
 
 
-@pytest.fixture(params=list(BAD))
+@pytest.fixture(params=rest_nightly(BAD, [name for name in BAD if name not in LARGE]))
 def beside(request: Any, tmp_path: Path) -> Iterator[Path]:
     """A folder with a good run and a bad one."""
     runs = tmp_path / "runs"
@@ -86,7 +93,7 @@ def test_what_cannot_be_read_is_a_sentence_beside_the_run(tmp_path: Path) -> Non
         assert all(said.endswith(".") and "\n" not in said for said in told)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_of_all_bad_runs_stays_small_and_answers(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     good(runs / "good")

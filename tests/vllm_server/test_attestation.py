@@ -225,7 +225,7 @@ def quiet_run(updates, noise, signal, stuck_after=None, seed=0):
     "updates, noise, signal",
     [
         (150, 1e-2, 1e-3),
-        pytest.param(1000, 1e-2, 1e-3, marks=pytest.mark.slow),
+        pytest.param(1000, 1e-2, 1e-3, marks=pytest.mark.nightly),
         pytest.param(1000, 0.0, 1e-3, marks=pytest.mark.nightly),
         pytest.param(1000, 1e-2, 1e-1, marks=pytest.mark.nightly),
     ],

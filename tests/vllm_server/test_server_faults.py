@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from covey.errors import AttestationError, ConfigError, ServerError
 from covey.rollout import SamplingParams
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 SHORT = dict.fromkeys(("connect", "read", "init", "pause", "start", "update", "finish", "resume", "probe"), 0.4)
 PATIENT = {"deadlines": dict.fromkeys(SHORT, 30.0), "timeout": 60.0}
@@ -76,10 +77,12 @@ def test_a_version_has_a_folder_of_its_own_and_two_are_kept(fake, model, tmp_pat
 
 
 PHASES = ("/pause", "reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume")
+FAULTS = (404, 503, "hang", "half")
+IN_CI = [*zip(PHASES, (*FAULTS, "hang"), strict=True), ("/resume", "half")]
+"""Each phase with one fault, and one that had acted when its answer broke off; every pair nightly."""
 
 
-@pytest.mark.parametrize("fault", [404, 503, "hang", "half"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase, fault", rest_nightly(product(PHASES, FAULTS), IN_CI))
 def test_a_phase_that_fails_is_one_error_within_its_deadline_and_leaves_the_server_paused(
     fake, model, tmp_path, phase, fault
 ):
