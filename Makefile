@@ -44,10 +44,10 @@ nightly: $(STAMP)        ## repetitions of the slow tests; with `pip install tri
 	$(PYTEST) -m "nightly and not gpu and not vllm" --timeout 1800 $(call marked,nightly)
 
 extras: $(STAMP) .venv-extras/.installed   ## the tests of trackers and task libraries that the development tools leave out
-	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py
+	.venv-extras/bin/python -m pytest -n 0 -m "not nightly and not gpu" tests/monitor/test_trackers.py tests/rewards/test_gym.py tests/rewards/test_overlap_and_language.py
 
 .venv-extras/.installed: pyproject.toml   ## sees the packages of .venv, and keeps what it adds to itself
-	$(call beside,"covey[wandb$(comma)trackio$(comma)mlflow$(comma)gym]")
+	$(call beside,"covey[wandb$(comma)trackio$(comma)mlflow$(comma)gym]" "sacrebleu[ja$(comma)ko]")
 
 test-ray: $(STAMP) .venv-ray/.installed   ## asynchronous rollouts, rewards, and a torchrun a node, under a real Ray on this machine
 	.venv-ray/bin/python -m pytest -n 0 tests/trainer/test_async_rollouts.py tests/rewards/test_rewards_on_ray.py tests/e2e/test_distributed_examples.py -k ray

@@ -35,7 +35,7 @@ with atheris.instrument_imports(include=["covey"]):
     from covey.data import PromptStream, load
     from covey.data.checks import check_dataset
     from covey.data.prompts import to_prompt
-    from covey.rewards.builtin import answers, chat_endpoint, judge_rewards, overlap, text
+    from covey.rewards.builtin import answers, bleu, chat_endpoint, judge_rewards, overlap, text
     from covey.rewards.builtin import format as shape
     from covey.rewards.contract import to_scores
     from covey.runs import checkpoint, checksums, manifest, serialization
@@ -133,7 +133,8 @@ def answer(data: bytes) -> None:
     shape.read_json(said)
     text.format_reward([said])
     text.think_format_reward([said])
-    overlap.sentence_bleu(overlap.words_of(said), [overlap.words_of(gold)])
+    overlap.Rouge()([said], reference=[gold])
+    bleu.Bleu(tokenize="zh")([said], reference=[gold])
 
 
 def judge(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Rewards for variety among the completions of one prompt: distinct n-grams and self-BLEU."""
+"""Reward for variety among the completions of one prompt: distinct n-grams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covey.errors import ConfigError
-from covey.rewards.builtin.overlap import ngrams, sentence_bleu, words_of
+from covey.rewards.builtin.overlap import ngrams, words_of
 from covey.rewards.builtin.text import text_of
 from covey.rewards.decorators import reward
 
@@ -35,30 +35,3 @@ class Distinct:
         holders: Counter[tuple[str, ...]] = Counter(gram for own in grams for gram in own)
         alone = [sum(holders[gram] == 1 for gram in own) for own in grams]
         return [count / own.total() if own else 0.0 for count, own in zip(alone, grams, strict=True)]
-
-
-@reward(streams=True)
-@dataclass(frozen=True)
-class SelfBleu:
-    """Minus the BLEU of a text against the other completions of its prompt: 0 is unlike all of them, -1 a copy of one.
-
-    Zhu et al. 2018 ("Texygen"). An empty text scores -1, for it is alike any other empty one; a prompt's only completion
-    scores 0. The first 1,000 words of each text are compared, with at most 64 others.
-    """
-
-    max_n: int = 4
-    __name__ = "self_bleu"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_n <= 8:
-            raise ConfigError(f"self_bleu(max_n={self.max_n}) must lie between 1 and 8.")
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        texts = [words_of(text_of(c))[:1000] for c in completions]
-        return [self._score(texts, i) for i in range(len(texts))]
-
-    def _score(self, texts: list[list[str]], own: int) -> float:
-        if not texts[own]:
-            return -1.0
-        others = (texts[:own] + texts[own + 1 :])[:64]
-        return -sentence_bleu(texts[own], others, self.max_n)

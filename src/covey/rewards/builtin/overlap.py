@@ -1,10 +1,9 @@
-"""Rewards by words shared with a reference: ROUGE and BLEU for summaries and translations, with length in check."""
+"""ROUGE: words shared with a reference, for summaries, with length in check."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,12 +46,14 @@ class Rouge:
     def __post_init__(self) -> None:
         if str(self.kind) not in ("1", "2", "L"):
             raise ConfigError(f"rouge(kind={self.kind!r}): use '1', '2' or 'L'.")
-        if self.max_ratio is not None and not self.max_ratio >= 1:
-            raise ConfigError(f"rouge(max_ratio={self.max_ratio}) must be at least 1: the reference's own length.")
+        check_ratio("rouge", self.max_ratio)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        references = _references("rouge", columns)
-        return [_best(self._score, text_of(c), r) for c, r in zip(completions, references, strict=True)]
+        references = references_of("rouge", columns)
+        return [self._best(text_of(c), several(r)) for c, r in zip(completions, references, strict=True)]
+
+    def _best(self, text: str, references: list[str]) -> float | None:
+        return max((self._score(text, reference) for reference in references), default=None)
 
     def _score(self, text: str, reference: str) -> float:
         said, wanted = words_of(text), words_of(reference)
@@ -62,66 +63,20 @@ class Rouge:
             first, second = Counter(ngrams(said, int(self.kind))), Counter(ngrams(wanted, int(self.kind)))
             shared, of_said, of_wanted = (first & second).total(), first.total(), second.total()
         score = 2 * shared / (of_said + of_wanted) if shared else 0.0
-        return score / _excess(len(said), len(wanted), self.max_ratio)
+        return score / excess(len(said), len(wanted), self.max_ratio)
 
 
-@dataclass(frozen=True)
-class Bleu:
-    """Sentence BLEU against the column `reference` (or else `summary`, `solution`, `answer`); of several, the best.
-
-    Geometric mean of clipped n-gram precisions for n = 1 to `max_n`, times `exp(1 - wanted / said)` for a text that is
-    shorter (Papineni et al. 2002). From n = 2 on 1 is added above and below, so that a short text is not 0 for one missing
-    n-gram (Lin and Och 2004). `max_ratio` as in `rouge`. `None` without a reference.
-    """
-
-    max_n: int = 4
-    max_ratio: float | None = None
-    needs_one_of = ("reference", "summary", "solution", "answer")
-    __name__ = "bleu"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_n <= 8:
-            raise ConfigError(f"bleu(max_n={self.max_n}) must lie between 1 and 8.")
-        if self.max_ratio is not None and not self.max_ratio >= 1:
-            raise ConfigError(f"bleu(max_ratio={self.max_ratio}) must be at least 1: the reference's own length.")
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        references = _references("bleu", columns)
-        return [_best(self._score, text_of(c), r) for c, r in zip(completions, references, strict=True)]
-
-    def _score(self, text: str, reference: str) -> float:
-        said, wanted = words_of(text), words_of(reference)
-        return sentence_bleu(said, [wanted], self.max_n) / _excess(len(said), len(wanted), self.max_ratio)
+def check_ratio(name: str, max_ratio: float | None) -> None:
+    if max_ratio is not None and not max_ratio >= 1:
+        raise ConfigError(f"{name}(max_ratio={max_ratio}) must be at least 1: the reference's own length.")
 
 
-def sentence_bleu(said: Words, references: Sequence[Words], max_n: int = 4) -> float:
-    """Smoothed BLEU of one text against all of `references`: each n-gram counts as often as in the reference with most.
-
-    >>> sentence_bleu(["a", "b"], [["a", "b"]]), sentence_bleu(["c"], [["a", "b"]])
-    (1.0, 0.0)
-    """
-    if not said or not any(references):
-        return 0.0
-    logs = []
-    for size in range(1, max_n + 1):
-        own = Counter(ngrams(said, size))
-        most: Counter[tuple[str, ...]] = Counter()
-        for reference in references:
-            most |= Counter(ngrams(reference, size))
-        extra = int(size > 1)
-        shared = (own & most).total() + extra
-        if not shared:
-            return 0.0
-        logs.append(math.log(shared / (own.total() + extra)))
-    nearest = min((len(reference) for reference in references), key=lambda size: (abs(size - len(said)), size))
-    return math.exp(min(0.0, 1 - nearest / len(said)) + sum(logs) / max_n)
-
-
-def _excess(said: int, wanted: int, max_ratio: float | None) -> float:
+def excess(said: int, wanted: int, max_ratio: float | None) -> float:
+    """Divisor for a text of `said` words where `wanted` are in the reference; 1 up to `max_ratio` times as many."""
     return 1.0 if max_ratio is None or not wanted else max(1.0, said / (max_ratio * wanted))
 
 
-def _references(name: str, columns: dict[str, Any]) -> Sequence[Any]:
+def references_of(name: str, columns: dict[str, Any]) -> Sequence[Any]:
     for column in ("reference", "summary", "solution", "answer"):
         if columns.get(column) is not None:
             found: Sequence[Any] = columns[column]
@@ -129,6 +84,7 @@ def _references(name: str, columns: dict[str, Any]) -> Sequence[Any]:
     raise RewardError(f"{name} needs a column 'reference'; rename yours, as in --columns reference=highlights.")
 
 
-def _best(score: Callable[[str, str], float], text: str, reference: Any) -> float | None:
-    several = reference if isinstance(reference, list | tuple) else [reference]
-    return max((score(text, str(one)) for one in several if one is not None and str(one).strip()), default=None)
+def several(reference: Any) -> list[str]:
+    """The references of a row that have a word; one text or a list of texts."""
+    found = reference if isinstance(reference, list | tuple) else [reference]
+    return [str(one) for one in found if one is not None and str(one).strip()]
