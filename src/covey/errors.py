@@ -26,6 +26,10 @@ class ArgumentTypeError(ConfigError, TypeError):
     """An argument that does not exist, or has the wrong type."""
 
 
+class NotOfferedError(ConfigError, RuntimeError):
+    """A method of TRL's or transformers' trainer that has another form here."""
+
+
 class DataError(CoveyError, ValueError):
     """A data set that cannot be used as given."""
 

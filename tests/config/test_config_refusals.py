@@ -44,7 +44,7 @@ def make(**given):
         ({"num_iterations": 1.5}, "num_iterations=1.5 must be a whole number"),
         ({"top_p": 1.2}, "top_p=1.2 must be above 0 and at most 1"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. 0 keeps no token; 1 keeps all."),
-        ({"max_completion_length": None}, "max_completion_length=None must be a number"),
+        ({"max_completion_length": None}, "max_completion_length=None sets no limit"),
         ({"num_train_epochs": 0}, "num_train_epochs=0 must be above 0, or set max_steps"),
         ({"sync_ref_model": True}, "sync_ref_model=True has no reference model to move"),
         ({"algorithm": "gspo", "epsilon": 0.1}, "algorithm='gspo' and epsilon=0.1 both say what the loss is"),

@@ -3,9 +3,11 @@
 import io
 from dataclasses import replace
 
+import pyarrow.parquet as pq
 import torch
 
 from covey.monitor.completions import rows, show_completions
+from covey.runs import completions
 from kit import group
 
 
@@ -46,3 +48,16 @@ def test_the_table_names_the_step_and_the_rewards_and_obeys_nothing():
 def test_messages_are_shown_with_their_roles():
     chat = [{"role": "user", "content": "Hi"}]
     assert rows([group(["Hello"], question=chat)], 0, None, False) == [("user: Hi", "Hello", "-")]
+
+
+def test_written_as_trl_writes_them(tmp_path):
+    chat = [{"role": "user", "content": "Hi"}]
+    first = group(["a", "b"], question=chat, rewards=[[1.0, float("nan")], [0.0, 2.0]])
+    first = replace(first, advantages=torch.tensor([0.5, -0.5]), extras={"tries": [1, 2], "notes": [{"x": 1}, None]})
+    completions.write(tmp_path / "completions", 3, [first], ["math", "style"])
+    rows = pq.read_table(tmp_path / "completions" / "completions_00003.parquet").to_pylist()
+    answer = [{"role": "assistant", "content": "a"}]
+    assert rows[0] == {
+        "step": 3, "prompt": chat, "completion": answer, "math": 1.0, "style": None, "notes": '{"x": 1}', "tries": 1, "advantage": 0.5,
+    }  # fmt: skip
+    assert [row["style"] for row in rows] == [None, 2.0]

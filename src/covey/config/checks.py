@@ -60,6 +60,8 @@ def normalize(config: Any) -> None:
     """Spellings that mean the same become one, in place."""
     if isinstance(config.scale_rewards, bool):
         config.scale_rewards = "group" if config.scale_rewards else "none"
+    if config.max_completion_length is None:
+        config.max_completion_length = _max_new_tokens(config.generation_kwargs)
     if config.max_grad_norm is None:
         config.max_grad_norm = 0.0
     # the former name is TRL's default (True) and would warn; the new one wins when it was set
@@ -67,6 +69,17 @@ def normalize(config: Any) -> None:
         config.activation_checkpointing = config.checkpoints_activations
     if getattr(config, "activation_checkpointing_kwargs", False) is None:
         config.activation_checkpointing_kwargs = config.gradient_checkpointing_kwargs
+
+
+def _max_new_tokens(given: Any) -> int:
+    """The limit that stands in for `max_completion_length=None`. Raises ConfigError without one."""
+    limit = given.get("max_new_tokens") if isinstance(given, Mapping) else None
+    if limit is None:
+        raise ConfigError(
+            "max_completion_length=None sets no limit, and a completion that never ends would take all memory: give the number of "
+            'tokens, or generation_kwargs={"max_new_tokens": ...}.'
+        )
+    return int(limit)
 
 
 def misfit(values: Mapping[str, Any], types: Mapping[str, Any], error: Exception) -> str:

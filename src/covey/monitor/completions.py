@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import Any, TextIO
 
@@ -14,15 +13,26 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.process.terminal import safe
+from covey.runs import RunFolder
 from covey.types import Group
 
 
-def completions_shower(args: Any, reward_names: Sequence[str], is_main: bool) -> Callable[[int, Sequence[Group]], None]:
-    """Callback for each logged step and its groups: `show_completions` as TRL's options say, or a no-op."""
-    if not (args.log_completions and is_main):
+def completions_shower(
+    args: Any, reward_names: Sequence[str], folder: RunFolder | None
+) -> Callable[[int, Sequence[Group]], None]:
+    """Callback for each logged step and its groups: prints and writes them as `log_completions` asks, or a no-op.
+
+    `folder`: of the main process, None on the others.
+    """
+    if not args.log_completions or folder is None:
         return lambda step, groups: None
     limit, unique = args.num_completions_to_print, args.log_unique_prompts
-    return partial(show_completions, reward_names=reward_names, limit=limit, unique_prompts=unique)
+
+    def show(step: int, groups: Sequence[Group]) -> None:
+        show_completions(step, groups, reward_names=reward_names, limit=limit, unique_prompts=unique)
+        folder.write_completions(step, groups, reward_names)
+
+    return show
 
 
 def show_completions(

@@ -52,7 +52,7 @@ from transformers.trainer_callback import (  # noqa: E402
     TrainerControl,
     TrainerState,
 )
-from transformers.trainer_utils import SchedulerType, TrainOutput, enable_full_determinism  # noqa: E402
+from transformers.trainer_utils import PredictionOutput, SchedulerType, TrainOutput, enable_full_determinism  # noqa: E402
 from transformers.training_args import OptimizerNames  # noqa: E402
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "EarlyStoppingCallback",
     "ExportableState",
     "OptimizerNames",
+    "PredictionOutput",
     "SchedulerType",
     "TrainOutput",
     "TrainerCallback",

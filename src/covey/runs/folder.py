@@ -17,6 +17,7 @@ from covey.errors import RunFolderError
 from covey.runs import (
     checkpoint,
     checksums,
+    completions,
     evaluations,
     manifest,
     pictures,
@@ -36,7 +37,7 @@ BAD_STEPS = "bad_steps"
 _MOST_BAD_STEPS = 20
 _RECORDS = (
     *("run.json", "train.yaml", "metrics.jsonl", "events.jsonl", "alerts.jsonl", "rollouts", traces.FOLDER),
-    *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS),
+    *(evaluations.LOG, evaluations.FOLDER, BAD_STEPS, completions.FOLDER),
     "runs",  # TensorBoard's, as transformers names it
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
@@ -169,6 +170,11 @@ class RunFolder:
                 rollouts.thin(folder, limit)
 
         self._try("rollouts", write)
+
+    def write_completions(self, step: int, groups: Sequence[Group], reward_names: Sequence[str]) -> None:
+        """`completions/completions_N.parquet`, as TRL writes it with `log_completions`."""
+        folder = self.path / completions.FOLDER
+        self._try("completions", lambda: completions.write(folder, step, groups, reward_names))
 
     def write_evaluation(
         self, step: int, name: str, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]

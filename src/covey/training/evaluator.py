@@ -43,12 +43,13 @@ class Evaluator:
         controllers: Mapping[str, float],
         prefix: str,
         keep: Callable[[Sequence[Group]], None] = lambda groups: None,
+        after_batch: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Metrics of the first `count` prompts by TRL's names, each with `prefix` (such as `eval`).
 
         The seed is fixed: two evaluations differ by the policy alone. Failed rewards are left out of the
         means, as in training; `<prefix>_loss` is the algorithm's loss on these completions. `keep` receives every scored
-        group, in order.
+        group, in order; `after_batch` is called after each batch.
         """
         started = time.perf_counter()
         algorithm = self.algorithm.resolve(controllers)
@@ -71,6 +72,7 @@ class Evaluator:
             sliced = self.slices(groups, self.scorer.weights, scales)
             own = self.world.merge(self.scorer.take_metrics())
             parts.append({**losses, **rewards, **own, **completion_metrics(groups), **sliced})
+            after_batch()
         self.learner.policy.release()  # callbacks and the user may use the model now
         return self._named(merge_metrics(parts), len(parts), count, time.perf_counter() - started, prefix)
 

@@ -11,6 +11,13 @@ HONOURED = frozenset(
     {
         *("log", "_calculate_rewards", "evaluate", "train", "save_model", "save_state", "end"),
         *("push_to_hub", "create_model_card", "log_metrics", "save_metrics", "add_callback", "__init__"),
+        *(
+            "predict",
+            "num_examples",
+            "get_total_train_batch_size",
+            "get_learning_rates",
+            "get_num_trainable_parameters",
+        ),
     }
 )
 """Methods that a subclass may replace; training itself calls `log`, `_calculate_rewards` and `evaluate`."""
@@ -51,7 +58,7 @@ _BY_COMPONENT: Mapping[str, tuple[str, ...]] = {
     ),
     _OPTIMIZER: (
         "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs",
-        "get_optimizer_group", "get_decay_parameter_names", "_get_learning_rate", "get_learning_rates",
+        "get_optimizer_group", "get_decay_parameter_names", "_get_learning_rate",
     ),
     _STEP: (
         "training_step", "_inner_training_loop", "_run_epoch", "_maybe_log_save_evaluate", "_clip_grad_norm",
@@ -60,7 +67,7 @@ _BY_COMPONENT: Mapping[str, tuple[str, ...]] = {
         "_sync_replicated_trainable_parameters", "_defer_fsdp_gradient_reduction", "store_flos", "floating_point_ops",
     ),
     _EVALUATE: (
-        "prediction_step", "evaluation_loop", "prediction_loop", "predict", "_evaluate", "get_eval_dataloader",
+        "prediction_step", "evaluation_loop", "prediction_loop", "_evaluate", "get_eval_dataloader",
         "get_test_dataloader", "_get_eval_sampler", "_determine_best_metric",
     ),
     _SAVE: (
@@ -77,8 +84,8 @@ _BY_COMPONENT: Mapping[str, tuple[str, ...]] = {
         "_prepare_input", "get_cp_size", "get_sp_size", "get_tp_size", "call_model_init", "_nested_gather",
     ),
     _BATCHES: (
-        "_prepare_inputs", "get_batch_samples", "_get_num_items_in_batch", "num_examples", "get_total_train_batch_size",
-        "set_initial_training_values", "_update_auto_batch_size", "_validate_args", "get_num_trainable_parameters",
+        "_prepare_inputs", "get_batch_samples", "_get_num_items_in_batch",
+        "set_initial_training_values", "_update_auto_batch_size", "_validate_args",
     ),
     _SEARCH: ("hyperparameter_search", "_hp_search_setup", "_report_to_hp_search", "_tune_save_checkpoint"),
     _HUB: ("init_hf_repo", "_push_from_checkpoint", "_finish_current_push"),

@@ -74,6 +74,11 @@ def train_loader(dataset: Any, args: GRPOConfig) -> DataLoader[Any]:
     return DataLoader(dataset, batch_sampler=Repeated(rows, args.num_generations, prompts, repeats), collate_fn=list)
 
 
+def loader_for_callbacks(dataset: Any, args: GRPOConfig) -> DataLoader[Any] | None:
+    """`train_loader` as callbacks get it in `train_dataloader`; None where a curriculum chooses the order."""
+    return train_loader(dataset, args) if args.curriculum == "none" else None
+
+
 def eval_loader(dataset: Any, args: GRPOConfig) -> DataLoader[Any]:
     """Rows of the evaluation set in order, `per_device_eval_batch_size` completions per batch."""
     group = args.num_generations_eval or args.num_generations

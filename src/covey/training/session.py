@@ -155,12 +155,13 @@ class Session:
         self.display.update(report, self.trainer_state.max_steps)
         self._heed(self.monitor.look(report), state)
         self._call("on_step_end")
-        if self.trainer_state.epoch >= epoch_before + 1 - 1e-9:
-            self._call("on_epoch_end")
-            is_last = state.step >= self.trainer_state.max_steps
+        self._follow(state, groups)
+        is_last = state.step >= self.trainer_state.max_steps or self.control.should_training_stop
+        if is_last or self.trainer_state.epoch >= epoch_before + 1 - 1e-9:
+            self._call("on_epoch_end")  # of the last epoch too if training ends in the middle of it, as in transformers
+            self._follow(state, groups)
             if not is_last:
                 self._call("on_epoch_begin")
-        self._follow(state, groups)
         self._hear_signals()
         if not self.should_stop:
             self._call("on_step_begin")
@@ -261,7 +262,7 @@ class Session:
     # -- requests of the callbacks ----------------------------------------------------------------------------------
 
     def _follow(self, state: TrainState, groups: Sequence[Group]) -> None:
-        if self.control.should_log:
+        if self.control.should_log and self.window_seconds:
             self._announce(self._window(state))
             self.show_completions(state.step, groups)
         is_best = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ from covey.training.evaluator import Evaluator
 from covey.training.hooks import callbacks_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
 from covey.training.languages import check_columns
+from covey.training.loaders import loader_for_callbacks
 from covey.training.loading import load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
@@ -189,13 +190,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         effect on a language model. The seed is fixed, so two evaluations differ by the policy alone.
         """
         given = self.eval_dataset if eval_dataset is None else checked_eval(eval_dataset, self.args)
-        if given is None:
-            raise DataError("evaluate() needs eval_dataset: a data set with a column 'prompt'.")
-        metrics: dict[str, float] = {}
-        sets = given if isinstance(given, Mapping) else {"": given}
-        for name, dataset in sets.items():
-            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            metrics |= self._evaluate_one(dataset, prefix)
+        metrics = self._evaluated(given, metric_key_prefix)
         self.log(dict(metrics))
         return {**metrics, "epoch": float(self.state.epoch or 0)}
 
@@ -331,7 +326,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             announce=self.log,
             steps_per_epoch=steps_per_epoch,
             agree=self.world.any,
-            show_completions=completions_shower(args, self.scorer.names, self.world.is_main),
+            show_completions=completions_shower(args, self.scorer.names, folder),
         )
         if folder is not None:
             rewards = [spec.call for spec in self.scorer.rewards]
@@ -358,6 +353,8 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     def _run(self, parts: Parts, state: TrainState) -> Turns[TrainState]:
         """The loop; errors and stop signals leave a checkpoint of the last complete step."""
         parts.session.latest = state
+        self.is_in_train = True
+        self.callback_handler.train_dataloader = loader_for_callbacks(self.train_dataset, self.args)
         try:
             parts.session.begin(state)
             return (yield from loop.run(parts, state))
@@ -370,6 +367,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             parts.session.fail(error)
             raise
         finally:
+            self.is_in_train = False
             parts.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:
@@ -384,7 +382,9 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         count = len(dataset)
         prompts = build_prompts(self._given, dataset, shuffle=False)
         latest = self._parts.session.latest
-        evaluate = partial(evaluator, prompts, count, latest.controllers, prefix)
+        self.callback_handler.eval_dataloader = self.get_eval_dataloader(dataset)
+        told = partial(self._event, "on_prediction_step", lambda: None)
+        evaluate = partial(evaluator, prompts, count, latest.controllers, prefix, after_batch=told)
         return self._parts.session.recorder.evaluation(latest.step, prefix, self.scorer.weights.tolist(), evaluate)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
@@ -12,18 +11,16 @@ from statistics import fmean
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from covey.algorithms import Algorithm
 from covey.algorithms.control import current
 from covey.algorithms.regularizers import EntropyBonus
 from covey.config import GRPOConfig
 from covey.config.options import GROUPS
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError
 from covey.learner import FrozenCopy
 from covey.models import has_adapter
 from covey.process.accelerator import accelerator_of
-from covey.process.lean import imported
 from covey.process.world import World
 from covey.rewards import Scorer
 from covey.rewards.builtin.reward_model import ModelReward
@@ -31,10 +28,10 @@ from covey.runs.kept import told_of_the_disk, write_whole
 from covey.runs.storage import REFUSALS
 from covey.training.agents import Agents
 from covey.training.hub import CARD, Hub, raise_refused
-from covey.training.loaders import eval_loader, train_loader
 from covey.training.model_card import Card
 from covey.training.parts import Parts
 from covey.training.recording import weights_to_write, write_model
+from covey.training.transformers_interface import TransformersInterface
 
 _TOLD_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
@@ -55,7 +52,7 @@ class _Option:
         raise ConfigError(f"{self.option} is an option; set it in GRPOConfig, before the trainer is made.")
 
 
-class TRLInterface:
+class TRLInterface(TransformersInterface):
     """TRL 1.16's public interface besides training: attributes and methods, with the values of this run."""
 
     args: GRPOConfig
@@ -216,68 +213,6 @@ class TRLInterface:
         """The algorithm with the current values of its adaptive coefficients."""
         return self.algorithm.resolve(self._parts.session.latest.controllers if self._parts is not None else {})
 
-    # -- methods of transformers' trainer --------------------------------------------------------------------------------
-
-    def is_world_process_zero(self) -> bool:
-        return self.world.is_main
-
-    def is_local_process_zero(self) -> bool:
-        return int(self.args.local_process_index) == 0
-
-    def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
-        return dict(imported("transformers.trainer_pt_utils").metrics_format(metrics))
-
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print the metrics as transformers' scripts do, on the main process."""
-        imported("transformers.trainer_pt_utils").log_metrics(self, split, metrics)
-
-    def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
-        """Write `<split>_results.json` to `output_dir`, and with `combined` add to `all_results.json`."""
-        if not self.world.is_main:
-            return
-        with told_of_the_disk(f"{split}_results.json", self.output_dir, self.output_dir, REFUSALS):
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            self._write_json(f"{split}_results.json", metrics)
-            everything = self.output_dir / "all_results.json"
-            if combined:
-                known = json.loads(everything.read_text()) if everything.is_file() else {}
-                self._write_json(everything.name, {**known, **metrics})
-
-    def _write_json(self, name: str, metrics: Mapping[str, Any]) -> None:
-        (self.output_dir / name).write_text(json.dumps(metrics, indent=4, sort_keys=True))
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """One epoch of the training set as TRL's batches: lists of rows, each row once for each of its completions."""
-        if self.train_dataset is None:
-            raise DataError("get_train_dataloader() needs train_dataset: a data set with a column 'prompt'.")
-        return train_loader(self.train_dataset, self.args)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """The evaluation set, one of a dict by its name, or the given one, as batches of rows."""
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        given = self.eval_dataset[given] if isinstance(given, str) else given
-        if given is None or isinstance(given, Mapping):
-            raise DataError("get_eval_dataloader() needs one eval_dataset, or the name of one in a dict.")
-        return eval_loader(given, self.args)
-
-    def get_num_trainable_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-
-    def end(self) -> None:
-        """At the very end of a script: finish the trackers and leave the process group."""
-        self.trackers.close()
-        self.world.barrier()
-        self.accelerator.end_training()
-
-    def add_callback(self, callback: Any) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
-
     # -- rewards ---------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(
@@ -309,7 +244,9 @@ class TRLInterface:
         if not self.world.is_main:
             return []
         with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
-            write = partial(write_model, model=self.model, tokenizer=self.processing_class, weights=weights)
+            write = partial(
+                write_model, model=self.model, tokenizer=self.processing_class, weights=weights, args=self.args
+            )
             return write_whole(folder, write)
 
     def save_state(self) -> None:

@@ -1,0 +1,80 @@
+"""`completions/completions_00010.parquet`: completions of a logged step in the columns that TRL writes with `log_completions`.
+
+Columns: `step`, `prompt` and `completion` (text, or messages as role and text), one for each reward by its name, one for each
+name of `log_extra`, and `advantage`. `rollouts/` has more of them, with tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from covey.runs.manifest import to_json
+from covey.runs.storage import refuse_link, write_atomically
+from covey.types import Group
+
+FOLDER = "completions"
+
+
+def write(folder: Path, step: int, groups: Sequence[Group], reward_names: Sequence[str]) -> None:
+    """Write the file of this step, whole or not at all. OSError when the disk refuses."""
+    refuse_link(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = pa.BufferOutputStream()
+    pq.write_table(table_of(step, groups, reward_names), content)
+    write_atomically(folder / f"completions_{step:05d}.parquet", content.getvalue().to_pybytes())
+
+
+def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) -> pa.Table:
+    """One row a completion."""
+    members = [(group, g) for group in groups for g in range(group.size)]
+    extras = sorted({name for group in groups for name in group.extras})
+    columns: dict[str, Any] = {
+        "step": [step] * len(members),
+        "prompt": [_told(group.prompt.raw) for group, _ in members],
+        "completion": [_answer(group, g) for group, g in members],
+    }
+    for r, name in enumerate(reward_names):
+        columns[name] = [None if group.rewards is None else _number(group.rewards[g][r]) for group, g in members]
+    for name in extras:
+        columns[name] = _alike(
+            [to_json(group.extras[name][g]) if name in group.extras else None for group, g in members]
+        )
+    columns["advantage"] = [
+        None if group.advantages is None else _number(group.advantages[g].float().mean()) for group, g in members
+    ]
+    return pa.table({name: pa.array(values) for name, values in columns.items()})
+
+
+def _answer(group: Group, g: int) -> Any:
+    done = group.completions[g]
+    if group.prompt.messages is None:
+        return done.text
+    return _told([{"role": "assistant", "content": done.text}] if done.messages is None else done.messages)
+
+
+def _told(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Text as it is; of messages the role and the text, other content as JSON."""
+    if isinstance(prompt, str):
+        return prompt
+    text = lambda content: content if isinstance(content, str) else json.dumps(to_json(content))
+    return [{"role": str(one.get("role")), "content": text(one.get("content", ""))} for one in prompt]
+
+
+def _alike(values: list[Any]) -> list[Any]:
+    """Numbers or texts as they are; values of several kinds as JSON, since a column has one type."""
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) <= 1 and kinds <= {bool, int, float, str}:
+        return values
+    return [None if value is None else json.dumps(value) for value in values]
+
+
+def _number(value: Any) -> float | None:
+    """A float; None for NaN, where a reward does not apply."""
+    return None if math.isnan(value) else float(value)
