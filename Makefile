@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
 marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)\(" tests --include="test_*.py")
 
-.PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers gpu test-vllm test-all check pages docs bench soak audit clean
+.PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers gpu test-vllm test-all check pages docs bench record-trl soak audit clean
 
 comma := ,
 # an environment that sees the packages of .venv, and keeps what is added to itself: $(call beside,PACKAGES)
@@ -106,12 +106,15 @@ bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory b
 	$(BIN)/python benchmarks/step.py --race --precision fp32 --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/algorithms.py --seeds 1 --presets grpo dapo dr_grpo ppo
 
+record-trl: $(PEER)/.installed   ## TRL's answers to the probes of tests/trl_contract, into recorded.json
+	HF_HUB_OFFLINE=1 $(PEER)/bin/python tests/trl_contract/record.py
+
 soak: $(STAMP)           ## every known fault against tiny real runs for an hour; MINUTES=10 for less
 	$(BIN)/covey faults --minutes $(or $(MINUTES),60)
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "trl==1.16.0"
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "trl==1.16.0" "peft>=0.17,<1"
 	touch $@
 
 audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every installed dependency; needs the advisory database
