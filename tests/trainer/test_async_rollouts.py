@@ -4,8 +4,12 @@ import json
 import os
 import random
 import signal
+import sys
+import threading
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from async_run import digest, prompts_by_step, trainer
@@ -108,6 +112,66 @@ def test_tools_are_refused(tmp_path: Path) -> None:
 def test_an_actor_that_does_not_start_says_what_the_cluster_lacks() -> None:
     assert "has 0 GPU free and it needs 1; add machines" in _not_started({"num_gpus": 1}, {"CPU": 8.0})
     assert "slow to start a process" in _not_started({"num_cpus": 2}, {"CPU": 8.0})
+
+
+def full_cluster() -> SimpleNamespace:
+    """A stand-in for Ray in a cluster without room: an actor that is asked for never starts."""
+    is_over = threading.Event()
+
+    def get(found):
+        is_over.wait(60)
+        raise LookupError("the cluster is gone")
+
+    pending = SimpleNamespace(remote=lambda *given: "pending")
+    actor = SimpleNamespace(process_id=pending, put=pending, write=pending)
+    return SimpleNamespace(
+        __spec__=ModuleSpec("ray", None), is_initialized=lambda: True, available_resources=dict, get=get,
+        remote=lambda **needs: lambda body: SimpleNamespace(remote=lambda *given: actor),
+        put=lambda value: value, wait=lambda found, timeout: ([], found),
+        kill=lambda actor, no_restart: is_over.set(),
+        exceptions=SimpleNamespace(RayError=LookupError, RayTaskError=KeyError),
+    )  # fmt: skip
+
+
+def expect_a_stop_while_it_waits(folder: Path, number: signal.Signals, leaves: type[BaseException]) -> None:
+    """The signal comes two seconds into `train`."""
+    run = trainer(folder, 2, max_staleness=0, rollout_placement="ray")
+    sent: list[float] = []
+
+    def stop() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    timer = threading.Timer(2.0, stop)
+    timer.start()
+    try:
+        with pytest.raises(leaves):
+            run.train()
+        assert sent, "the run waits for its actor"
+        assert time.monotonic() - sent[0] < 5
+    finally:
+        timer.cancel()
+        run._parts.sampler.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("number", "leaves"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_a_run_that_waits_for_its_actor_can_be_stopped(number, leaves, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", full_cluster())
+    expect_a_stop_while_it_waits(tmp_path, number, leaves)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+def test_on_ray_a_run_that_waits_for_room_can_be_stopped(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=0, log_to_driver=False, include_dashboard=False)
+    try:
+        expect_a_stop_while_it_waits(tmp_path, signal.SIGTERM, SystemExit)
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.nightly

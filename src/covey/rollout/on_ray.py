@@ -69,21 +69,16 @@ class RayWorker:
     """Proxy of the Ray actor in the training process; see `covey.rollout.worker_process.Worker`."""
 
     def __init__(self, model: Any, tokenizer: Any, version: int, setup: Setup, tell: Tell) -> None:
-        """Start an actor in the cluster of RAY_ADDRESS, or in one on this machine. Raises ConfigError without Ray."""
+        """Request an actor in the cluster of RAY_ADDRESS, or in one on this machine, without waiting for it, so that a run can be
+        stopped meanwhile. Raises ConfigError without Ray.
+        """
         ray = connected("rollout_placement='ray'", "leave it out for a process")
         self.ray, self.model, self.tell, self.is_closed = ray, model, tell, False
-        needs = {"num_gpus": 1} if setup.device.startswith("cuda") else {"num_cpus": setup.threads}
-        made = ray.remote(max_concurrency=2, **needs)(Actor)
-        try:
-            self.actor = made.remote(ray.put(packed(model, tokenizer)), setup, version)
-            found = self.actor.process_id.remote()
-            if not ray.wait([found], timeout=_SLOW_SECONDS)[0]:
-                logger.warning(_not_started(needs, ray.available_resources()))
-            self.process_id: int = ray.get(found)
-        except ray.exceptions.RayTaskError as error:
-            raise _plain(error) from error
-        except ray.exceptions.RayError as error:
-            raise CoveyError(f"Ray could not start an actor that samples: {first_line(error)}") from error
+        self.process_id: int | None = None
+        """Process of the actor; None: it has not started."""
+        self.needs = {"num_gpus": 1} if setup.device.startswith("cuda") else {"num_cpus": setup.threads}
+        made = ray.remote(max_concurrency=2, **self.needs)(Actor)
+        self.actor = made.remote(ray.put(packed(model, tokenizer)), setup, version)
         self.orders: queue.Queue[Order | None] = queue.Queue()
         threading.Thread(target=self._work, name="covey-ray", daemon=True).start()
 
@@ -104,16 +99,28 @@ class RayWorker:
 
     def _work(self) -> None:
         try:
+            self._await_start()
             while (order := self.orders.get()) is not None:
                 for reference in self.actor.write.options(num_returns="streaming").remote(order):
                     said = pickle.loads(self.ray.get(reference))  # trusted: from an actor that this run started
                     self._say(order.number, said)
         except self.ray.exceptions.RayTaskError as error:
-            if not self.is_closed:
-                self.tell(("failed", _plain(error)))
+            self._end("failed", _plain(error))
         except self.ray.exceptions.RayError as error:
-            if not self.is_closed:
-                self.tell(("gone", f"the actor that samples ended ({first_line(error)})"))
+            if self.process_id is None:
+                self._end("failed", CoveyError(f"Ray could not start an actor that samples: {first_line(error)}"))
+            else:
+                self._end("gone", f"the actor that samples ended ({first_line(error)})")
+
+    def _await_start(self) -> None:
+        found = self.actor.process_id.remote()
+        if not self.ray.wait([found], timeout=_SLOW_SECONDS)[0] and not self.is_closed:
+            logger.warning(_not_started(self.needs, self.ray.available_resources()))
+        self.process_id = self.ray.get(found)
+
+    def _end(self, kind: str, why: CoveyError | str) -> None:
+        if not self.is_closed:
+            self.tell((kind, why))
 
     def _say(self, number: int, said: tuple[Any, ...]) -> None:
         now = time.monotonic()  # clocks of other machines are not comparable
