@@ -58,6 +58,25 @@ def load_model(
     return loaded
 
 
+def config_of(
+    model: str | Any, init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> Any:
+    """Configuration of a model (of an adapter's folder: of its base), read without the weights. Raises what `load_model` raises."""
+    from transformers import AutoConfig
+
+    named = model.source if isinstance(model, SharedBase) else model
+    if not isinstance(named, (str, Path)):
+        return unwrapped(load_model(named)).config
+    source = resolve_source(named)
+    _check_folder(source, needs=("config.json",), what="model")
+    adapter = Path(source) / "adapter_config.json"
+    if adapter.is_file():
+        source = str(read_json(adapter, ModelError).get("base_model_name_or_path") or source)
+    kwargs = {"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+    with told_as_model_error(named, kwargs):
+        return AutoConfig.from_pretrained(source, **kwargs)
+
+
 class SharedBase:
     """A frozen base model that several adapters share: give it to each trainer as its model.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from covey.process.lean import set_seed
 from covey.process.memory import is_out_of_memory
 from covey.process.world import World
 from covey.training.build import RunInputs, advice_for, build_algorithm, build_scorer, checked_dataset
-from covey.training.loading import load_for_training
+from covey.training.loading import expect_engine, load_for_training
 
 AREAS = ("environment", "options", "data", "model", "rewards", "batches", "memory", "disk", "signal", "time")
 
@@ -110,6 +111,11 @@ def _data(case: Case, so_far: _Loaded) -> Iterator[Finding]:
 
 def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if so_far.args is None:
+        return
+    expect = partial(expect_engine, so_far.args, so_far.args.device, case.model, peft_config=so_far.peft_config)
+    _, wrong = attempt("environment", expect)
+    if wrong is not None:
+        yield wrong
         return
     _, wrong = attempt("model", lambda: _load(case, so_far))
     if wrong is not None:

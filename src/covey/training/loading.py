@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,8 +11,18 @@ from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
 from covey.images import load_processing
 from covey.learner.preparation import prepare_for_training
-from covey.models import disable_dropout, load_model, reads_images, refuse_quantized, with_adapter
-from covey.training.sampling import as_dict
+from covey.models import (
+    config_of,
+    disable_dropout,
+    has_adapter,
+    load_model,
+    load_tokenizer,
+    reads_images,
+    refuse_quantized,
+    with_adapter,
+)
+from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
+from covey.training.sampling import as_dict, sampling_params
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,34 @@ class LoadedPolicy:
     eos_ids: tuple[int, ...]
     processor: Any = None
     """Processor of a vision-language model."""
+
+
+def expect_engine(
+    args: GRPOConfig, device: torch.device, model: Any, *, tokenizer: Any = None, peft_config: Any = None
+) -> None:
+    """Look for vLLM before weights are loaded: in this process, or a server at its address that serves this model.
+
+    The arguments are those of `load_for_training`. Raises ConfigError for a server that does not fit, ServerError without one.
+    """
+    if args.rollout_backend != "vllm":
+        return
+    if args.vllm_mode == "colocate":
+        expect_vllm()
+        return
+    address = Address.of(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+    deadlines = Deadlines.of(as_dict(args.vllm_deadlines))
+    server = Server.connect(Client(address, deadlines), args.vllm_server_timeout)
+    config = config_of(model, as_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
+    known = tokenizer or load_tokenizer(None, config._name_or_path, trust_remote_code=args.trust_remote_code)
+    refuse_unfit(
+        server,
+        config,
+        getattr(known, "tokenizer", known),
+        sampling_params(args),
+        cast(Carrier, args.vllm_transport),
+        is_on_cuda=device.type == "cuda",
+        has_adapter=peft_config is not None or has_adapter(model),
+    )
 
 
 def load_for_training(

@@ -47,7 +47,7 @@ from covey.training.hooks import callbacks_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
 from covey.training.languages import check_columns
 from covey.training.loaders import loader_for_callbacks
-from covey.training.loading import load_for_training
+from covey.training.loading import expect_engine, load_for_training
 from covey.training.parts import Parts
 from covey.training.recording import Recording, load_best, restore_history, restore_tree
 from covey.training.recovery import lower_learning_rate
@@ -58,7 +58,6 @@ from covey.training.state import TrainState
 from covey.training.streams import finite, refuse_no_data
 from covey.training.taking_turns import TakesTurns, Turns
 from covey.training.trl_interface import TRLInterface
-from covey.training.vllm_options import expect_engine
 from covey.types import Event
 
 logger = logging.getLogger(__name__)
@@ -216,7 +215,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             self.world.expect_same(told_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
-        expect_engine(self.args)
+        expect_engine(self.args, self.world.device, model, tokenizer=processing_class, peft_config=peft_config)
         loaded = load_for_training(
             model,
             self.args,

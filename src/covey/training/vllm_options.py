@@ -8,18 +8,11 @@ from typing import Any
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.process.world import World
-from covey.rollout.vllm import expect_vllm
 
 
 def vllm_backend(args: GRPOConfig) -> str:
     """Sampler backend of `vllm_mode`."""
     return "vllm-server" if args.vllm_mode == "server" else "vllm"
-
-
-def expect_engine(args: GRPOConfig) -> None:
-    """Raise ConfigError where this process is to hold a vLLM engine and has none, before a model is loaded for it."""
-    if args.rollout_backend == "vllm" and args.vllm_mode == "colocate":
-        expect_vllm()
 
 
 def vllm_options(args: GRPOConfig, world: World) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import socket
 import threading
 import time
@@ -19,6 +20,8 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from covey.errors import ConfigError, ServerError
+
+logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**31
 """Size limit of an answer in bytes; completions of thousands of tokens take some megabytes."""
@@ -218,8 +221,9 @@ class Client:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def wait_until_up(self, seconds: float, check_stop: Callable[[], None] = lambda: None) -> None:
-        """Wait until `/health` answers. Raises ServerError when it does not within `seconds`."""
+        """Wait until `/health` answers, and say so. Raises ServerError when it does not within `seconds`."""
         until = time.monotonic() + seconds
+        is_told = False
         while True:
             check_stop()
             left = until - time.monotonic()
@@ -227,11 +231,19 @@ class Client:
                 self.call("GET", "/health", seconds=max(0.05, min(self.deadlines.connect, left)))
                 return
             except (NoAnswerError, RefusedError) as error:
+                if isinstance(error, RefusedError) and error.status == HTTPStatus.NOT_FOUND:
+                    raise ServerError(
+                        f"{self.address} answers, but has no /health, so that no vLLM server listens there; give the address of one "
+                        "(vllm_server_base_url, or host and port), or start one: covey serve-vllm MODEL."
+                    ) from error
                 if time.monotonic() >= until:
                     raise ServerError(
                         f"No vLLM server answers at {self.address} within {seconds:g} seconds ({error}) Start one "
                         "(covey serve-vllm MODEL), or give its vllm_server_base_url and a longer vllm_server_timeout."
                     ) from error
+            if not is_told:
+                logger.warning("No vLLM server answers at %s yet; waiting up to %g seconds.", self.address, seconds)
+                is_told = True
             time.sleep(max(0.0, min(0.5, until - time.monotonic())))
 
 

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,22 +20,22 @@ from covey.rollout.sampler import SamplingParams
 from covey.rollout.sampling import fresh_seed, sequence_key
 from covey.rollout.stopping import check_finite, checked_eos_ids, context_of
 from covey.rollout.vllm.client import Address, Client, Deadlines, NoAnswerError
-from covey.rollout.vllm.server import Server, refuse_other_model, warn_if_exposed
+from covey.rollout.vllm.server import Server, refuse_other_model, refuse_raw, warn_if_exposed
 from covey.rollout.vllm.sync import Attest, Sync
 from covey.rollout.vllm.transports import (
     AdapterTransport,
+    Carrier,
     DirectoryTransport,
     NCCLTransport,
     Transport,
+    refuse_carrier,
     refuse_forgetful,
-    refuse_nccl,
 )
 from covey.rollout.vllm.weights import safe_name, why_not_alone
 from covey.types import Completion, Group, Metric, Prompt, merge_metrics
 
 logger = logging.getLogger(__name__)
 
-Carrier = Literal["auto", "directory", "nccl"]
 MOST_REQUESTS = 256
 """Concurrent requests, one per prompt; the server batches them itself."""
 
@@ -78,7 +78,7 @@ class ServerSampler:
         """Callback while the server generates; its exception aborts the requests."""
         self.client = Client(Address.of(base_url, host, port), Deadlines.of(deadlines))
         self.server = Server.connect(self.client, timeout)
-        refuse_other_model(self.server, unwrapped(model), tokenizer)
+        refuse_other_model(self.server, unwrapped(model).config, tokenizer)
         if self.world.is_main:
             warn_if_exposed(self.server)
         facts = self.server.facts
@@ -102,13 +102,7 @@ class ServerSampler:
         """
         if n < 1:
             raise ConfigError(f"n is {n}; a group needs at least 1 completion.")
-        facts = self.server.facts
-        is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
-        if facts.logprobs_mode != "processed_logprobs" and not is_plain:
-            raise ConfigError(
-                f"The server at {self.client.address} gives {facts.logprobs_mode}, which at this temperature or truncation are not "
-                "those of what is drawn; start it with --logprobs-mode processed_logprobs."
-            )
+        refuse_raw(self.server, params)
         known = as_prompts(prompts, self.tokenizer, self.context)
         return self._groups(known, n, params)
 
@@ -131,7 +125,7 @@ class ServerSampler:
         except NoAnswerError as error:
             if not asked:
                 raise
-            logger.warning("%s Waiting up to %g seconds for the server.", error, self.timeout)
+            logger.warning("%s", error)
             self._recover()
             yield from self._drawn(prompts, asked, n)
         if self.sync.label is not None:
@@ -152,7 +146,7 @@ class ServerSampler:
         except AttestationError:
             raise
         except ServerError as error:
-            logger.warning("The update failed: %s Waiting up to %g seconds for the server.", error, self.timeout)
+            logger.warning("The update failed: %s", error)
             alone = self.world.size == 1  # otherwise the others wait in a collective for the result
             self.client.wait_until_up(self.timeout, self.check_stop if alone else lambda: None)
             seen = self.sync.push(*self.pending)
@@ -279,20 +273,33 @@ class ServerSampler:
         )
 
 
+def refuse_unfit(
+    server: Server,
+    config: Any,
+    tokenizer: Any,
+    params: SamplingParams,
+    transport: Carrier,
+    *,
+    is_on_cuda: bool,
+    has_adapter: bool,
+) -> None:
+    """Raise the ConfigError that a ServerSampler would raise, by the model's configuration: before its weights are loaded."""
+    refuse_carrier(server, transport, is_on_cuda=is_on_cuda)
+    refuse_raw(server, params)
+    refuse_other_model(server, config, tokenizer)
+    if transport != "nccl" and not has_adapter:  # an adapter may travel alone
+        refuse_forgetful(server, config)
+
+
 def _transport(server: Server, model: Any, wanted: Carrier, folder: Path, *, host: str, port: int) -> Transport:
     """Transport: the adapter alone if only that is trained and the server takes it; else NCCL if requested; else a folder."""
+    refuse_carrier(server, wanted, is_on_cuda=next(model.parameters()).is_cuda)
     if wanted == "nccl":
-        refuse_nccl(server, model)
         return NCCLTransport(server, host if host not in ("0.0.0.0", "localhost") else "127.0.0.1", port)
-    if not server.client.has("/collective_rpc"):
-        raise ConfigError(
-            f"The server at {server.client.address} lacks /collective_rpc, through which it reads weights from a folder; start it "
-            "in development mode, as covey serve-vllm does."
-        )
     if hasattr(model, "peft_config"):
         reason = why_not_alone(model, server.facts.max_lora_rank, server.facts.data_parallel)
         if reason is None:
             return AdapterTransport(server, folder)
         logger.warning("Whole weights are sent to the vLLM server instead of the adapter alone: %s.", reason)
-    refuse_forgetful(server, unwrapped(model))
+    refuse_forgetful(server, unwrapped(model).config)
     return DirectoryTransport(server, folder)

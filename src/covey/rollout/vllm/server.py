@@ -12,6 +12,7 @@ from typing import Any
 
 from covey.errors import ConfigError, ServerError
 from covey.files.bounded import read_json
+from covey.rollout.sampler import SamplingParams
 from covey.rollout.vllm.client import Client, NoAnswerError, RefusedError
 
 logger = logging.getLogger(__name__)
@@ -188,8 +189,10 @@ def _facts(client: Client) -> Facts:
         ) from error
 
 
-def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
-    """Raise ConfigError where the server has another vocabulary or, as far as its folder can be read here, another shape."""
+def refuse_other_model(server: Server, config: Any, tokenizer: Any) -> None:
+    """Raise ConfigError where the server has another vocabulary than the model of this configuration or, as far as its folder can be
+    read here, another shape.
+    """
     text = "Covey 12 + 30 = 42, résumé"
     where, facts = server.client.address, server.facts
     if server.client.has("/tokenize"):
@@ -201,7 +204,7 @@ def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
                 f"The server at {where} has another vocabulary: it serves {facts.folder}, whose tokenizer reads {text!r} as "
                 f"{theirs} where this run's reads {ours}; start it with the model of the run."
             )
-    mine = model.config.to_dict()
+    mine = config.to_dict()
     stored = Path(facts.folder) / "config.json"
     theirs = read_json(stored, ConfigError) if stored.is_file() else {}
     shape = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
@@ -214,7 +217,7 @@ def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
     if server.is_paused():  # left asleep or paused by a broken update of an earlier run; the first update wakes it
         return
     try:
-        vocabulary = model.get_input_embeddings().num_embeddings
+        vocabulary = config.get_text_config().vocab_size
         server.score([vocabulary - 1, 0], 1, model=facts.model, replica=None, salt="vocabulary")
     except RefusedError as error:
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -222,6 +225,16 @@ def refuse_other_model(server: Server, model: Any, tokenizer: Any) -> None:
         raise ConfigError(
             f"The server at {where} does not know token {vocabulary - 1} of this run's vocabulary: {error}"
         ) from error
+
+
+def refuse_raw(server: Server, params: SamplingParams) -> None:
+    """Raise ConfigError where the server's log-probabilities are not those of the distribution that completions are drawn from."""
+    is_plain = params.temperature in (0.0, 1.0) and not params.truncates and params.repetition_penalty == 1.0
+    if server.facts.logprobs_mode != "processed_logprobs" and not is_plain:
+        raise ConfigError(
+            f"The server at {server.client.address} gives {server.facts.logprobs_mode}, which at this temperature or truncation are "
+            "not those of the tokens' own distribution; start it with --logprobs-mode processed_logprobs."
+        )
 
 
 def warn_if_exposed(server: Server) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from covey.errors import ConfigError, ServerError
 from covey.rollout.vllm.server import Server
 from covey.rollout.vllm.weights import plain_weights, safe_name, write_adapter, write_weights
 
+Carrier = Literal["auto", "directory", "nccl"]
 KEPT = 2
 """Number of versions whose folders are kept: the current and the previous one."""
 
@@ -223,14 +224,25 @@ def dtype_of(server: Server) -> torch.dtype:
     return found
 
 
-def refuse_nccl(server: Server, policy: Any) -> None:
+def refuse_carrier(server: Server, wanted: Carrier, *, is_on_cuda: bool) -> None:
+    """Raise ConfigError if weights of a run on such a device cannot travel to the server as `wanted`."""
+    if wanted == "nccl":
+        refuse_nccl(server, is_on_cuda)
+    elif not server.client.has("/collective_rpc"):
+        raise ConfigError(
+            f"The server at {server.client.address} lacks /collective_rpc, through which it reads weights from a folder; start it "
+            "in development mode, as covey serve-vllm does."
+        )
+
+
+def refuse_nccl(server: Server, is_on_cuda: bool) -> None:
     """Raise ConfigError if NCCL cannot carry the weights: a CPU server may report success without a transfer."""
     import importlib.util
 
     needed = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
     reasons = {
         f"the server computes on {server.facts.device}": server.facts.device != "cuda",
-        "the run's model is not on a CUDA device": not next(policy.parameters()).is_cuda,
+        "the run's model is not on a CUDA device": not is_on_cuda,
         'the server was started without --weight-transfer-config \'{"backend": "nccl"}\'': server.facts.transfer_backend
         != "nccl",
         "the server lacks the endpoints of weight transfer": not server.client.has(*needed),
@@ -241,9 +253,9 @@ def refuse_nccl(server: Server, policy: Any) -> None:
         raise ConfigError(f"vllm_transport='nccl' cannot be used: {reason}; use 'directory'.")
 
 
-def refuse_forgetful(server: Server, model: Any) -> None:
+def refuse_forgetful(server: Server, config: Any) -> None:
     """Raise ConfigError for a CPU server that would go on computing logits with the old matrix of tied embeddings."""
-    is_tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    is_tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     if server.facts.device == "cpu" and is_tied and not server.facts.has_digest:
         raise ConfigError(
             f"The server at {server.client.address} computes on a CPU, where vLLM keeps a packed copy of lm_head that a reload "

@@ -1,0 +1,107 @@
+"""A server that does not fit is told before the weights of the model are loaded: here they cannot be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from datasets import Dataset
+from fake_server import FakeServer
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.errors import ConfigError, ModelError, ServerError
+from covey.models import load_tokenizer
+from kit import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model whose weights are no weights, so that loading them is an error."""
+    place = tmp_path / "policy"
+    tiny_model("qwen2", tie_word_embeddings=False).save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    (place / "model.safetensors").write_bytes(b"not weights")
+    return place
+
+
+@pytest.fixture
+def fake(folder):
+    with FakeServer(tiny_model("qwen2", tie_word_embeddings=False), load_tokenizer(None, folder)) as server:
+        yield server
+
+
+def trainer(folder, port, **options):
+    given = {
+        "vllm_server_port": port,
+        "vllm_server_timeout": 30.0,
+        "per_device_train_batch_size": 4,
+        "report_to": "none",
+    }
+    args = GRPOConfig(
+        str(folder.parent / "run"), use_vllm=True, vllm_mode="server", num_generations=4, **{**given, **options}
+    )
+    rows = Dataset.from_list([{"prompt": "2 + 2 ="}])
+    return GRPOTrainer(str(folder), lambda completions, **columns: [0.0] * len(completions), args, rows)
+
+
+def no_server(fake):
+    fake.faults["/health"] = 503
+
+
+def another_program(fake):
+    fake.paths.remove("/health")
+
+
+def no_endpoints(fake):
+    fake.paths.remove("/pause")
+
+
+def other_vocabulary(fake):
+    fake.tokenizer = lambda text, add_special_tokens: {"input_ids": [1, 2, 3]}
+
+
+def fewer_tokens(fake):
+    fake.faults["/v1/completions"] = lambda body: 400
+
+
+def raw_log_probabilities(fake):
+    fake.logprobs_mode = "raw_logprobs"
+
+
+def no_folder(fake):
+    fake.paths.remove("/collective_rpc")
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "error", "said"),
+    [
+        (no_server, {"vllm_server_timeout": 0.3}, ServerError, "No vLLM server answers at http://127.0.0.1"),
+        (another_program, {}, ServerError, "answers, but has no /health, so that no vLLM server listens there"),
+        (no_endpoints, {}, ConfigError, "lacks /pause, which updating its weights needs"),
+        (other_vocabulary, {}, ConfigError, "has another vocabulary"),
+        (fewer_tokens, {}, ConfigError, r"does not know token \d+ of this run's vocabulary"),
+        (raw_log_probabilities, {"temperature": 0.5}, ConfigError, "--logprobs-mode processed_logprobs"),
+        (no_folder, {}, ConfigError, "lacks /collective_rpc"),
+        (lambda fake: None, {"vllm_transport": "nccl"}, ConfigError, "the server computes on cpu"),
+        (lambda fake: None, {}, ModelError, "could not be loaded"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_weights_are_loaded(folder, fake, fault, options, error, said):
+    fault(fake)
+    with pytest.raises(error, match=said):
+        trainer(folder, fake.port, **options)
+
+
+def test_a_server_of_another_model_is_told_before_weights_are_loaded(folder, fake, tmp_path):
+    fake.folder = str(tmp_path / "other")
+    tiny_model("qwen2", hidden_size=64).config.save_pretrained(fake.folder)
+    with pytest.raises(ConfigError, match="serves another model: .* has hidden_size 64, this run's model 32"):
+        trainer(folder, fake.port)
+
+
+def test_a_server_that_still_starts_is_waited_for_and_named(folder, fake, caplog):
+    until = time.monotonic() + 0.5
+    fake.faults["/health"] = lambda body: 503 if time.monotonic() < until else None
+    with pytest.raises(ModelError, match="could not be loaded"):
+        trainer(folder, fake.port)
+    assert f"No vLLM server answers at http://127.0.0.1:{fake.port} yet; waiting up to 30 seconds." in caplog.text
