@@ -3,7 +3,8 @@
     python benchmarks/asynchronous.py time --hidden 256     # one core for the learner, one for the sampler; the ordinary loop has both
     python benchmarks/asynchronous.py curves --seeds 3      # the demo's task at staleness 0, 1, 2, 4, corrected and not
 
-`curves` sets `pipeline_depth` to the staleness, so that every rollout is as stale as its bound allows once the run is under way.
+`curves` sets `pipeline_depth` to the staleness, so that every rollout is as stale as its bound allows once the run is under way. Its
+intervals are of Student's t over the seeds; "against 0" is the difference of the score to that seed's run without staleness.
 """
 
 from __future__ import annotations
@@ -108,9 +109,10 @@ def times(given: argparse.Namespace) -> None:
 
 def curves(given: argparse.Namespace) -> None:
     print(
-        "| staleness | corrected | score on 200 held-out | each seed | reward, last quarter | tokens' mean age | least effective sample |"
+        "| staleness | corrected | score on 200 held-out | each seed | against 0 | reward, last quarter | tokens' mean age | least effective sample |"
     )
-    print("|--:|---|--:|---|--:|--:|--:|")
+    print("|--:|---|--:|---|--:|--:|--:|--:|")
+    fresh: list[float] = []
     for bound in STALENESS:
         for corrected in (True, False) if bound else (True,):
             options = {"async_rollouts": True, "max_staleness": bound, "pipeline_depth": max(1, bound)} if bound else {}
@@ -122,13 +124,22 @@ def curves(given: argparse.Namespace) -> None:
             last = [statistics.mean(run["rewards"][-given.steps // 4 :]) for run in runs]
             age = statistics.mean([statistics.mean(run["staleness"] or [0.0]) for run in runs])
             scores = [run["score"] for run in runs]
+            fresh = fresh or scores
+            apart_from_it = [score - other for score, other in zip(scores, fresh, strict=True)]
             each = ", ".join(f"{score:.3f}" for score in scores)
-            word = "yes" if corrected else "no"
             print(
-                f"| {bound} | {word} | {statistics.mean(scores):.3f} | {each} | {statistics.mean(last):.3f} | {age:.2f} | "
-                f"{min(run['effective'] for run in runs):.2f} |",
+                f"| {bound} | {'yes' if corrected else 'no'} | {shown(scores)} | {each} | {shown(apart_from_it) if bound else ''} | "
+                f"{shown(last)} | {age:.2f} | {min(run['effective'] for run in runs):.2f} |",
                 flush=True,
             )
+
+
+def shown(values: list[float]) -> str:
+    """Mean, and half of its 95% interval over the seeds."""
+    from covey.evaluation.intervals import mean_of_few
+
+    found = mean_of_few(values)
+    return f"{found.value:.3f} ± {(found.high - found.low) / 2:.3f}"
 
 
 def main() -> None:
