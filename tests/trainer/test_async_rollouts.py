@@ -1,5 +1,6 @@
 """Rollouts that run ahead: equal to the ordinary run at staleness 0, bounded above it, refused where they cannot be, safe to kill."""
 
+import importlib.util
 import json
 import os
 import random
@@ -161,6 +162,21 @@ def expect_a_stop_while_it_waits(folder: Path, number: signal.Signals, leaves: t
 def test_a_run_that_waits_for_its_actor_can_be_stopped(number, leaves, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", full_cluster())
     expect_a_stop_while_it_waits(tmp_path, number, leaves)
+
+
+def test_a_ray_cluster_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    ray = full_cluster()
+    ray.is_initialized = lambda: False
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(ConfigError, match="No Ray cluster answers at RAY_ADDRESS=127.0.0.1:1 .*or unset RAY_ADDRESS"):
+        trainer(tmp_path, 2, rollout_placement="ray")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed here")
+def test_ray_that_is_not_installed_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout_placement='ray' needs Ray: pip install 'covey\[ray\]'"):
+        trainer(tmp_path, 2, rollout_placement="ray")
 
 
 @pytest.mark.nightly

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +17,36 @@ from covey.errors import ConfigError
 NICENESS = "RAY_worker_niceness"
 """Ray's variable for the priority of workers."""
 
+_CONNECT_SECONDS = 10.0
+
 
 def connected(wanted_by: str, instead: str) -> Any:
     """Ray, connected to the cluster of RAY_ADDRESS or to a new one on this machine. Raises ConfigError without Ray."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"{wanted_by} needs Ray: pip install 'covey[ray]', or {instead}.") from error
+    expect_cluster(wanted_by, instead)
+    import ray
+
     if not ray.is_initialized():
         with _signals_kept(), _plain_priority():
             ray.init(log_to_driver=False, include_dashboard=False)
     return ray
+
+
+def expect_cluster(wanted_by: str, instead: str) -> None:
+    """Raise ConfigError without Ray, or if this process is to connect to a RAY_ADDRESS where nothing listens: Ray tries for minutes."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"{wanted_by} needs Ray: pip install 'covey[ray]', or {instead}.")
+    given = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = given.removeprefix("ray://").rpartition(":")
+    is_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if is_connected or not (host and port.isdigit()):  # no port: "auto", "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"No Ray cluster answers at RAY_ADDRESS={given} ({error}); start one there (ray start --head --port {port}), or unset "
+            "RAY_ADDRESS for one on this machine."
+        ) from error
 
 
 @contextmanager

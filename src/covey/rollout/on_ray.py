@@ -22,6 +22,8 @@ from covey.rollout.worker_process import Tell, trained
 
 logger = logging.getLogger(__name__)
 
+ASKED = ("rollout_placement='ray'", "leave it out for a process")
+"""Option that asks for Ray, and its alternative, for errors."""
 _LOOK_SECONDS = 0.002
 _SLOW_SECONDS = 60.0
 """Wait for an actor after which the log says why: Ray queues it silently until the cluster has room."""
@@ -72,7 +74,7 @@ class RayWorker:
         """Request an actor in the cluster of RAY_ADDRESS, or in one on this machine, without waiting for it, so that a run can be
         stopped meanwhile. Raises ConfigError without Ray.
         """
-        ray = connected("rollout_placement='ray'", "leave it out for a process")
+        ray = connected(*ASKED)
         self.ray, self.model, self.tell, self.is_closed = ray, model, tell, False
         self.process_id: int | None = None
         """Process of the actor; None: it has not started."""

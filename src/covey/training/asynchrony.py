@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,8 +67,6 @@ def _refuse(args: GRPOConfig, options: dict[str, Any], agents: Agents) -> None:
             "generation_kwargs that only transformers' generate knows give no log-probabilities, so staleness could not be "
             "corrected; leave them out, or set max_staleness=0."
         )
-    if args.rollout_placement == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("rollout_placement='ray' needs Ray: pip install 'covey[ray]', or leave it out for a process.")
 
 
 def _device(asked: str | None, learner: torch.device) -> str:

@@ -21,6 +21,8 @@ from covey.models import (
     refuse_quantized,
     with_adapter,
 )
+from covey.process.cluster import expect_cluster
+from covey.rollout.on_ray import ASKED
 from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
 from covey.training.sampling import as_dict, sampling_params
 
@@ -39,10 +41,12 @@ class LoadedPolicy:
 def expect_engine(
     args: GRPOConfig, device: torch.device, model: Any, *, tokenizer: Any = None, peft_config: Any = None
 ) -> None:
-    """Look for vLLM before weights are loaded: in this process, or a server at its address that serves this model.
+    """Look for vLLM and Ray before weights are loaded: vLLM in this process, or a server that serves this model; a Ray cluster.
 
     The arguments are those of `load_for_training`. Raises ConfigError for a server that does not fit, ServerError without one.
     """
+    if args.async_rollouts and args.rollout_placement == "ray":
+        expect_cluster(*ASKED)
     if args.rollout_backend != "vllm":
         return
     if args.vllm_mode == "colocate":
