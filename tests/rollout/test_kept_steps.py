@@ -8,8 +8,9 @@ import torch
 from test_samplers import collect, ids_of
 from test_static_steps import PROMPTS, Recording, keeping_sampler, logprobs_of, record, sampler_of, writer
 
+from covey.process.device import PeakBytes
 from covey.process.memory import release
-from covey.rollout import SamplingParams, cuda_graphs, engine
+from covey.rollout import SamplingParams, cuda_graphs, engine, kept_memory
 from covey.rollout.cuda_graphs import Captured
 from covey.rollout.forward import ModulesForward
 from kit import tiny_tokenizer
@@ -35,7 +36,7 @@ def test_what_a_call_has_captured_goes_when_its_memory_is_needed(tokenizer, reas
     monkeypatch.setattr(Noted, "held", [])
     sampler = keeping_sampler(writer(), tokenizer, lambda step: Noted().of(step))
     if reason == "too large to keep":
-        monkeypatch.setattr(engine, "device_memory", lambda device: 16 * 1024)
+        monkeypatch.setattr(kept_memory, "device_memory", lambda device: 16 * 1024)
     collect(sampler, PROMPTS[:2], 2, SamplingParams(max_tokens=20, seed=7))
     if reason == "memory ran out":
         assert all(reference() is not None for reference in Noted.held)
@@ -88,10 +89,10 @@ def test_large_buffers_are_kept_where_the_learner_has_shown_that_it_fits_beside(
     model, taken = writer(), []
     model.lm_head.bias.data[2] = -1e4  # no completion ends early, so the sizes come back
     sampler = keeping_sampler(model, tokenizer, lambda step: taken.append(1) or record(step))
-    monkeypatch.setattr(engine, "device_memory", lambda device: 1_000_000)
-    monkeypatch.setattr(engine, "KEPT_SHARE", 0.001)
-    monkeypatch.setattr(engine, "free_on", lambda device: 600_000 + free_after_learning)
-    monkeypatch.setattr(engine.PEAK, "since_mark", lambda: 600_000)
+    monkeypatch.setattr(kept_memory, "device_memory", lambda device: 1_000_000)
+    monkeypatch.setattr(kept_memory, "KEPT_SHARE", 0.001)
+    monkeypatch.setattr(kept_memory, "free_on", lambda device: 600_000 + free_after_learning)
+    monkeypatch.setattr(kept_memory.PeakBytes, "read", lambda peak: 600_000)
     counts, places = [], []
     for version in range(4):
         sampler.load(model, version)
@@ -107,6 +108,49 @@ def test_large_buffers_are_kept_where_the_learner_has_shown_that_it_fits_beside(
     else:
         assert places == [None] * 4
         assert counts == [counts[0] * (1 + version) for version in range(4)]
+
+
+class Counter:
+    """PyTorch's counter of a device: the bytes that tensors hold, and the most since it was reset. A stand-in for CUDA's."""
+
+    def __init__(self, monkeypatch):
+        self.held = self.highest = 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: self.highest)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda index: setattr(self, "highest", self.held))
+        monkeypatch.setattr(kept_memory, "held_by_this_process", lambda device: self.held)
+
+    def use(self, size):
+        """Allocate so many bytes, and free them."""
+        self.highest = max(self.highest, self.held + size)
+
+
+def test_each_reader_of_the_peak_has_its_own_since_its_own_moment(monkeypatch):
+    counter, phase, one, two = Counter(monkeypatch), PeakBytes(), PeakBytes(torch.device("cuda")), PeakBytes()
+    elsewhere = PeakBytes(torch.device("cpu"))
+    counter.use(500)
+    assert one.restart() == 500
+    counter.use(300)
+    assert two.restart() == 500, "it began earlier"
+    counter.use(200)
+    assert (one.read(), two.read(), phase.restart()) == (300, 200, 500)
+    assert (one.read(), two.read(), phase.read(), elsewhere.read()) == (300, 200, 0, 0)
+
+
+def test_samplers_that_take_turns_measure_the_learner_each_for_itself(monkeypatch):
+    """Two adapters on one GPU: the second one's call ends between the first one's update and its next call."""
+    counter = Counter(monkeypatch)
+    first, second = (kept_memory.MemoryBetweenCalls(torch.device("cuda")) for _ in range(2))
+    counter.held = 100
+    first.end_call(0)
+    counter.use(600)  # the first one's update
+    second.begin_call(0)
+    second.end_call(0)
+    counter.use(50)  # the second one's update
+    first.begin_call(1)
+    second.begin_call(1)
+    assert (first._taken, second._taken) == (600, 50)
 
 
 @pytest.mark.slow

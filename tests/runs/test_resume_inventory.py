@@ -19,7 +19,6 @@ ALLOWED = {
     r"\.display\.": "what is on the screen",
     r"history\.series: names": "the series of clocks are not kept; the others are compared one by one",
     r"\.sampler\.version": "given by the loop before it samples",
-    r"\.sampler\._(needed|(held|version)_at_end)": "decide only what the first rollout of a process finds in memory",
     r"\.micro_batcher\.largest": "the newest micro-batch, for a sentence about it",
     r"\.outputs\.": "what sampling leaves for the first update after it, before which no checkpoint is written",
     r"\.reference\.moves": "counts within one process, to know whether it moved between two looks",

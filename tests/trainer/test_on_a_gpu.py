@@ -11,6 +11,7 @@ from datasets import Dataset
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.process.device import PeakBytes
 from kit import tiny_model, tiny_tokenizer
 
 pytestmark = [
@@ -146,6 +147,15 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_the_run_goes_on(tmp_pat
     assert less.state.global_step == 1
     assert less._running.learner.micro_batcher.max_rows < rows
     assert not torch.equal(flat(less.model), before)
+
+
+def test_readers_of_the_peak_of_memory_count_each_from_its_own_moment():
+    one, two, size = PeakBytes(torch.device("cuda")), PeakBytes(), 2**22
+    one.restart()
+    held = torch.cuda.memory_allocated()
+    torch.empty(size, dtype=torch.uint8, device="cuda")
+    two.restart()
+    assert (one.read() - held, two.read() - held) == (size, 0)
 
 
 def test_evaluation_draws_and_scores_on_the_gpu(tmp_path):

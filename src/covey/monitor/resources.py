@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from covey.process.device import PEAK
+from covey.process.device import PeakBytes
 from covey.types import Group, Max, Metric, Sum
+
+_PHASE = PeakBytes()
+"""Peak of a phase, of whichever run of this process."""
 
 
 def token_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
@@ -25,5 +28,5 @@ def memory_metrics(phase: str) -> dict[str, Metric]:
     """
     found: dict[str, Metric] = {f"memory/{phase}_gb": Max(psutil.Process().memory_info().rss / 1e9)}
     if torch.cuda.is_available():
-        found[f"memory/{phase}_device_peak_gb"] = Max(PEAK.take() / 1e9)
+        found[f"memory/{phase}_device_peak_gb"] = Max(_PHASE.restart() / 1e9)
     return found

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
+from typing import ClassVar
 
 import psutil
 import torch
@@ -79,37 +82,47 @@ def free_on(device: torch.device) -> int:
     return int(free_memory() or psutil.virtual_memory().available)
 
 
-class PeakMeter:
-    """Most bytes that tensors have held on the CUDA device, 0 without one: by phases, and since a moment that another reader chose.
+class PeakBytes:
+    """Most bytes that tensors have held on a CUDA device since the last `restart`; 0 on other devices. One object for each reader.
 
-    PyTorch has one counter for both, which each of them would begin again.
+    PyTorch has one counter a device, so each reading of it goes to the peaks of all its readers.
     """
 
-    def __init__(self) -> None:
-        self._phase = self._since_mark = 0
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _readers: ClassVar[weakref.WeakSet[PeakBytes]] = weakref.WeakSet()
 
-    def take(self) -> int:
-        """Most bytes since the last `take`."""
-        self._read()
-        highest, self._phase = self._phase, 0
-        return highest
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: by default the current one of each reading. Nothing is read, so that CUDA is not initialized."""
+        self._device = device
+        self._highest = 0
+        with self._lock:
+            self._readers.add(self)
 
-    def mark(self) -> None:
-        """Begin `since_mark` again."""
-        self._read()
-        self._since_mark = 0
+    def read(self) -> int:
+        """Most bytes since the last `restart`."""
+        with self._lock:
+            self._count()
+            return self._highest
 
-    def since_mark(self) -> int:
-        """Most bytes since the last `mark`."""
-        self._read()
-        return self._since_mark
+    def restart(self) -> int:
+        """Begin again. Returns the most bytes until now."""
+        with self._lock:
+            self._count()
+            highest, self._highest = self._highest, 0
+            return highest
 
-    def _read(self) -> None:
-        if torch.cuda.is_available():
-            highest = int(torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
-            self._phase, self._since_mark = max(self._phase, highest), max(self._since_mark, highest)
+    def _count(self) -> None:
+        index = self._index()
+        if index is None:
+            return
+        found = int(torch.cuda.max_memory_allocated(index))
+        torch.cuda.reset_peak_memory_stats(index)
+        for reader in self._readers:
+            if reader._index() == index:
+                reader._highest = max(reader._highest, found)
 
-
-PEAK = PeakMeter()
-"""Peak of this process."""
+    def _index(self) -> int | None:
+        if not torch.cuda.is_available() or (self._device is not None and self._device.type != "cuda"):
+            return None
+        index = None if self._device is None else self._device.index
+        return torch.cuda.current_device() if index is None else index

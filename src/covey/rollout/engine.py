@@ -15,14 +15,15 @@ from covey.errors import ConfigError, DataError, MemoryLimitError, Unsupported
 from covey.images import banned_ids, reason_against, refuse_loose_places
 from covey.kernels import DecodeKernels, SamplerLinear
 from covey.models import unwrapped
-from covey.process.device import PEAK, free_on, held_by_this_process
-from covey.process.memory import device_memory, is_out_of_memory, release, release_under_pressure
+from covey.process.device import free_on
+from covey.process.memory import is_out_of_memory, release, release_under_pressure
 from covey.rollout.autocast import AutocastForward, SamplerPrecision, expect_precision
 from covey.rollout.cuda_graphs import Capture, Captured, CudaCapture, Eager
 from covey.rollout.decoder import DecoderForward
 from covey.rollout.environments import Environment
 from covey.rollout.forward import Forward, ModulesForward
 from covey.rollout.graph_scheduler import GraphScheduler
+from covey.rollout.kept_memory import MemoryBetweenCalls
 from covey.rollout.kernel_choice import AttentionChoice, captures, verified_attention, verified_kernels
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import DEFAULT_ROWS, SamplingParams
@@ -37,10 +38,6 @@ logger = logging.getLogger(__name__)
 
 BFLOAT16_FROM = 4_000_000
 """Parameter count from which "auto" samples in bfloat16: 2.5 times as fast at 10 million; at 1 million a step is short anyway."""
-KEPT_SHARE = 1 / 16
-"""Share of a device's memory up to which buffers and captured steps are kept between calls, while others use the device."""
-SPARE_SHARE = 1 / 10
-"""Share that larger ones have to leave free beside what the learner took after an earlier call."""
 
 
 def best_forward(model: Any, dtype: SamplerPrecision, float32_head: bool = False) -> Forward:
@@ -64,11 +61,6 @@ class NativeSampler:
     `NativeSampler(model, tokenizer)` then `for group in sampler.sample(prompts, n=8, params=SamplingParams(...))`.
     Groups come in the order in which they finish. Raises `Unsupported`, with the reason, for a model it cannot run exactly.
     """
-
-    _needed: int | None = None
-    """Most bytes that were taken between two calls with an update of the weights; None until there was one."""
-    _held_at_end = 0
-    _version_at_end: int | None = None
 
     def __init__(
         self,
@@ -125,6 +117,7 @@ class NativeSampler:
         self.asked_graphs, self.asked_attention, self.float32_head = cuda_graphs, attention, float32_head
         self._may_keep = True
         self._take(model)
+        self._between = MemoryBetweenCalls(self.forward.device)
         self.version = 0
         self._running: Callable[[], Scheduler | None] = lambda: None
         release_under_pressure(self)
@@ -236,8 +229,8 @@ class NativeSampler:
                 self._kept = self._worth_keeping(scheduler)
                 del scheduler
                 self._give_back()
-                self._held_at_end, self._version_at_end = held_by_this_process(self.forward.device), self.version
-                PEAK.mark()
+                if self.is_static:
+                    self._between.end_call(self.version)
                 return
             requests, rows, held = deque(scheduler.unfinished), scheduler.max_rows, scheduler.budget
             del scheduler
@@ -253,13 +246,7 @@ class NativeSampler:
         """Buffers and captured steps of an ended call that the next one may use; None if they take too much memory."""
         if not self._may_keep or not self.cuda_graphs or not isinstance(scheduler, GraphScheduler):
             return None
-        device, static = self.forward.device, scheduler.static
-        memory = device_memory(device)
-        if not memory or static.nbytes <= KEPT_SHARE * memory:
-            return static
-        if self._needed is None:
-            return None
-        return static if free_on(device) - static.steps.nbytes - self._needed >= SPARE_SHARE * memory else None
+        return scheduler.static if self._between.has_room_for(scheduler.static) else None
 
     def release_memory(self) -> None:
         """Free the buffers and captured steps of the last call, and keep none from now on: memory has run out."""
@@ -306,8 +293,7 @@ class NativeSampler:
 
     def _static_state(self) -> StaticState:
         """Buffers and captured steps left by the last call, else new ones: a call that begins while another one runs has its own."""
-        if self._version_at_end not in (None, self.version):
-            self._needed = max(self._needed or 0, PEAK.since_mark() - self._held_at_end)
+        self._between.begin_call(self.version)
         kept, self._kept = self._kept, None
         return kept or StaticState(StaticBuffers(self.forward.device), self._new_steps())
 

@@ -1,0 +1,48 @@
+"""Memory of a device that a sampler may keep between its calls, while the learner and others use the device."""
+
+from __future__ import annotations
+
+import torch
+
+from covey.process.device import PeakBytes, free_on, held_by_this_process
+from covey.process.memory import device_memory
+from covey.rollout.static_buffers import StaticState
+
+KEPT_SHARE = 1 / 16
+"""Share of a device's memory up to which buffers and captured steps are always kept."""
+SPARE_SHARE = 1 / 10
+"""Share that larger ones have to leave free beside what the learner took after an earlier call."""
+
+
+class MemoryBetweenCalls:
+    """Most bytes taken on a device between two calls of a sampler with an update of the weights between them.
+
+    Measured anew in each process: it decides which buffers are kept, never a completion.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._taken: int | None = None
+        """None until there was an update."""
+        self._peak = PeakBytes(device)
+        self._version: int | None = None
+        self._held = 0
+
+    def begin_call(self, version: int) -> None:
+        """Begin a call with this version of the weights."""
+        if self._version not in (None, version):
+            self._taken = max(self._taken or 0, self._peak.read() - self._held)
+
+    def end_call(self, version: int) -> None:
+        """End a call, after its memory was freed but for what is kept."""
+        self._version, self._held = version, held_by_this_process(self.device)
+        self._peak.restart()
+
+    def has_room_for(self, static: StaticState) -> bool:
+        """True if the buffers and captured steps of a call may stay until the next one."""
+        memory = device_memory(self.device)
+        if not memory or static.nbytes <= KEPT_SHARE * memory:
+            return True
+        if self._taken is None:
+            return False
+        return free_on(self.device) - static.steps.nbytes - self._taken >= SPARE_SHARE * memory
