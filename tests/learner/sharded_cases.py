@@ -17,6 +17,7 @@ from covey import GRPOConfig, GRPOTrainer, SFTTrainer, sft_config
 from covey import algorithms as alg
 from covey.errors import ConfigError
 from covey.learner import Policy
+from covey.learner.memory_estimate import CPU_TOKENS
 from covey.process.sharding import Sharding, is_sharded, local, whole, whole_state
 from covey.process.world import World
 from covey.rollout import GatheredSampler, NativeSampler, SamplingParams
@@ -243,9 +244,10 @@ STEPS = {
 
 
 def resumed(name, folder):
-    """The last step of a run again, from the checkpoint before it."""
+    """The last step of a run again, from the checkpoint before it, with a token limit that is given: no pass measures it."""
     start = folder / name / "checkpoint-2"
-    return trained(folder / f"{name} again", 2, resume=str(start), **RUNS[name])
+    given = {"max_tokens_per_microbatch": CPU_TOKENS, **RUNS[name]}
+    return trained(folder / f"{name} again", 2, resume=str(start), **given)
 
 
 def in_legs(folder):

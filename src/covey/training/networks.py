@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from covey import algorithms as alg
 from covey.algorithms import SFT, Algorithm, Distill
 from covey.errors import ConfigError
+from covey.kernels import learning
 from covey.learner import AdapterCopy, FrozenCopy, NoReference, Policy, ValueHead, ValueModel, no_critic
 from covey.learner.critic import Critic
 from covey.learner.reference import Reference
@@ -48,10 +50,15 @@ def networks_of(
         )
     if hasattr(policy.model, "hf_device_map"):
         raise ConfigError("device_map spreads the model over devices and fsdp over processes; leave one of them out.")
-    shard = lambda module: Shards(module, world, sharding)
+
+    def shard(module: nn.Module, keeps_whole: bool = False) -> Shards:
+        with learning(module):  # chooses its kernels, once and for all, while the weights are whole
+            pass
+        return Shards(module, world, sharding, keeps_whole=keeps_whole)
+
     critic = build_critic(algorithm, policy, shard)
     reference = None if has_adapter(policy.model) else build_reference(algorithm, policy, shard)
-    policy = policy.sharded(lambda module: Shards(module, world, sharding, keeps_whole=True))
+    policy = policy.sharded(partial(shard, keeps_whole=True))
     return Networks(policy, reference or build_reference(algorithm, policy), critic, max_tokens)
 
 
