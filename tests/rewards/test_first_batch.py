@@ -61,7 +61,10 @@ def test_a_time_limit_too(tmp_path):
     def slow(completions):
         time.sleep(60)
 
-    with pytest.raises(RewardError, match="'slow' failed on every completion of the first batch, with DeadlineError"):
+    with pytest.raises(
+        RewardError,
+        match="'slow' failed on every completion of the first batch, with DeadlineError.*; raise reward_timeout_seconds",
+    ):
         trainer(tmp_path / "run", reward_funcs=slow, max_steps=2, reward_timeout_seconds=0.2).train()
 
 

@@ -73,7 +73,7 @@ FAMILIES = {
     "Qwen2.5": Family("Qwen2", 151936, 32768, "Qwen2.5-0.5B", options={"use_sliding_window": False}),
     "Qwen3": Family("Qwen3", 151936, 40960, "Qwen3-0.6B"),
     "Qwen3-MoE": Family("Qwen3Moe", 151936, 40960, "Qwen3-30B-A3B", options=EXPERTS),
-    "Qwen3.5": Family("Qwen3_5Text", 248320, 262144, "Qwen3.5", options={**DELTA, "num_hidden_layers": 4}),
+    "Qwen3.5": Family("Qwen3_5Text", 248320, 262144, "Qwen3.5-27B", options={**DELTA, "num_hidden_layers": 4}),
     "Llama 3": Family(
         "Llama", 128256, 131072, "Llama-3.1-8B",
         options={"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}},
@@ -84,7 +84,7 @@ FAMILIES = {
     ),
     "Gemma 2": Family("Gemma2", 256000, 8192, "gemma-2-2b", 4096, {"query_pre_attn_scalar": 16}),
     "Gemma 3": Family("Gemma3Text", 262144, 32768, "gemma-3-1b", 512, {"num_hidden_layers": 6}),
-    "Gemma 4": Family("Gemma4Text", 262144, 131072, "Gemma 4", 512, {"num_hidden_layers": 6, "global_head_dim": 16}),
+    "Gemma 4": Family("Gemma4Text", 262144, 131072, "gemma-4-e2b", 512, {"num_hidden_layers": 6, "global_head_dim": 16}),
     "Mistral 0.1": Family("Mistral", 32000, 32768, "Mistral-7B-v0.1", 4096),
     "Mistral 0.3": Family("Mistral", 32768, 32768, "Mistral-7B-v0.3", options={"sliding_window": None}),
     "Mixtral": Family("Mixtral", 32000, 32768, "Mixtral-8x7B", options={**EXPERTS, "sliding_window": None}),

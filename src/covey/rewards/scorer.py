@@ -15,7 +15,7 @@ from torch import Tensor
 from covey.errors import ConfigError, RewardError
 from covey.rewards.builtin.registry import resolve
 from covey.rewards.calling.caller import Caller
-from covey.rewards.calling.deadline import EventLoop
+from covey.rewards.calling.deadline import DeadlineError, EventLoop
 from covey.rewards.calling.outcome import Outcome
 from covey.rewards.calling.workers import INSIDE
 from covey.rewards.combining import Combiner, Running, Schedule, weight_of, within_float32
@@ -349,9 +349,15 @@ class Scoring:
 
 
 def _failed_from_the_start(outcome: Outcome, batch: Batch) -> RewardError:
+    is_late = isinstance(outcome.failures[-1].error, DeadlineError)
+    fix = (
+        "raise reward_timeout_seconds, or make the function faster,"
+        if is_late
+        else "fix the function, or what it asks,"
+    )
     error = RewardError(
         f"reward {outcome.name!r} failed on every completion of the first batch, with "
-        f"{with_place(outcome.failures[-1].error)}; fix the function, or what it asks, and start again.",
+        f"{with_place(outcome.failures[-1].error)}; {fix} and start again.",
         events=[event for _, event in outcome.events(batch)],
     )
     error.__cause__ = outcome.failures[-1].error
