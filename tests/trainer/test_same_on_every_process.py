@@ -2,8 +2,10 @@
 
 import pytest
 
+from covey import GRPOConfig
 from covey import algorithms as alg
 from covey.rewards.contract import RewardSpec
+from covey.training import same
 from covey.training.same import told_parts
 
 
@@ -37,3 +39,9 @@ def test_another_parameter_of_a_part_is_named(other, differs):
 
 def test_another_reward_is_named():
     assert told(alg.dapo(), "shorter")["as rewards"] == "shorter" != told(alg.dapo())["as rewards"]
+
+
+def test_an_option_that_this_transformers_does_not_have_is_left_out(monkeypatch, tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    monkeypatch.setattr(same, "HONOURED", same.HONOURED | {"an_option_of_the_next_version"})
+    assert same.told_options(args)["num_generations"] == "8"

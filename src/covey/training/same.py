@@ -23,7 +23,8 @@ _ROWS = 16
 
 def told_options(args: GRPOConfig) -> dict[str, str]:
     """Options that affect training, as text, without objects and functions, which have no stable text."""
-    found = {name: getattr(args, name) for name in sorted(HONOURED - _OWN)}
+    known = {item.name for item in fields(args)}  # an older transformers lacks the newest of its options
+    found = {name: getattr(args, name) for name in sorted((HONOURED - _OWN) & known)}
     return {name: str(getattr(value, "value", value)) for name, value in found.items() if _is_plain(value)}
 
 
