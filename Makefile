@@ -67,6 +67,18 @@ test-verifiers: $(STAMP) .venv-verifiers/.installed   ## environments of verifie
 .venv-verifiers/.installed: pyproject.toml   ## sees the packages of .venv, and keeps those of verifiers to itself
 	$(call beside,"covey[verifiers]")
 
+# a further Python and its torch: gigabytes where the index has builds for CUDA only, so CI only reads the files with it
+SMOKE = tests/algorithms/test_objectives.py tests/learner/test_learner.py tests/rollout/test_sampling.py \
+        tests/runs/test_checkpoint.py tests/trl_contract/test_constructor.py
+.PRECIOUS: .venv-py%/.installed
+smoke-%: .venv-py%/.installed   ## a subset of the tests under another Python: make smoke-3.10 smoke-3.13
+	.venv-py$*/bin/python -m pytest -n 0 -m "not slow and not nightly and not gpu and not vllm" $(SMOKE)
+
+.venv-py%/.installed: pyproject.toml
+	test -x $(@D)/bin/python || $(firstword $(wildcard $(HOME)/.pyenv/versions/$*.*/bin/python) python$*) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3" "pytest-xdist>=3.6,<4"
+	touch $@
+
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
 	$(BIN)/python -m pytest -m gpu -n 0 --timeout 1800
 	$(BIN)/python benchmarks/gpu_table.py
@@ -126,4 +138,4 @@ audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every insta
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .venv-docs .site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .venv-docs .venv-py* .site .pytest_cache .mypy_cache .ruff_cache
