@@ -18,5 +18,5 @@ options=(--model "$model" --dataset "$dataset" --max-completion-length 32 --per-
 
 covey train "${options[@]}" --reward "length(target=0)" --max-steps $first --rollout-log-steps 1 --output-dir $folder/first
 covey export pairs $folder/first -o $folder/pairs.jsonl
-covey reward train --model "$model" --dataset $folder/pairs.jsonl -o $folder/judge --held-out 0.3 --epochs 6 --learning-rate 1e-3 --batch-size 8
+covey reward train --model "$model" --dataset $folder/pairs.jsonl -o $folder/judge --held-out 0.3 --num-train-epochs 6 --learning-rate 1e-3 --per-device-train-batch-size 8
 covey train "${options[@]}" --reward $folder/judge --algorithm "grpo, kl=0.04" --max-steps $second --output-dir $folder/second

@@ -158,7 +158,7 @@ def main() -> None:
         command += [
             "--scores-per-candidate",
             str(SCORES),
-            "--learn-batch-size",
+            "--per-device-train-batch-size",
             "16",
             "--learning-rate",
             str(liking.rate),

@@ -61,7 +61,7 @@ def test_an_update_is_that_of_the_likelihood_of_the_labels():
     torch.stack(losses).mean().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     told = []
-    options = PreferenceOptions(batch_size=3, learning_rate=1e-4, max_grad_norm=0.0)
+    options = PreferenceOptions(per_device_train_batch_size=3, learning_rate=1e-4, max_grad_norm=0.0)
     train(reward, ROWS[:3], options, lambda step, total, loss: told.append(loss))
     assert told == [pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)]
     for name, parameter in model.named_parameters():
@@ -93,7 +93,7 @@ def test_tokens_labels_loss_and_gradient_are_those_of_trls_prm_trainer():
     told, gradients = [], {}
     for name, weight in reward.frozen.model.named_parameters():
         weight.register_hook(lambda gradient, name=name: gradients.update({name: gradient.clone()}))
-    options = PreferenceOptions(batch_size=len(rows), max_grad_norm=0.0)
+    options = PreferenceOptions(per_device_train_batch_size=len(rows), max_grad_norm=0.0)
     train(reward, rows, options, lambda step, total, loss: told.append(loss))
     assert told == [pytest.approx(trl["loss"], rel=1e-6)]
     torch.testing.assert_close(gradients["score.weight"], torch.tensor(trl["gradient_of_head"]), rtol=1e-5, atol=1e-7)
@@ -104,7 +104,12 @@ def test_tokens_labels_loss_and_gradient_are_those_of_trls_prm_trainer():
 
 def test_it_learns_steps_it_has_not_seen_and_gives_their_least_product_or_mean():
     reward = reward_of()
-    train(reward, ROWS[:16], PreferenceOptions(epochs=25, batch_size=8, learning_rate=5e-3), lambda *told: None)
+    train(
+        reward,
+        ROWS[:16],
+        PreferenceOptions(num_train_epochs=25, per_device_train_batch_size=8, learning_rate=5e-3),
+        lambda *told: None,
+    )
     for one, found in zip(ROWS[16:], judge(reward, ROWS[16:]), strict=True):
         assert [score > 0.5 for score in found] == list(one.labels)
     one = row(9)  # a wrong step, then a right one
@@ -147,9 +152,14 @@ def test_the_commands_train_a_reward_and_examine_it_on_other_steps(tmp_path, cap
     tiny_model(layers=1).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     words = f"reward train --model {tmp_path}/model --dataset {tmp_path}/train.jsonl -o {tmp_path}/judge --use-cpu --json".split()
-    assert main([*words, "--centre", "0.1"]) == 2
+    assert main([*words, "--center-rewards-coefficient", "0.1"]) == 2
     assert "belongs to pairs" in capsys.readouterr().err
-    assert main([*words, "--epochs", "20", "--learning-rate", "1e-2", "--held-out", "0.25", "--aggregate", "prod"]) == 0
+    assert (
+        main(
+            [*words, "--num-train-epochs", "20", "--learning-rate", "1e-2", "--held-out", "0.25", "--aggregate", "prod"]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["held_out"], told["steps"], told["auc"], told["aggregate"]) == (6, 12, 1.0, "prod")
     assert told["interval"][0] < 1.0 == told["interval"][1]

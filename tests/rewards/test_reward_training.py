@@ -1,9 +1,11 @@
 """Reward models from pairs: the Bradley-Terry gradient, the forms of a pair, and the accuracy that is told."""
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from covey.cli import main
 from covey.errors import DataError
@@ -31,7 +33,7 @@ def test_an_update_is_that_of_the_bradley_terry_likelihood():
     wanted = {name: p.grad.clone() for name, p in reward.model.named_parameters()}
     reward.model.zero_grad()
     losses = []
-    options = PreferenceOptions(batch_size=4, learning_rate=1e-4, max_grad_norm=0.0)
+    options = PreferenceOptions(per_device_train_batch_size=4, learning_rate=1e-4, max_grad_norm=0.0)
     train(reward, PAIRS[:4], options, lambda step, total, loss: losses.append(loss))
     assert losses == [pytest.approx(torch.log1p((-margins).exp()).mean().item(), rel=1e-4)]
     for name, parameter in reward.model.named_parameters():
@@ -41,20 +43,25 @@ def test_an_update_is_that_of_the_bradley_terry_likelihood():
 
 def test_it_learns_the_order_and_centring_keeps_rewards_around_zero():
     spread = {}
-    for centre in (0.0, 0.1):
+    for coefficient in (0.0, 0.1):
         reward = reward_of(hidden=32)
-        options = PreferenceOptions(epochs=10, batch_size=8, learning_rate=5e-3, centre=centre)
+        options = PreferenceOptions(
+            num_train_epochs=10,
+            per_device_train_batch_size=8,
+            learning_rate=5e-3,
+            center_rewards_coefficient=coefficient,
+        )
         train(reward, PAIRS[:16], options, lambda *told: None)
         assert judge(reward, PAIRS[16:]).num_right == 8
         both = [reward([p.prompt], [text])[0].item() for p in PAIRS[16:] for text in (p.chosen, p.rejected)]
-        spread[centre] = abs(sum(both) / len(both))
+        spread[coefficient] = abs(sum(both) / len(both))
     assert spread[0.1] < 0.5
 
 
 @pytest.mark.parametrize("max_steps, updates", [(-1, 3), (2, 2), (7, 7)])
 def test_max_steps_is_the_number_of_updates_whatever_the_epochs(max_steps, updates):
     told = []
-    options = PreferenceOptions(batch_size=8, max_steps=max_steps)
+    options = PreferenceOptions(per_device_train_batch_size=8, max_steps=max_steps)
     train(reward_of(), PAIRS, options, lambda step, total, loss: told.append((step, total)))
     assert told == [(step, updates) for step in range(1, updates + 1)]
 
@@ -126,7 +133,7 @@ def test_the_command_writes_a_reward_and_tells_its_accuracy_with_an_interval(tmp
         "--held-out",
         "0.25",
     ]
-    assert main([*words, "--epochs", "6", "--learning-rate", "1e-3", "--json"]) == 0
+    assert main([*words, "--num-train-epochs", "6", "--learning-rate", "1e-3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["held_out"] == 6
     assert told["interval"][0] <= told["accuracy"] <= told["interval"][1]
@@ -136,3 +143,14 @@ def test_the_command_writes_a_reward_and_tells_its_accuracy_with_an_interval(tmp
     assert scores[0] > scores[1]
     assert main([*words, "--json"]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_training_options_have_the_names_of_transformers_and_trl():
+    """Scored steps have two options of their own."""
+    from covey.cli.reward_train import verb
+    from covey.cli.serve_learn import FLAGS
+
+    theirs = {field.name for field in fields(TrainingArguments)} | {"center_rewards_coefficient"}
+    training = {flag.name for flag in verb.flags() if flag.group == "training"}
+    assert training - theirs == {"step_separator", "aggregate"}
+    assert {"learning_rate", "per_device_train_batch_size"} <= {flag.name for flag in FLAGS} & theirs

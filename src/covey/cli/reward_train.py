@@ -27,11 +27,11 @@ _FLAGS = (
     Flag(name="eval_dataset", help="Held-out rows; left out: a share of --dataset.", group="what"),
     Flag(name="held_out", help="Share of the rows that is kept from training to be judged on, whole prompts at a time.", type=float, default=0.1, group="what"),
     CONFIG,
-    Flag(name="epochs", help="Passes over the rows.", type=float, default=1.0, group="training"),
-    Flag(name="max_steps", help="Updates; -1: as many as --epochs takes.", type=int, default=-1, group="training"),
-    Flag(name="batch_size", help="Pairs, or completions with scored steps, of an update.", type=int, default=16, group="training"),
+    Flag(name="num_train_epochs", help="Passes over the rows.", type=float, default=1.0, group="training"),
+    Flag(name="max_steps", help="Updates; -1: as many as --num-train-epochs takes.", type=int, default=-1, group="training"),
+    Flag(name="per_device_train_batch_size", help="Pairs, or completions with scored steps, of an update.", type=int, default=16, group="training"),
     Flag(name="learning_rate", help="Peak learning rate, of all weights.", type=float, default=1e-5, group="training"),
-    Flag(name="centre", help="Weight of the squared sum of a pair's rewards, which keeps them around 0.", type=float, default=0.0, group="training"),
+    Flag(name="center_rewards_coefficient", help="Weight of the squared sum of a pair's rewards, which keeps them around 0.", type=float, default=0.0, group="training"),
     Flag(name="step_separator", help="With scored steps: text behind each step; left out: a line break.", group="training"),
     Flag(name="aggregate", help="With scored steps: score of a completion from its steps': min, prod or mean; left out: min.", group="training"),
     Flag(name="seed", help="Seed of the head, the order and what is held out.", type=int, default=0, group="training"),
@@ -49,7 +49,7 @@ def run(given: Given) -> int:
 
     from covey.rewards.preference import Pair, PreferenceOptions
 
-    wanted = {name: options[name] for name in ("epochs", "max_steps", "batch_size", "learning_rate", "centre", "seed")}
+    wanted = {flag.name: options[flag.name] for flag in _FLAGS if flag.name in PreferenceOptions.__dataclass_fields__}
     how = PreferenceOptions(**wanted)
     rows, held = _examples(options)
     torch.manual_seed(options["seed"])
@@ -179,8 +179,8 @@ def _refuse_others(options: dict[str, Any], is_pairs: bool) -> None:
     """Raise ConfigError for an option that acts on the other kind of rows only."""
     if is_pairs and (options["step_separator"] or options["aggregate"]):
         raise ConfigError("--step-separator and --aggregate belong to scored steps; the data set has pairs.")
-    if not is_pairs and options["centre"]:
-        raise ConfigError("--centre belongs to pairs; the data set has scored steps.")
+    if not is_pairs and options["center_rewards_coefficient"]:
+        raise ConfigError("--center-rewards-coefficient belongs to pairs; the data set has scored steps.")
 
 
 verb = Verb(

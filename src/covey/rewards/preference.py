@@ -43,35 +43,36 @@ E = TypeVar("E", bound=Example)
 class PreferenceOptions:
     """Training options of a reward model. The learning rate is for all weights; a linear warm-up, then a linear decay to 0."""
 
-    epochs: float = 1.0
+    num_train_epochs: float = 1.0
     max_steps: int = -1
-    """Updates; -1: as many as `epochs` takes."""
-    batch_size: int = 16
+    """Updates; -1: as many as `num_train_epochs` takes."""
+    per_device_train_batch_size: int = 16
     """Pairs, or completions with scored steps, of an update."""
     learning_rate: float = 1e-5
     warmup: float = 0.05
     """Share of the updates."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    centre: float = 0.0
-    """Coefficient of `(r_chosen + r_rejected)^2`, which keeps rewards around 0 (Eisenstein et al. 2023; TRL's
-    center_rewards_coefficient)."""
+    center_rewards_coefficient: float = 0.0
+    """Weight of `(r_chosen + r_rejected)^2`, which keeps rewards around 0 (Eisenstein et al. 2023)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "learning_rate"):
+        for name in ("num_train_epochs", "per_device_train_batch_size", "learning_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0.")
         if self.max_steps < 1 and self.max_steps != -1:
             raise ConfigError(f"max_steps={self.max_steps} must be 1 or more, or -1 for as many as the epochs take.")
-        if self.centre < 0 or not 0 <= self.warmup < 1:
-            raise ConfigError("centre must not be below 0, and warmup must be a share from 0 to below 1.")
+        if self.center_rewards_coefficient < 0 or not 0 <= self.warmup < 1:
+            raise ConfigError(
+                "center_rewards_coefficient must not be below 0, and warmup must be a share from 0 to below 1."
+            )
 
     def num_steps(self, count: int) -> int:
         """Updates on `count` pairs."""
         if self.max_steps > 0:
             return self.max_steps
-        return max(1, math.ceil(self.epochs * count / self.batch_size))
+        return max(1, math.ceil(self.num_train_epochs * count / self.per_device_train_batch_size))
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def train(
         scores = _scores(reward, [ids for pair in batch for ids in pair])
         chosen, rejected = scores[0::2], scores[1::2]
         loss = -F.logsigmoid(chosen - rejected).mean()
-        return loss, options.centre * (chosen + rejected).square().mean()
+        return loss, options.center_rewards_coefficient * (chosen + rejected).square().mean()
 
     fit(reward.model, _encoded(reward, pairs), options, losses, told)
 
@@ -203,7 +204,7 @@ def fit(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     torch.manual_seed(options.seed)
     model.train()
-    for step, batch in enumerate(_batches(items, options.batch_size, total, generator), 1):
+    for step, batch in enumerate(_batches(items, options.per_device_train_batch_size, total, generator), 1):
         loss, more = losses(batch)
         optimizer.zero_grad(set_to_none=True)
         (loss + more).backward()
