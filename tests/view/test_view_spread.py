@@ -112,7 +112,7 @@ def test_lengths_are_counted_by_step_and_by_the_sign_of_the_advantage(asked: Any
 
 def test_rewards_that_exclude_each_other_correlate_negatively(asked: Any) -> None:
     told = asked.get("correlations", run="run", **{"from": 3})
-    assert told["names"] == ["right", "short", "reward (total)", "length"]
+    assert told["names"] == ["right", "short", "reward (total)", "length (tokens)"]
     assert told["table"][0][1] is None  # two completions are no correlation
     told = asked.get("correlations", run="run")
     one, other = [0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1], [0] * 12 + [1, 0]

@@ -269,6 +269,28 @@ def test_on_a_phone_every_value_of_facts_and_every_column_of_runs_is_in_sight(br
     page.close()
 
 
+def test_on_a_phone_words_of_figures_are_whole_filters_make_way_and_a_tap_tells_a_value(
+    browser: Any, address: str
+) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True)
+    page = context.new_page()
+    cut = "() => [...document.querySelectorAll('figcaption *')].filter((one) => one.scrollWidth > one.clientWidth + 1 && one.clientWidth).map((one) => one.textContent)"
+    for name in ("curves", "lengths", "rewards"):
+        go(page, address, name, "seed-0")
+        page.wait_for_function("() => document.querySelectorAll('figcaption small').length > 1")
+        assert page.evaluate(cut) == [], name
+        assert page.evaluate("document.documentElement.scrollWidth") <= 391
+    page.locator(".heat canvas").first.tap()
+    page.get_by_text("completions").last.wait_for()
+    assert page.locator(".tip:visible").count() == 1
+    go(page, address, "rollouts", "seed-0")
+    page.get_by_label("Order").wait_for()
+    page.locator(".row").first.tap()
+    page.locator(".completion").first.wait_for()
+    assert not page.get_by_label("Order").is_visible()
+    context.close()
+
+
 CONTRAST = """() => { const light = (text) => { const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(Number).map((one) => one / 255)
         .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
     const ratio = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);

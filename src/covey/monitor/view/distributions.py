@@ -45,7 +45,7 @@ def correlations_of(samples: Mapping[int, Sample], score: str | None) -> dict[st
     by_step = [sample.rewards.get(chosen or "", np.zeros(0)) for sample in samples.values()]
     edges = edges_of(np.concatenate([np.zeros(0), *by_step]))
     return {
-        "names": [*names, "length"],
+        "names": [*names, "length (tokens)"],
         "table": table,
         "completions": len(columns[-1]),
         "score": chosen,

@@ -15,12 +15,13 @@ const AXES = { step: "by step", time: "by hours", tokens: "by tokens" };
 const SMOOTH = [1, 10, 50, 200, 1000];
 const POINTS = 600;
 const MOST_ASKED = 48;
-const AHEAD = 6; // curves below the screen that are asked for at a time
+const AHEAD = 3; // curves below the screen that are asked for at a time
+const PAUSE = 150; // milliseconds in which the browser shows what is drawn, and the reader may go on
 
 /** Fill the page; what comes back keeps it live. */
 export function curvesPage(main) {
   const words = place().words;
-  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], isOwed: false, isBusy: false, axis: AXES[words.get("x")] ? words.get("x") : "step", seeds: words.has("seeds"), version: 0,
+  const kept = { low: numberOf(words.get("from")), high: numberOf(words.get("to")), smooth: Number(words.get("smooth")) || 1, isLog: false, alerts: [], isOwed: false, isBusy: false, timer: 0, axis: AXES[words.get("x")] ? words.get("x") : "step", seeds: words.has("seeds"), version: 0,
     range: () => ends().slice(0, 2) };
   const panels = new Map();
   const due = new Set();
@@ -39,27 +40,37 @@ export function curvesPage(main) {
     }
   }, { rootMargin: "200px 0px 800px" });
 
-  /** Draw what is due: first what is on the screen, then, in small pieces, what the reader may scroll to. */
+  /** Draw what is due on the screen, and say so; what the reader may scroll to comes after a pause, in small pieces. */
   const flush = later(async () => {
     kept.isOwed = true;
     if (kept.isBusy) return;
     kept.isBusy = true;
-    while (due.size || kept.isOwed) {
-      const near = [...due].filter(isOnScreen);
-      if (!near.length && kept.isOwed) {
-        kept.isOwed = false;
-        document.documentElement.dataset.drawn = String(performance.now());
-        await new Promise((done) => setTimeout(done, 0)); // the browser may show it
-        continue;
-      }
-      const runs = chosenRuns();
-      const most = Math.max(1, Math.floor((near.length ? MOST_ASKED : AHEAD) / runs.length));
-      const asked = (near.length ? near : [...due]).slice(0, most);
-      for (const panel of asked) due.delete(panel);
-      await load(asked, runs);
+    clearTimeout(kept.timer);
+    while (kept.isOwed) {
+      kept.isOwed = false;
+      while (await piece([...due].filter(isOnScreen), MOST_ASKED));
+      document.documentElement.dataset.drawn = String(performance.now());
     }
     kept.isBusy = false;
+    kept.timer = setTimeout(ahead, PAUSE);
   }, 0);
+
+  async function ahead() {
+    kept.isBusy = true;
+    const isMore = await piece([...due], AHEAD);
+    kept.isBusy = false;
+    if (kept.isOwed) flush();
+    else if (isMore) kept.timer = setTimeout(ahead, 0);
+  }
+
+  /** Load and draw the first of `wanted`, at most `most` curves; false where there is none. */
+  async function piece(wanted, most) {
+    const runs = chosenRuns();
+    const asked = wanted.slice(0, Math.max(1, Math.floor(most / runs.length)));
+    for (const panel of asked) due.delete(panel);
+    if (asked.length) await load(asked, runs);
+    return asked.length > 0;
+  }
 
   function want(panel) {
     panel.isOld = true;
@@ -190,6 +201,7 @@ export function curvesPage(main) {
     theme: () => panels.forEach(want),
     leave() {
       seen.disconnect();
+      clearTimeout(kept.timer);
       due.clear();
       panels.forEach((panel) => panel.leave());
     },

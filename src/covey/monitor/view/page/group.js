@@ -115,7 +115,7 @@ function alike(completions) {
 
 function card(ones, scale, mark, choice) {
   const [one] = ones;
-  const under = h("p", { class: "token-facts", "aria-live": "polite" }, "Point at a token for its numbers, or move with ← and → in the text.");
+  const under = h("p", { class: "token-facts", "aria-live": "polite" }, "Point at a token, or tap it, for its numbers, or move with ← and → in the text.");
   const advantage = one.advantage;
   return h("article", { class: `completion ${mark}` },
     h("header", {}, h("b", {}, `#${one.completion_index ?? "?"}`),

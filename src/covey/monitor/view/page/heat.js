@@ -25,15 +25,17 @@ function figure(title, note, { height = 260, draw, tell, csv, label }) {
     ctx.font = "12px system-ui, sans-serif";
     draw(ctx, box());
   };
-  canvas.addEventListener("pointermove", (event) => {
+  const point = (event) => {
     const at = canvas.getBoundingClientRect();
     const said = tell(event.clientX - at.left, event.clientY - at.top, box());
     tip.hidden = !said;
     if (!said) return;
     fill(tip, said);
     tip.style.left = `${Math.min(event.clientX - at.left + 12, Math.max(0, place.clientWidth - 180))}px`;
-  });
-  canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+  };
+  canvas.addEventListener("pointermove", point);
+  canvas.addEventListener("pointerdown", point); // a tap moves nothing, and leaves at once
+  canvas.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") tip.hidden = true; });
   const resizer = new ResizeObserver(paint);
   resizer.observe(place);
   return { element, paint, leave: () => resizer.disconnect() };

@@ -115,7 +115,7 @@ export function policyPage(main) {
       };
       const missing = (name, why) => h("p", { class: "soft" }, `${name} is not in the recorded completions: ${why}`);
       return [
-        entropy ? heatMap("entropy by position", "nats, mean over tokens; dark: unsure", { steps: told.steps, rows, cells: entropy, unit: "nats", isAbsolute: true })
+        entropy ? heatMap("entropy by position", "nats, mean over tokens; strong blue: unsure", { steps: told.steps, rows, cells: entropy, unit: "nats", isAbsolute: true })
           : missing("Entropy by token", "the learner writes it for the steps that it computed."),
         ratio ? heatMap("learner against sampler by position", "mean absolute log-ratio, nats", { steps: told.steps, rows, cells: ratio, unit: "nats", isAbsolute: true })
           : missing("The ratio", "it needs log-probabilities of both the sampler and the learner (old_logp)."),
