@@ -50,6 +50,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "2 a group, 2 uses": {"num_generations": 2, "num_iterations": 2},
     "4 uses": {"num_iterations": 4},
     "4 uses, KL target": {"num_iterations": 4, "target_kl": 0.02},
+    "2 uses, KL target, learning rate x 2": {"num_iterations": 2, "target_kl": 0.02, "learning_rate": 2.0},
     "curriculum": {"curriculum": "frontier"},
     "dynamic sampling": {"dynamic_sampling": 1},
     "learning rate x 2": {"learning_rate": 2.0},
