@@ -40,6 +40,12 @@ class DataTypeError(DataError, TypeError):
     """Something given as a data set that is none."""
 
 
+class MissingColumnError(DataError, KeyError):
+    """A data set without a column that is needed."""
+
+    __str__ = Exception.__str__  # a KeyError's is in quotation marks
+
+
 class ModelError(CoveyError, ValueError):
     """A model or tokenizer that cannot be loaded or used as given."""
 

@@ -33,11 +33,15 @@ def test_no_option_is_shown_in_two_groups():
 
 
 def test_names_and_defaults_are_those_of_trl_1_16():
-    deprecated_there = {"use_transformers_paged", "vllm_importance_sampling_cap"}
-    assert {name: DEFAULTS.get(name, "missing") for name in TRL if name not in deprecated_there} == {
-        name: default for name, default in TRL.items() if name not in deprecated_there
-    }
-    assert deprecated_there <= set(options.RENAMED)
+    assert {name: DEFAULTS.get(name, "missing") for name in TRL} == TRL
+
+
+def test_the_former_name_of_a_bound_sets_it_and_says_so():
+    with pytest.warns(FutureWarning, match="vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max"):
+        config = GRPOConfig(output_dir="unused", vllm_importance_sampling_cap=2.0)
+    assert (config.vllm_importance_sampling_clip_max, config.vllm_importance_sampling_cap) == (2.0, None)
+    with pytest.raises(ConfigError, match="are one option; give the second"):
+        GRPOConfig(output_dir="unused", vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=4.0)
 
 
 @pytest.mark.parametrize("name", sorted(options.REFUSED))

@@ -22,10 +22,8 @@ DIFFERS = {
     "files_of_a_checkpoint_for_transformers": "`optimizer.pt`",
     "generation_kwargs_that_do_not_exist": "A misspelt name in `generation_kwargs`",
     "names_of_every_set_of_a_dict": "Every metric of a dict of evaluation sets",
-    "deprecated_options_have_these_names": "Deprecated names",
     "subclass_with_own_loss": "`compute_loss`, `_compute_loss`",
     "the_reference_is_there_before_training": "`ref_model` is None until",
-    "without_a_prompt_column": "A data set without `prompt`",
 }
 """Probes whose outcome is another one here, and the words of docs/from-trl.md that say so."""
 

@@ -252,6 +252,8 @@ class Options:
         group="sampler and learner", at_least=0, may_be_infinite=True)
     vllm_importance_sampling_clip_min: float | None = option(None, "Lower bound of the correction.",
         group="sampler and learner", at_least=0, may_be_infinite=True)
+    vllm_importance_sampling_cap: float | None = option(None, "Former name of vllm_importance_sampling_clip_max.",
+        group="sampler and learner", at_least=0, may_be_infinite=True)
 
     # Numbers gone bad
     on_bad_numbers: str = option("skip",
@@ -341,6 +343,8 @@ class Options:
     cache_implementation: str | None = option(None, "Cache class of transformers' `generate`.",
         inert="the native sampler has its own cache, one copy of the prompt a group")
     use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.",
+        inert="the native sampler always batches continuously")
+    use_transformers_paged: bool = option(False, "Former name of use_transformers_continuous_batching.",
         inert="the native sampler always batches continuously")
     transformers_continuous_batching_config: dict[str, Any] | str | None = option(None,
         "Options of transformers' continuous batching.", inert="the native sampler always batches continuously")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
@@ -64,6 +65,7 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
 
     def _settle(self) -> None:
         """Check all options, and fill in derived ones."""
+        _take_former_names(self)
         given = self._changed()
         checks.refuse_unsupported(given)
         checks.refuse_bad_factories(self)
@@ -112,6 +114,19 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
             for name, default in options.defaults_of(type(self)).items()
             if options.is_changed(vars(self)[name], default)
         }
+
+
+def _take_former_names(config: GRPOConfig) -> None:
+    """Move the value of an option's former name to today's, with a FutureWarning. Raises ConfigError where both are given."""
+    cap = config.vllm_importance_sampling_cap
+    if cap is None:
+        return
+    if config.vllm_importance_sampling_clip_max not in (cap, GRPOConfig.vllm_importance_sampling_clip_max):
+        raise ConfigError(
+            "vllm_importance_sampling_cap and vllm_importance_sampling_clip_max are one option; give the second."
+        )
+    warnings.warn("vllm_importance_sampling_cap is now vllm_importance_sampling_clip_max.", FutureWarning, stacklevel=4)
+    config.vllm_importance_sampling_clip_max, config.vllm_importance_sampling_cap = cap, None
 
 
 def batch_arithmetic(config: GRPOConfig, world_size: int | None = None, num_prompts: int | None = None) -> Arithmetic:

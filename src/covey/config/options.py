@@ -39,8 +39,6 @@ RETIRED: Mapping[str, str] = {
 """Retired options that run folders of earlier versions may record, with today's rule: dropped when such a run is repeated or resumed."""
 
 RENAMED: Mapping[str, str] = {
-    "use_transformers_paged": "It is use_transformers_continuous_batching in TRL now; leave it out, the native sampler batches so.",
-    "vllm_importance_sampling_cap": "Use vllm_importance_sampling_clip_max.",
     "vllm_guided_decoding_regex": "It is vllm_structured_outputs_regex in TRL now.",
     "max_prompt_length": "Prompts are never cut; leave long ones out of the data set.",
     "warmup_ratio": "Use warmup_steps, which takes a share of the run below 1.",
