@@ -228,7 +228,6 @@ def files_of_an_adapters_checkpoint(w):
         "adapter_config.json",
         "trainer_state.json",
         "tokenizer.json",
-        "training_args.bin",
     }
     return AtLeast(sorted(wanted & set(files(w.adapter.folder / "checkpoint-2"))))
 
@@ -370,7 +369,7 @@ def completions_are_written(w):
 @probe
 def a_model_is_saved(w):
     w.main.trainer.save_model(w.place("saved"))
-    wanted = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "training_args.bin"}
+    wanted = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
     return AtLeast(sorted(wanted & set(files(Path(w.place("saved"))))))
 
 

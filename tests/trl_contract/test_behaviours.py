@@ -22,6 +22,7 @@ DIFFERS = {
     "files_of_a_checkpoint_for_transformers": "`optimizer.pt`",
     "generation_kwargs_that_do_not_exist": "A misspelt name in `generation_kwargs`",
     "names_of_every_set_of_a_dict": "Every metric of a dict of evaluation sets",
+    "options_saved_beside_the_model": "`training_args.bin`",
     "subclass_with_own_loss": "`compute_loss`, `_compute_loss`",
     "the_reference_is_there_before_training": "`ref_model` is None until",
 }

@@ -170,14 +170,6 @@ def test_end_closes_a_script(tmp_path):
     one.end()
 
 
-def test_saved_options_have_no_token(tmp_path):
-    one = trainer(tmp_path, hub_token="hf_secret")
-    one.save_model(str(tmp_path / "saved"))
-    assert b"hf_secret" not in (tmp_path / "saved" / "training_args.bin").read_bytes()
-    saved = torch.load(tmp_path / "saved" / "training_args.bin", weights_only=False)
-    assert (saved.hub_token, saved.num_generations, one.args.hub_token) == (None, 4, "hf_secret")
-
-
 def test_a_search_of_options_is_refused_with_what_to_use(tmp_path):
     with pytest.raises(RuntimeError, match="covey tune"):
         trainer(tmp_path).hyperparameter_search(n_trials=2)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import logging
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from covey.errors import CheckpointError, RewardError, SpoiledError
@@ -33,16 +29,12 @@ from covey.types import Event, Group, StepReport
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS = "training_args.bin"
 
-
-def write_model(
-    folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any] | None = None, args: Any = None
-) -> None:
+def write_model(folder: Path, model: Any, tokenizer: Any, weights: dict[str, Any] | None = None) -> None:
     """Write model (or adapter) and tokenizer in transformers' format, readable by any tool.
 
-    `weights` (None: the model's current ones): a copy of its `state_dict`. `args`: options for `training_args.bin`. Raises
-    SpoiledError, and writes nothing, if a weight is not finite.
+    `weights` (None: the model's current ones): a copy of its `state_dict`. Raises SpoiledError, and writes nothing, if a
+    weight is not finite.
     """
     if weights is None:
         expect_finite_end(model)
@@ -50,24 +42,6 @@ def write_model(
     with quiet_bars():
         model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
-    if args is not None:
-        write_options(folder, args)
-
-
-def write_options(folder: Path, args: Any) -> None:
-    """`training_args.bin` as transformers writes it, for `torch.load(..., weights_only=False)`, without the hub's token.
-
-    Options that hold a function of a script's own cannot be written; a warning says so. Covey never reads the file.
-    """
-    told = copy.copy(args)
-    told.hub_token = None
-    content = io.BytesIO()
-    try:
-        torch.save(told, content)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        logger.warning("%s is left out, since an option cannot be pickled: %s", _OPTIONS, error)
-        return
-    (folder / _OPTIONS).write_bytes(content.getvalue())
 
 
 def weights_to_write(model: Any, world: World) -> dict[str, Any] | None:

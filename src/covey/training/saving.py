@@ -206,7 +206,7 @@ class Saver:
 
         def both(folder: Path) -> None:
             more(folder)
-            _write(look, self.model, weights, self.tokenizer, told, self.args, folder)
+            _write(look, self.model, weights, self.tokenizer, told, folder)
 
         return partial(
             checkpoint.save,
@@ -220,9 +220,9 @@ class Saver:
 
 
 def _write(
-    look: Callable[[], None], model: Any, weights: Any, tokenizer: Any, told: TrainerState, args: Any, folder: Path
+    look: Callable[[], None], model: Any, weights: Any, tokenizer: Any, told: TrainerState, folder: Path
 ) -> None:
     look()
-    write_model(folder, model, tokenizer, weights, args)
+    write_model(folder, model, tokenizer, weights)
     expect_adapter_reloads(model, folder, weights)
     told.save_to_json(str(folder / "trainer_state.json"))

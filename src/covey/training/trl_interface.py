@@ -244,9 +244,7 @@ class TRLInterface(TransformersInterface):
         if not self.world.is_main:
             return []
         with told_of_the_disk("The trained model", folder, self.output_dir, REFUSALS):
-            write = partial(
-                write_model, model=self.model, tokenizer=self.processing_class, weights=weights, args=self.args
-            )
+            write = partial(write_model, model=self.model, tokenizer=self.processing_class, weights=weights)
             return write_whole(folder, write)
 
     def save_state(self) -> None:
