@@ -9,7 +9,7 @@ VLLM   := .venv-vllm
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
-marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)\(" tests --include="test_*.py")
+marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)" tests --include="test_*.py")
 
 .PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers gpu test-vllm test-all check pages docs bench record-trl soak audit clean
 
