@@ -14,7 +14,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 from covey.cli import main
 from covey.errors import ConfigError
-from kit import tiny_model, tiny_tokenizer
+from kit import rest_nightly, tiny_model, tiny_tokenizer
 
 REWARD = "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
 SMALL = {
@@ -102,7 +102,7 @@ def test_a_changed_reward_is_refused_before_it_is_imported_where_nobody_can_be_a
     assert "trust_source" not in Path("runs/b/train.yaml").read_text(), "it holds for one call"
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("\n", 2), ("no\n", 2)])
+@pytest.mark.parametrize(("answer", "code"), rest_nightly([("y\n", 0), ("\n", 2), ("no\n", 2)], 2))
 def test_at_a_terminal_it_is_asked_once(changed, monkeypatch, answer, code):
     ours, theirs = os.openpty()
     os.write(ours, answer.encode())

@@ -230,6 +230,7 @@ class Careless(torch.optim.SGD):
                 self.param_groups[0]["params"][-1].div_(0.0)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_users_own_that_makes_nan_sends_the_run_back(tmp_path: Path) -> None:
     from kit import tiny_model
 
@@ -244,6 +245,7 @@ def test_a_gradient_that_a_callback_spoils_after_it_was_judged_sends_the_run_bac
     check(one, tmp_path / "run", ends=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_optimizer_step", "on_step_begin"], 1))
 def test_a_critic_that_becomes_nan_sends_the_run_back(event: str, tmp_path: Path) -> None:
     planted = plant(event, 3, critic)
@@ -251,6 +253,7 @@ def test_a_critic_that_becomes_nan_sends_the_run_back(event: str, tmp_path: Path
     check(one, tmp_path / "run", ends=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_step_begin"], 1))
 def test_a_reference_that_becomes_nan_never_reaches_a_checkpoint(event: str, tmp_path: Path) -> None:
     planted = plant(event, 3, reference)
@@ -271,6 +274,7 @@ def test_an_adapter_that_becomes_nan_sends_the_run_back(event: str, dropout: flo
     check(one, tmp_path / "run", ends=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", rest_nightly(["on_step_end", "on_pre_optimizer_step"], 1))
 def test_bfloat16_weights_that_become_nan_send_the_run_back(event: str, tmp_path: Path) -> None:
     from kit import tiny_model
@@ -280,6 +284,7 @@ def test_bfloat16_weights_that_become_nan_send_the_run_back(event: str, tmp_path
     check(one, tmp_path / "run", ends=False)
 
 
+@pytest.mark.slow
 def test_a_forward_hook_that_writes_nan_into_a_weight_sends_the_run_back(tmp_path: Path) -> None:
     one = trainer(tmp_path / "run")
     calls: list[int] = []
@@ -313,6 +318,7 @@ def test_an_objective_that_is_none_changes_no_weight(value: float, tmp_path: Pat
     check(trainer(tmp_path / "run", algorithm=alg.grpo().replace(objective=bad)), tmp_path / "run", ends=True)
 
 
+@pytest.mark.slow
 def test_a_fault_that_comes_every_time_ends_the_run_with_one_sentence_after_the_returns_it_may_have(tmp_path) -> None:
     planted = plant("on_step_end", 4, weight(math.nan), always=True)
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted])
@@ -321,6 +327,7 @@ def test_a_fault_that_comes_every_time_ends_the_run_with_one_sentence_after_the_
     assert "ends after 2 returns to a checkpoint" in str(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", rest_nightly([{"save_strategy": "no"}, {"on_bad_numbers": "stop"}, {"save_steps": 100}], 2)
 )
@@ -368,6 +375,7 @@ def test_a_healthy_state_is_left_alone() -> None:
     assert state_fault({"optimizer": {"state": {0: moments}, "param_groups": groups}}, ["w"]) is None
 
 
+@pytest.mark.slow
 def test_going_back_at_the_last_step_makes_the_last_step_again(tmp_path: Path) -> None:
     planted = plant("on_step_end", 6, weight(math.nan))
     planted.one = one = trainer(tmp_path / "run", callbacks=[planted])

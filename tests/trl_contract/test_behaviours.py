@@ -38,6 +38,7 @@ def marked(name):
     return pytest.param(name, marks=pytest.mark.nightly) if name in OWN_RUN else name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in PROBES])
 def test_it_is_as_in_trl(name, world):
     problems = compare(RECORDED[name], outcome(world, name))

@@ -43,6 +43,7 @@ def address(
         yield client.address + "/"
 
 
+@pytest.mark.slow
 def test_an_episode_is_shown_as_a_conversation_with_folded_answers(blank: Any, address: str) -> None:
     page = blank
     page.goto(f"{address}#rollouts?run=agent&step=4&group=0")

@@ -11,6 +11,8 @@ import pytest
 
 from covey.monitor.view import Library
 
+pytestmark = pytest.mark.slow  # Chromium starts and stops for it
+
 ATTACKS = [
     "<script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",
