@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -86,6 +87,8 @@ class StopRequest:
     def leave(self) -> None:
         """End a script as it was asked to: KeyboardInterrupt for Ctrl-C, SystemExit for the others, nothing without a signal."""
         if self.signal is signal.SIGINT:
+            with suppress(ImportError):  # PyTorch imports it at exit, after which Python ends with 1 instead of by the signal
+                importlib.import_module("tabulate")
             raise KeyboardInterrupt
         if self.signal is not None:
             raise SystemExit(self.exit_code)
