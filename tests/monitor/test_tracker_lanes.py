@@ -48,10 +48,10 @@ def tracked(kind: type, folder: Path, monkeypatch: pytest.MonkeyPatch, **changed
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
     """What a stuck tracker waits for; set at the end of the test, so that its thread ends."""
-    event = threading.Event()
+    event, others = threading.Event(), set(threading.enumerate())
     yield event
     event.set()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - others:
         if thread.name.startswith("covey-"):
             thread.join(30)
 
