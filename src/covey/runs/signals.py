@@ -87,7 +87,8 @@ class StopRequest:
     def leave(self) -> None:
         """End a script as it was asked to: KeyboardInterrupt for Ctrl-C, SystemExit for the others, nothing without a signal."""
         if self.signal is signal.SIGINT:
-            with suppress(ImportError):  # PyTorch imports it at exit, after which Python ends with 1 instead of by the signal
+            # PyTorch imports it at exit, where there is one, and an import there makes Python end with 1, not by the signal
+            with suppress(ImportError):
                 importlib.import_module("tabulate")
             raise KeyboardInterrupt
         if self.signal is not None:
