@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from probes import OWN_RUN, PROBES, World, compare, outcome
 
+from kit import rest_nightly
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*previous-:UserWarning")  # runs into a folder that holds one
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())["outcomes"]
 PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
@@ -34,12 +36,8 @@ def world(tmp_path_factory):
     return World("covey", tmp_path_factory.mktemp("behaviours"))
 
 
-def marked(name):
-    return pytest.param(name, marks=pytest.mark.nightly) if name in OWN_RUN else name
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [marked(name) for name in PROBES])
+@pytest.mark.parametrize("name", rest_nightly(PROBES, set(PROBES) - set(OWN_RUN)))
 def test_it_is_as_in_trl(name, world):
     problems = compare(RECORDED[name], outcome(world, name))
     if name in DIFFERS:
