@@ -91,16 +91,16 @@ def in_a_process(what: dict[str, Any]) -> dict[str, float]:
 def cell(what: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch loads on first use is not the model's
-    if "train" in what:
-        return {"parameters": model_of(what["train"])[0].num_parameters()}
+    if "make" in what:
+        return {"parameters": model_of(what["make"])[0].num_parameters()}
     return learner_cell(**what["learner"]) if "learner" in what else run_cell(what["run"])
 
 
 def model_of(size: str) -> tuple[Any, Any]:
-    """The benchmark's model and tokenizer, trained on first use, which takes more memory than any run here."""
+    """The benchmark's model as it is initialized, and its tokenizer, which is trained on first use: memory of its own."""
     import rollout
 
-    return rollout.trained(size, 120 if size == "10m" else 60)
+    return rollout.trained(size, 0)
 
 
 def learner_table() -> None:
@@ -150,7 +150,7 @@ def prediction_table(words: list[str] | None) -> None:
     for name, options in RUNS.items():
         if words and not any(word in name for word in words):
             continue
-        in_a_process({"train": options.get("size", "10m")})
+        in_a_process({"make": options.get("size", "10m")})
         found = in_a_process({"run": options})
         ratio = found["predicted"] / found["measured"]
         values = f"{found['predicted']:.0f} | {found['measured']:.0f} | {ratio:.2f} | {found['process']:.0f}"
@@ -192,7 +192,7 @@ def warm_up(prompts: list[str], options: dict[str, Any], rank: int | None) -> No
 
     import rollout
 
-    tokenizer = rollout.trained("10m", 120)[1]
+    tokenizer = rollout.trained("10m", 0)[1]
     never_ends(tokenizer)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     eos = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
