@@ -7,17 +7,10 @@ from covey import GRPOConfig, GRPOTrainer, demo
 from covey import algorithms as alg
 
 STEPS = 25
-EVERY_CHANGE = ("grpo",)
-"""Trained before every change lands; the others nightly."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in EVERY_CHANGE else pytest.mark.nightly)
-        for name in sorted(alg.PRESETS)
-    ],
-)
+@pytest.mark.nightly  # `covey demo` trains by grpo before every change lands
+@pytest.mark.parametrize("name", sorted(alg.PRESETS))
 def test_the_reward_on_held_out_problems_rises(name, tmp_path):
     """8 prompts x 8 completions a step, at the rate and with the schedule of the table in docs/algorithms-measured.md."""
     trainer = GRPOTrainer(

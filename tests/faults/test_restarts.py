@@ -14,6 +14,7 @@ import torch
 from test_dead_ranks import pair
 
 from forked import run
+from kit import rest_nightly
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 pytestmark = pytest.mark.timeout(1800)  # eight processes in a row on a machine that others load
@@ -54,22 +55,21 @@ def left_alone(folder: Path, what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launch, late",
-    [
-        (forked_torchrun, "1,0"),
-        *(pytest.param(torchrun, late, marks=pytest.mark.nightly) for late in ("0,1", "1,0")),
-    ],
+    "launch, kills, late",
+    rest_nightly([(forked_torchrun, 1, "1"), (torchrun, 2, "0,1"), (torchrun, 2, "1,0")], 1),
 )
 def test_killed_workers_are_started_again_by_torchrun_and_the_run_ends_bit_for_bit(
-    launch: Callable[..., None], late: str, tmp_path: Path
+    launch: Callable[..., None], kills: int, late: str, tmp_path: Path
 ) -> None:
     killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
-    launch(killed.parent, "kill twice", "auto", late=late)
-    left_alone(whole.parent, "none twice")
+    times, last = {1: ("first", 5), 2: ("twice", 6)}[kills]
+    launch(killed.parent, f"kill {times}", "auto", late=late)
+    left_alone(whole.parent, f"none {times}")
     attempts = json.loads((killed / "run.json").read_text())["attempts"]
-    assert [one["from_step"] > 0 for one in attempts] == [False, True, True], "each went on where the last one was"
+    assert [one["from_step"] > 0 for one in attempts] == [False] + [True] * kills, "each went on where the last one was"
     for name in ("model.safetensors", "covey_state.safetensors"):
-        assert (killed / "checkpoint-6" / name).read_bytes() == (whole / "checkpoint-6" / name).read_bytes()
+        content = [(folder / f"checkpoint-{last}" / name).read_bytes() for folder in (killed, whole)]
+        assert content[0] == content[1]
 
 
 @pytest.mark.slow

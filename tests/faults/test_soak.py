@@ -21,12 +21,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     one.close()
 
 
-QUICK = ("NaN gradient",)
+MARKS = {"NaN gradient": [], "dead rank": [pytest.mark.nightly]}
+"""Others are slow; a dead rank is told of every day by test_dead_ranks.py."""
 
 
-@pytest.mark.parametrize(
-    "fault", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.slow])) for name in FAULTS])
 def test_a_run_survives(fault: str, bench: Bench) -> None:
     outcome = FAULTS[fault](bench)
     assert outcome.survived, outcome.said

@@ -2,8 +2,8 @@
 
 `python two_ranks.py TESTS FOLDER FAULT [resume | auto]`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as a launcher sets them.
 "told in a rollout" and "told in an update" ("..., split" with FSDP) send SIGTERM to rank 1 alone, in the middle of the third step.
-Under `torchrun --max-restarts`, "kill twice" kills rank 1 in the first attempt and rank 0 in the second; LATE="0,1" lets rank 0 come
-seconds after the other one in the second attempt, and rank 1 in the third.
+Under `torchrun --max-restarts`, "kill first" kills rank 1 in the first attempt, "kill twice" rank 0 in the second too; LATE="0,1" lets
+rank 0 come seconds after the other one in the second attempt, and rank 1 in the third.
 """
 
 import os
@@ -51,6 +51,10 @@ FAULTS = {
 }
 
 
+KILLS = {"kill first": [(0, 1, 2)], "kill twice": [(0, 1, 2), (1, 0, 4)]}
+"""Attempt, rank and step of each."""
+
+
 def reward_steps(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
@@ -64,7 +68,7 @@ class OnStep:
 
         class Break(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
-                if FAULT == "kill twice" and (ATTEMPT, RANK, state.global_step) in ((0, 1, 2), (1, 0, 4)):
+                if (ATTEMPT, RANK, state.global_step) in KILLS.get(FAULT, ()):
                     kill_once()
                 is_done = FAULT == "kill once" and (FOLDER / "at").exists()
                 if RANK == 1 and state.global_step == 2 and FAULT in FAULTS and not is_done:
