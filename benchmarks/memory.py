@@ -34,7 +34,7 @@ from learner import as_in_runs, learner_of
 
 VOCABULARIES = (4_096, 32_000, 152_000)
 LENGTHS = (128, 512, 1024, 2048, 4096)
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "10M, float32": {},
     "10M, bfloat16 products": {"bf16": True},
     "10M, float32, recomputed activations": {"gradient_checkpointing": True},
@@ -149,6 +149,9 @@ def prediction_table(words: list[str] | None) -> None:
     print("|---|--:|--:|--:|--:|")
     for name, options in RUNS.items():
         if words and not any(word in name for word in words):
+            continue
+        if options.get("bf16") and not has_bfloat16(torch.device("cpu")):
+            print(f"| {name} | this processor does not multiply bfloat16 | | | |", flush=True)
             continue
         in_a_process({"make": options.get("size", "10m")})
         found = in_a_process({"run": options})

@@ -48,8 +48,8 @@ SHAPES = {
     "60m": {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 10},
 }
 END = "<|end|>"
-PRODUCTS = ("qkv", "out", "gate", "up", "down")
-"""What a layer of the engine multiplies with."""
+FASTER = torch.bfloat16 if processor_has_bfloat16() else torch.float32
+"""Type that this processor multiplies fastest."""
 
 
 @functools.cache
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--growth", action="store_true", help="time decode steps by batch, prompt length and group size"
     )
-    parser.add_argument("--memory", action="store_true", help="peak memory of the native engine in bfloat16")
+    parser.add_argument("--memory", action="store_true", help="peak memory of the native engine")
     parser.add_argument("--vllm", metavar="PYTHON", help="python of an environment that has vLLM, to compare with")
     options = parser.parse_args()
     now = time.process_time if options.cpu_time else time.perf_counter
@@ -256,7 +256,7 @@ def step_seconds(
         ids = torch.zeros(1, rounded(length), dtype=torch.int64)
         forward.prefill(ids, torch.arange(rounded(length))[None], PrefillBatch(cache, slots[slot : slot + 1]))
     cache.add_rows(prompts * group)
-    cache.arrange([p for p in range(prompts) for _ in range(group)])
+    cache.set_row_owners([p for p in range(prompts) for _ in range(group)])
     tokens, seconds = torch.zeros(cache.num_computed, dtype=torch.int64), []
     for step in range(written):
         cache.begin_step()
@@ -268,7 +268,7 @@ def step_seconds(
 
 
 def calibrated(now: Callable[[], float]) -> tuple[float, float]:
-    """This machine's bytes a second (reading 256 MiB) and bfloat16 operations a second (a product of 2048 rows)."""
+    """This machine's bytes a second (reading 256 MiB) and operations a second in its faster type (a product of 2048 rows)."""
 
     def best(run: Callable[[], Any]) -> float:
         seconds = []
@@ -279,26 +279,28 @@ def calibrated(now: Callable[[], float]) -> tuple[float, float]:
         return min(seconds)
 
     wide = torch.ones(2**26)
-    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(2048, 2048).bfloat16(), 2048)
-    x = torch.randn(2048, 2048).bfloat16()
-    product = lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    weight = x = torch.randn(2048, 2048, dtype=FASTER)
+    product = lambda: torch.mm(x, weight)
+    if FASTER.itemsize == 2:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 2048)
+        product = lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     return 2**28 / best(wide.sum), 2 * 2048**3 / best(product)
 
 
 def growth(model: Any, now: Callable[[], float]) -> None:
     """Tables of decode steps after 64 tokens, and the share of the roofline at batch 64."""
-    forward = DecoderForward(model, torch.bfloat16)
+    forward = DecoderForward(model, FASTER)
     bandwidth, rate = calibrated(now)
     print(
-        f"calibration: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s in bfloat16, {torch.get_num_threads()} threads"
+        f"calibration: {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s in {FASTER}, {torch.get_num_threads()} threads"
     )
     shape = model.config
-    per_token = sum(layer.bytes_per_token(torch.bfloat16) for layer in forward.layers)
+    per_token = sum(layer.bytes_per_token(FASTER) for layer in forward.layers)
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)  # the head is tied to the embedding
     with torch.no_grad():
-        timed = lambda *sizes: step_seconds(forward, *sizes, 64, now)
+        timed = lambda prompts, group, length: step_seconds(forward, prompts, group, length, 64, now)
         measured = timed(8, 8, 96)
-        moved = 2 * weights + per_token * (8 * 96 + 64 * 64) + 4 * 64 * shape.vocab_size
+        moved = FASTER.itemsize * weights + per_token * (8 * 96 + 64 * 64) + 4 * 64 * shape.vocab_size
         done = 64 * (2 * weights + 4 * shape.num_attention_heads * forward.width * len(forward.layers) * (96 + 64))
         bound = max(moved / bandwidth, done / rate)
         print(
@@ -313,30 +315,38 @@ def growth(model: Any, now: Callable[[], float]) -> None:
 
 
 def memory(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Resident memory at most, beside the weights, the tensors of their bfloat16 copy, and the keys and values held at most.
+    """Resident memory at most, beside the weights, their copy where they are sampled in bfloat16, and the keys and values held at most.
 
     Counted from after a warm-up on a tiny model in the same precision, so the libraries' own code is left out. All else
     that sampling takes is "everything else": activations, holes in the heap, what oneDNN keeps for every size of product.
     """
+    dtype: Any = str(FASTER).removeprefix("torch.")
     small = demo.model_path()  # libraries load and kernels are made on a model of its own
     warm = NativeSampler(
-        AutoModelForCausalLM.from_pretrained(small), AutoTokenizer.from_pretrained(small), dtype="bfloat16"
+        AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(small),
+        dtype=dtype,
     )
     by_sampler(warm, ["2 + 2 ="] * options.prompts, options.group, SamplingParams(max_tokens=40, seed=0))
     for parameter in model.parameters():
         parameter.sum()  # read from the file now, not when it is copied
     prompts = questions(options.prompts, options.shots)
     before = resident("VmRSS")
-    sampler = NativeSampler(model, tokenizer, dtype="bfloat16")
+    sampler = NativeSampler(model, tokenizer, dtype=dtype)
     forward, held = sampler.forward, [0]
-    products = [forward.head, *(getattr(block, name) for block in forward.blocks for name in PRODUCTS)]
-    copied = sum(2 * product.weight.numel() for product in products) / 2**20
+    assert isinstance(forward, DecoderForward)
+    products = [forward.head, *(product for block in forward.blocks for product in block.products)]
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    tensors = [
+        tensor for product in products if product is not None for tensor in product.tensors if tensor is not None
+    ]
+    copies = [tensor for tensor in tensors if tensor.is_mkldnn or tensor.data_ptr() not in own]
+    copied = sum(tensor.numel() * tensor.element_size() for tensor in copies) / 2**20
     begin = KVCache.begin_step
 
-    def watched(cache: KVCache) -> bool:
-        grew = begin(cache)
-        held.append(sum(slab.nbytes for slab in (*cache.prefix, *cache.suffix)))
-        return grew
+    def watched(cache: KVCache) -> None:
+        begin(cache)
+        held.append(sum(buffer.nbytes for buffer in (*cache.prefix, *cache.suffix)))
 
     with mock.patch.object(KVCache, "begin_step", watched), peak_since() as peak:
         params = SamplingParams(max_tokens=options.max_tokens, seed=1)
