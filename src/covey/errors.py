@@ -40,8 +40,8 @@ class DataTypeError(DataError, TypeError):
     """Something given as a data set that is none."""
 
 
-class MissingColumnError(DataError, KeyError):
-    """A data set without a column that is needed."""
+class MissingKeyError(DataError, KeyError):
+    """A data set without a column that is needed, or a dict of data sets without one that is named."""
 
     __str__ = Exception.__str__  # a KeyError's is in quotation marks
 

@@ -214,6 +214,22 @@ def test_unknown_and_mixed_formats_are_told(tmp_path):
     refused([tmp_path / "a.jsonl", tmp_path / "a.csv"], "mixes csv and json files")
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "folow:x.jsonl",
+            r"begins with 'folow', which is no kind of source\. Did you mean follow\? Those are follow, gym",
+        ),
+        ("folow:prompts/", r"begins with 'folow', .* Did you mean follow\?"),
+        ("verifier:org/env", r"begins with 'verifier', .* Did you mean verifiers\?"),
+        ("https://host/x.jsonl", r"begins with 'https', which is no kind of source\. Those are"),
+    ],
+)
+def test_a_mistyped_kind_of_source_is_no_hub_id(name, told):
+    refused(name, told)
+
+
 def test_a_hub_id_that_cannot_be_reached_is_told(monkeypatch):
     import huggingface_hub.constants
 

@@ -136,13 +136,16 @@ def test_a_run_that_failed_in_its_first_step_is_set_aside_by_the_next(tmp_path: 
 
 
 def test_resuming_logs_no_step_twice_and_keeps_the_identity(tmp_path: Path) -> None:
-    a_run(tmp_path, steps=5)  # killed after step 5: never closed
+    killed = a_run(tmp_path, steps=5)  # killed after step 5: never closed
+    for step in (4, 5):
+        killed.write_completions(step, [a_group()], ["match"])
     start = checkpoint.resolve("auto", tmp_path)
     run = RunFolder.create(tmp_path, resume=start, strict=True)
     before = json.loads((tmp_path / "run.json").read_text())
     found = run.describe(args={"seed": 7, "learning_rate": 2e-6})
     assert logged(tmp_path) == [1, 2, 3, 4]
     assert rollouts.steps(tmp_path / "rollouts") == [1, 2, 3, 4]
+    assert names(tmp_path / "completions") == ["completions_00004.parquet"]
     run.append_metrics(5, {"reward": 0.5})
     run.close("stopped")
     assert logged(tmp_path) == [1, 2, 3, 4, 5]

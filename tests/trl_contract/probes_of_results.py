@@ -28,6 +28,11 @@ def dispatched_batches_of_a_stream(w):
     return w.trainer(rows=stream(), accelerator_config={"dispatch_batches": True})
 
 
+@probe
+def dispatched_batches_of_a_stream_to_evaluate_on(w):
+    return w.trainer(eval_dataset={"held": stream()}, accelerator_config={"dispatch_batches": True})
+
+
 @own_run
 def without_a_prompt_column(w):
     return w.trainer(rows=[{"question": "?"}] * 8).train()
@@ -102,6 +107,20 @@ def evaluate_by_hand_with_a_prefix(w):
             if key in ("test_loss", "test_runtime", "test_steps_per_second")
         )
     )
+
+
+@own_run
+def evaluate_one_set_of_a_dict_by_its_name(w):
+    made = w.trainer(eval_dataset={"easy": Dataset.from_list(ROWS[:1]), "hard": Dataset.from_list(ROWS[:2])})
+    return [
+        sorted(set(made.evaluate("easy")) & {"eval_reward", "eval_loss", "eval_easy_loss"}),
+        len(made.state.log_history),
+    ]
+
+
+@probe
+def evaluate_a_set_that_the_dict_lacks(w):
+    return w.trainer(eval_dataset={"easy": Dataset.from_list(ROWS[:1])}).evaluate("hrad")
 
 
 @own_run
@@ -289,6 +308,21 @@ def weights_of_rewards_are_a_tensor(w):
 @probe
 def the_reference_is_there_before_training(w):
     return w.main.ref_before is not None
+
+
+@probe
+def the_reference_of_training_is_the_one_before_it(w):
+    return w.main.trainer.ref_model is w.main.ref_before
+
+
+@own_run
+def the_reference_stays_when_training_begins_again(w):
+    made = w.trainer(beta=0.1, learning_rate=0.1, max_steps=1)
+    made.train()
+    made.train()
+    start = Qwen2ForCausalLM.from_pretrained(w.model_folder)
+    pairs = zip(start.parameters(), made.ref_model.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 @probe

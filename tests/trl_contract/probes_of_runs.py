@@ -107,6 +107,13 @@ def a_reward_that_never_applies(w):
     return "rewards/<lambda>/mean" in made.state.log_history[0]
 
 
+@own_run
+def a_metric_without_a_value_is_none(w):
+    made = w.trainer([length, lambda completions, **columns: [None] * len(completions)], logging_steps=1)
+    made.train()
+    return [made.state.log_history[0]["rewards/<lambda>/mean"], made.state.log_history[0]["reward"] is not None]
+
+
 @probe
 def tokens_are_counted(w):
     counts = [
@@ -131,6 +138,11 @@ def what_train_returns(w):
         isinstance(result.training_loss, float),
         keys(result.metrics, "train_", "epoch"),
     ]
+
+
+@own_run
+def train_takes_these_arguments(w):
+    return w.trainer().train(resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=["reward"]).global_step
 
 
 @own_run
@@ -230,6 +242,12 @@ def events_of_micro_batches(w):
         events.count(name)
         for name in ("on_substep_end", "on_step_begin", "on_step_end", "on_optimizer_step", "on_epoch_begin")
     ]
+
+
+@probe
+def events_of_a_step_in_order(w):
+    events = w.plain.listener.events
+    return events[events.index("on_step_begin") : events.index("on_step_end") + 1]
 
 
 @probe

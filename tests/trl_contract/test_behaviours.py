@@ -16,17 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*previous-:UserWarning")  # run
 RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())["outcomes"]
 PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
 DIFFERS = {
-    "a_reward_that_never_applies": "A metric without a value",
     "an_adapter_with_a_synchronised_reference": "which TRL refuses",
-    "an_option_set_on_the_trainer": "An option is not set on the trainer",
-    "dispatched_batches_of_a_stream": "`dispatch_batches=True` with a stream",
-    "events_of_micro_batches": "`on_substep_end`",
     "files_of_a_checkpoint_for_transformers": "`optimizer.pt`",
     "generation_kwargs_that_do_not_exist": "A misspelt name in `generation_kwargs`",
     "names_of_every_set_of_a_dict": "Every metric of a dict of evaluation sets",
     "options_saved_beside_the_model": "`training_args.bin`",
     "subclass_with_own_loss": "`compute_loss`, `_compute_loss`",
-    "the_reference_is_there_before_training": "`ref_model` is None until",
 }
 """Probes whose outcome is another one here, and the words of docs/from-trl.md that say so."""
 

@@ -51,6 +51,14 @@ REFUSED = {
         lambda t: trainer(t, rows=Dataset.from_list(ROWS).to_iterable_dataset(), max_steps=-1),
         ValueError,
     ),
+    "a stream and batches that one process reads": (
+        lambda t: trainer(
+            t,
+            rows=Dataset.from_list(ROWS).to_iterable_dataset(),
+            accelerator_config={"dispatch_batches": True},
+        ),
+        ValueError,
+    ),
 }
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from contract import trainer
+from contract import length, trainer
 from transformers import TrainerCallback
 
 from covey.errors import ConfigError
@@ -105,6 +105,19 @@ def test_attributes_say_what_the_run_does(run):
     assert one.get_num_trainable_parameters() == one.model.num_parameters()
 
 
+def test_the_reference_model_is_there_before_training_and_stays_over_a_resume(tmp_path):
+    one = trainer(tmp_path, beta=0.1, max_steps=2, learning_rate=0.1, save_strategy="steps", save_steps=1)
+    start = [parameter.detach().clone() for parameter in one.model.parameters()]
+    reference = one.ref_model
+    assert reference is not one.model
+    one.train()
+    with pytest.warns(UserWarning, match="goes on from step 1"):
+        one.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert one.ref_model is reference
+    assert all(torch.equal(a, b) for a, b in zip(start, reference.parameters(), strict=True))
+    assert trainer(tmp_path / "without", beta=0.0).ref_model is None
+
+
 def test_the_reference_model_is_the_model_before_training(run):
     assert run.trainer.ref_model is not None
     assert not any(parameter.requires_grad for parameter in run.trainer.ref_model.parameters())
@@ -112,9 +125,46 @@ def test_the_reference_model_is_the_model_before_training(run):
     assert any(not torch.equal(a, b) for a, b in pairs)
 
 
-def test_an_option_is_not_set_on_the_trainer(run):
-    with pytest.raises(ConfigError, match="temperature is an option; set it in GRPOConfig"):
-        run.trainer.temperature = 0.5
+def test_an_option_of_sampling_may_be_set_until_training(tmp_path):
+    """It acts as if it had been given: the same completions."""
+    told, late = trainer(tmp_path / "told", temperature=0.5), trainer(tmp_path / "late")
+    shared = late.args
+    late.temperature = 0.5
+    assert (late.temperature, late.args.temperature, shared.temperature) == (0.5, 0.5, 1.0)
+    told.train()
+    late.train()
+    same = [torch.equal(a, b) for a, b in zip(told.model.parameters(), late.model.parameters(), strict=True)]
+    assert all(same)
+    with pytest.raises(ConfigError, match="temperature=-1 must be above 0"):
+        trainer(tmp_path / "wrong").temperature = -1
+    with pytest.raises(ConfigError, match="set it in GRPOConfig, before the trainer is made, or on the trainer before"):
+        late.temperature = 1.0
+
+
+def test_an_option_of_the_loss_is_not_set_on_the_trainer(run):
+    with pytest.raises(ConfigError, match="loss_type is an option; set it in GRPOConfig, before the trainer is made"):
+        run.trainer.loss_type = "grpo"
+
+
+def test_the_operations_of_training_are_counted(run):
+    """transformers' estimate: six for each weight outside of embeddings and each token that was trained on."""
+    weights = run.trainer.model.num_parameters(exclude_embeddings=True)
+    state = run.trainer.state
+    assert state.total_flos == 6 * weights * state.num_input_tokens_seen > 0
+    assert run.result.metrics["total_flos"] == state.log_history[-1]["total_flos"] == state.total_flos
+    saved = json.loads((run.folder / "checkpoint-2" / "trainer_state.json").read_text())
+    assert 0 < saved["total_flos"] < state.total_flos
+
+
+def test_a_metric_without_a_value_is_none_in_the_log_and_left_out_for_trackers(tmp_path):
+    def never(completions, **columns):
+        return [None] * len(completions)
+
+    one = trainer(tmp_path, rewards=[length, never], logging_steps=1, max_steps=2, report_to="tensorboard")
+    result = one.train()
+    assert [entry["rewards/never/mean"] for entry in one.state.log_history[:2]] == [None, None]
+    assert None not in result.metrics.values()
+    one.log_metrics("train", result.metrics)
 
 
 def test_the_accelerator_is_the_one_of_this_process(run, capsys):

@@ -44,6 +44,23 @@ def test_a_mixin_is_looked_at_too():
         type("Mine", (Mixin, GRPOTrainer), {})
 
 
+def test_a_hook_that_is_set_afterwards_is_refused_too(tmp_path, monkeypatch):
+    class Mine(GRPOTrainer):
+        pass
+
+    one = trainer(tmp_path, kind=Mine)
+    with pytest.raises(ConfigError, match="compute_loss is set on a Mine, and nothing here calls it: write the loss"):
+        one.compute_loss = lambda model, inputs: 0.0
+    with pytest.raises(ConfigError, match="_calculate_rewards is set on a trainer that is made already; override it"):
+        one._calculate_rewards = lambda *given: None
+    monkeypatch.setattr(Mine, "training_step", lambda *given: None, raising=False)
+    with pytest.raises(ConfigError, match="Mine overrides training_step, which nothing here calls"):
+        trainer(tmp_path, kind=Mine)
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *given: None, raising=False)
+    with pytest.raises(ConfigError, match="GRPOTrainer overrides _compute_loss, which nothing here calls"):
+        trainer(tmp_path)
+
+
 def test_every_method_of_transformers_trainer_is_there_or_refused():
     """Nothing of its interface is silently ignored, whatever the version."""
     methods = {name for name, value in vars(Trainer).items() if inspect.isfunction(value)}

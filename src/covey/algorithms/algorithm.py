@@ -55,6 +55,11 @@ class Needs:
     whole_step: bool = False
     """A gradient-free pass over the step before the first micro-batch, for `Algorithm.prepare`."""
 
+    @property
+    def reference(self) -> bool:
+        """A reference model."""
+        return self.ref_logp or self.distribution
+
 
 _SINGLE = ("advantage", "objective", "aggregate", "kl", "reference", "critic")
 _MANY = ("regularizers", "weights")

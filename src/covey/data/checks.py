@@ -13,7 +13,7 @@ import pyarrow.compute as compute
 from covey.data.images import IMAGE_COLUMNS, REFUSED_COLUMNS
 from covey.data.live.dataset import LiveDataset
 from covey.data.prompts import check_prompt
-from covey.errors import DataError, DataTypeError, MissingColumnError, did_you_mean
+from covey.errors import DataError, DataTypeError, MissingKeyError, did_you_mean
 
 _BATCH = 1000
 
@@ -82,7 +82,7 @@ def _check_columns(columns: list[str], name: str) -> None:
             did_you_mean("prompt", columns) or f" Use one of them with prompt_column= (--prompt-column {columns[0]})."
         )
         listed = ", ".join(columns)
-        raise MissingColumnError(
+        raise MissingKeyError(
             f"{name} has no column 'prompt'; it has {listed}.{near}" if columns else f"{name} has no columns at all."
         )
     others = [column for column in columns if column in REFUSED_COLUMNS]

@@ -15,6 +15,7 @@ from covey.data.live.dataset import PREFIX, LiveDataset, follow
 from covey.data.mixing import mix, terms
 from covey.data.sources import AnyDataset, opened, shown
 from covey.errors import DataError, did_you_mean
+from covey.files.places import refuse_scheme
 
 _SPLIT = re.compile(r"^(?P<source>.+?):(?P<split>[A-Za-z_][\w.\-]*(\[[^\]]*\])?)$")
 
@@ -69,6 +70,8 @@ def _checked(
     """One source with its columns renamed; in a mixture a set that has the new name already keeps its own."""
     if isinstance(source, str) and source.startswith(PREFIX):
         return cast(AnyDataset, _followed(source, split, renames, is_mixed))
+    if isinstance(source, str):
+        refuse_scheme(source)
     source, split = parted(source, split)
     name = shown(source)
     dataset = opened(source, split, streaming, config_name)

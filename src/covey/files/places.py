@@ -10,6 +10,8 @@ from covey.errors import DataError, ModelError, did_you_mean
 
 _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".safetensors", ".bin", ".gguf", ".pt", ".yaml", ".yml")  # fmt: skip
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
+_SCHEMES = ("follow", "gym", "verifiers")
+"""Words before the colon of a data set that is neither a file, a folder nor on the hub."""
 
 
 def looks_local(name: str) -> bool:
@@ -26,6 +28,24 @@ def looks_local(name: str) -> bool:
     return text.lower().endswith(_FILES) or text.endswith("/") or bool(rest and Path(first).is_dir())
 
 
+def refuse_scheme(name: str) -> None:
+    """Raise DataError for a data set like `folow:x.jsonl`: a word that is no scheme, no file and no folder before a place."""
+    scheme, _, place = name.partition(":")
+    is_place = "/" in place or place.lower().endswith(_FILES)
+    if (
+        not re.fullmatch(r"[A-Za-z]{2,}", scheme)
+        or scheme in _SCHEMES
+        or not is_place
+        or _exists(scheme)
+        or _exists(name)
+    ):
+        return
+    raise DataError(
+        f"The data set {name!r} begins with {scheme!r}, which is no kind of source.{did_you_mean(scheme, _SCHEMES)} "
+        f"Those are {', '.join(_SCHEMES)}; a file or folder is written without one."
+    )
+
+
 def refuse_missing(name: str, what: str) -> None:
     """Raise ModelError (of a model) or DataError where a name that is written like a path stands for nothing here.
 
@@ -34,6 +54,8 @@ def refuse_missing(name: str, what: str) -> None:
     is_data = what == "data set"
     if is_data and name.startswith("follow:"):  # it may come later
         return
+    if is_data:
+        refuse_scheme(name)
     text = re.sub(r":[A-Za-z_][\w.\-]*(\[[^\]]*\])?$", "", name) if is_data and not _exists(name) else name
     if is_data and (re.search(r"[*?+\[\]]|\s", text) or _exists(text)):
         return

@@ -3,7 +3,7 @@
 from covey.learner.critic import Critic, ValueHead, ValueModel, no_critic
 from covey.learner.learner import Learner
 from covey.learner.policy import Policy
-from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference
+from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference, frozen_copy
 from covey.learner.supervised import Supervised
 from covey.learner.teacher import Teacher
 from covey.learner.token_metrics import FIRST_UPDATE
@@ -21,5 +21,6 @@ __all__ = [
     "Teacher",
     "ValueHead",
     "ValueModel",
+    "frozen_copy",
     "no_critic",
 ]

@@ -70,6 +70,11 @@ class NoReference:
         return None
 
 
+def frozen_copy(model: Any) -> Any:
+    """A copy of the model, in evaluation mode and without gradients."""
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
 @dataclass(eq=False)
 class FrozenCopy:
     """A full copy of the model, for full fine-tuning."""
@@ -82,10 +87,17 @@ class FrozenCopy:
 
     @staticmethod
     def of(
-        policy: Policy, *, follows: bool = False, shard: Callable[[torch.nn.Module], Shards] | None = None
+        policy: Policy,
+        *,
+        follows: bool = False,
+        shard: Callable[[torch.nn.Module], Shards] | None = None,
+        model: Any = None,
     ) -> FrozenCopy:
-        """A copy of the current policy, sharded over processes by `shard`; the policy must not be sharded yet."""
-        model = copy.deepcopy(policy.model).eval().requires_grad_(False)
+        """A copy of the current policy, sharded over processes by `shard`; the policy must not be sharded yet.
+
+        `model`: a copy that was made before.
+        """
+        model = frozen_copy(policy.model) if model is None else model
         frozen = replace(policy, model=model, auxiliary_coefficient=0.0)
         return FrozenCopy(frozen if shard is None else frozen.sharded(shard), follows=follows)
 

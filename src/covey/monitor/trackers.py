@@ -234,7 +234,7 @@ def _guarded(kind: type, trackers: Trackers) -> type:
 
     def guard(event: str) -> Callable[..., Any]:
         def heard(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            given = {key: dict(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
+            given = {key: _defined(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
             given = {key: value for key, value in given.items() if key not in _OF_TRAINING}
             now = copy.copy(state), copy.copy(control)  # training continues with its own
             call = partial(getattr(kind, event), self, args, *now, **given)
@@ -257,6 +257,11 @@ def _guarded(kind: type, trackers: Trackers) -> type:
 
     heard = [event for event in _GUARDED if getattr(kind, event) is not getattr(TrainerCallback, event)]
     return type(name, (kind,), {"on_train_begin": on_train_begin, **{event: guard(event) for event in heard}})
+
+
+def _defined(metrics: dict[str, Any]) -> dict[str, Any]:
+    """A copy without metrics that have no value, which trackers warn about."""
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _same_mlflow_run() -> Callable[[], object]:

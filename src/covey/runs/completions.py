@@ -31,6 +31,14 @@ def write(folder: Path, step: int, groups: Sequence[Group], reward_names: Sequen
     write_atomically(folder / f"completions_{step:05d}.parquet", content.getvalue().to_pybytes())
 
 
+def truncate_to(folder: Path, step: int) -> None:
+    """Remove the files of later steps, which a resumed run will write again."""
+    for path in folder.glob("completions_*.parquet"):
+        number = path.stem.rpartition("_")[2]
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+
+
 def table_of(step: int, groups: Sequence[Group], reward_names: Sequence[str]) -> pa.Table:
     """One row a completion."""
     members = [(group, g) for group in groups for g in range(group.size)]

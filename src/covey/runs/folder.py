@@ -227,6 +227,7 @@ class RunFolder:
         for log in (self.metrics, self.evaluations, *told):
             log.truncate_to(step)
         rollouts.truncate_to(self.path / "rollouts", step)
+        completions.truncate_to(self.path / completions.FOLDER, step)
         traces.truncate_to(self.path / traces.FOLDER, step)
         evaluations.truncate_to(self.path / evaluations.FOLDER, step)
 

@@ -60,6 +60,8 @@ class RunInputs:
     """Processor of a vision-language model."""
     trainer: Any = None
     """Trainer, passed to a rollout function with its prompts."""
+    frozen: Any = None
+    """Copy of the model for the reference, made before; None: the reference makes its own."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     """Callback after each optimizer step."""
@@ -210,7 +212,7 @@ def build_networks(given: RunInputs, optimizer: Any = None) -> Networks:
         refuse_unsplit(given.algorithm, given.model, optimizer, given.agents.rollout_func)
     policy = build_policy(given)
     max_tokens = starting_tokens(args.max_tokens_per_microbatch, policy, on_cpu=given.world.device.type == "cpu")
-    return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens)
+    return networks_of(given.algorithm, policy, given.world, args.sharding, max_tokens, given.frozen)
 
 
 def build_learner(

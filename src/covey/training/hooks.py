@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from covey.errors import ArgumentTypeError, ConfigError
+from covey.monitor.trackers import Trackers
+from covey.process import lean
 
 HONOURED = frozenset(
     {
@@ -95,8 +97,16 @@ INSTEAD: Mapping[str, str] = {name: component for component, names in _BY_COMPON
 """Unsupported hooks of TRL 1.16's GRPOTrainer and transformers' Trainer, with their replacements."""
 
 
+def refuse_set_hook(instance: object, name: str) -> None:
+    """Raise ConfigError if `name` is a hook that training would not call if it were set on this trainer."""
+    if name in INSTEAD:
+        raise ConfigError(f"{name} is set on a {type(instance).__name__}, and nothing here calls it: {INSTEAD[name]}.")
+    if name == "_calculate_rewards" and "scorer" in vars(instance):
+        raise ConfigError("_calculate_rewards is set on a trainer that is made already; override it in a subclass.")
+
+
 def refuse_dead_hooks(made: type, trainer: type) -> None:
-    """Raise ConfigError if `made`, a subclass of `trainer`, overrides a hook that training never calls."""
+    """Raise ConfigError if `made`, `trainer` or a subclass of it, overrides a hook that training never calls."""
     for name, owner in _own_names(made, trainer):
         if name in INSTEAD:
             where = made.__name__ if owner is made else f"{owner.__name__}, a base of {made.__name__},"
@@ -104,11 +114,22 @@ def refuse_dead_hooks(made: type, trainer: type) -> None:
 
 
 def _own_names(made: type, trainer: type) -> Iterator[tuple[str, type]]:
-    """Attributes of the subclass and its mixins, without those of the trainer and its bases."""
-    known = set(trainer.__mro__)
+    """Attributes of the subclass, its mixins and the trainer itself, without those of the trainer's bases."""
+    known = set(trainer.__mro__[1:])
     for owner in made.__mro__:
         if owner not in known:
             yield from ((name, owner) for name in vars(owner))
+
+
+def handler_of(given: Any, args: Any, model: Any, processing_class: Any) -> tuple[lean.CallbackHandler, Trackers]:
+    """The handler that calls transformers' own callbacks, the trackers', and those of the `callbacks` argument, in this order."""
+    trackers = Trackers(args.report_to, lambda: handler.callbacks)
+    chosen: list[Any] = [lean.DefaultFlowCallback, trackers, *trackers.theirs(), *callbacks_of(given)]
+    if args.early_stopping_patience is not None:
+        chosen.append(lean.EarlyStoppingCallback(args.early_stopping_patience))
+    handler = lean.CallbackHandler(chosen, model, processing_class, None, None)
+    handler.train_dataloader = handler.eval_dataloader = None
+    return handler, trackers
 
 
 def callbacks_of(given: Any) -> list[Any]:

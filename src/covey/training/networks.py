@@ -35,14 +35,20 @@ class Networks:
 
 
 def networks_of(
-    algorithm: Algorithm, policy: Policy, world: World, sharding: Sharding | None, max_tokens: int | None
+    algorithm: Algorithm,
+    policy: Policy,
+    world: World,
+    sharding: Sharding | None,
+    max_tokens: int | None,
+    frozen: Any = None,
 ) -> Networks:
-    """Policy, reference and critic of an algorithm.
+    """Policy, reference and critic of an algorithm. `frozen`: a copy of the model for the reference, made before.
 
     Copies are made before the policy is sharded, after which it cannot be copied. Raises ConfigError if it cannot be sharded.
     """
     if sharding is None or world.size == 1:
-        return Networks(policy, build_reference(algorithm, policy), build_critic(algorithm, policy), max_tokens)
+        own = build_reference(algorithm, policy, frozen=frozen)
+        return Networks(policy, own, build_critic(algorithm, policy), max_tokens)
     if getattr(policy.model, "is_quantized", False):
         raise ConfigError(
             "fsdp cannot split quantized weights; leave quantization_config out (bf16 weights: model_init_kwargs={'dtype': "
@@ -83,13 +89,13 @@ def refuse_unsplit(algorithm: Algorithm, model: Any, optimizer: Any, rollout_fun
         )
 
 
-def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Reference:
-    """Reference of the KL term: none, a copy of the adapter, or a copy of the model."""
-    if not (algorithm.needs.ref_logp or algorithm.needs.distribution):
+def build_reference(algorithm: Algorithm, policy: Policy, shard: Shard | None = None, frozen: Any = None) -> Reference:
+    """Reference of the KL term: none, a copy of the adapter, or a copy of the model, by default a new one."""
+    if not algorithm.needs.reference:
         return NoReference()
     if has_adapter(policy.model):
         return AdapterCopy.of(policy)
-    return FrozenCopy.of(policy, follows=algorithm.reference is not alg.keep, shard=shard)
+    return FrozenCopy.of(policy, follows=algorithm.reference is not alg.keep, shard=shard, model=frozen)
 
 
 def build_critic(algorithm: Algorithm, policy: Policy, shard: Shard | None = None) -> Critic:

@@ -102,6 +102,8 @@ class Session:
     latest: TrainState = field(default_factory=TrainState)
     """State after the last complete step, for an emergency checkpoint."""
     started: float = field(default_factory=time.perf_counter)
+    flos_per_token: float = 0.0
+    """Floating-point operations of training on one token, for `total_flos`."""
 
     @property
     def should_stop(self) -> bool:
@@ -118,7 +120,7 @@ class Session:
         if self.trainer_state.global_step >= self.trainer_state.max_steps:
             self.control.should_training_stop = False  # set at the last step, which is to be repeated
         self.trainer_state.global_step = state.step
-        self.trainer_state.num_input_tokens_seen = state.num_tokens
+        self._count(state)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
         self._hear_signals()
         if not self.should_stop:
@@ -129,6 +131,7 @@ class Session:
         self.look_at_saving()
         self.latest = state
         self.trainer_state.global_step = state.step
+        self._count(state)
         self.started = time.perf_counter()
         self._call("on_train_begin")
         self._call("on_epoch_begin")
@@ -146,7 +149,7 @@ class Session:
         self.latest = state
         self.trainer_state.global_step = state.step
         self.trainer_state.epoch = state.step / self.steps_per_epoch
-        self.trainer_state.num_input_tokens_seen = state.num_tokens
+        self._count(state)
         self.window = merge_metrics([self.window, report.metrics])
         self.window_seconds.append(report.seconds.get("step", 0.0))
         loss = report["loss"]
@@ -184,10 +187,11 @@ class Session:
             "train_runtime": round(seconds, 4),
             "train_samples_per_second": round(self.samples_seen(state) / seconds, 3),
             "train_steps_per_second": round(state.step / seconds, 3),
-            "total_flos": 0.0,
+            "total_flos": self.trainer_state.total_flos,
             "train_loss": self.total_loss / max(state.step, 1),
         }
-        summary |= self._window(state)  # metrics not logged yet, if a run is shorter than `logging_steps`
+        left = self._window(state)  # metrics not logged yet, if a run is shorter than `logging_steps`
+        summary |= {name: value for name, value in left.items() if value is not None}
         self._announce(summary)
         self.finish_uploads()
         self._call("on_train_end")
@@ -238,6 +242,10 @@ class Session:
         self.trainer_state.log_history.append({**entry, "step": self.trainer_state.global_step})
         self.control = self.handler.on_log(self.args, self.trainer_state, self.control, entry)
 
+    def _count(self, state: TrainState) -> None:
+        self.trainer_state.num_input_tokens_seen = state.num_tokens
+        self.trainer_state.total_flos = self.flos_per_token * state.num_tokens
+
     def _hear_signals(self) -> None:
         self.is_asked_to_stop = self.agree(self.stop.requested or self.is_told_to_stop)
 
@@ -273,19 +281,19 @@ class Session:
             self._save(state)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
-    def _announce(self, logs: dict[str, float]) -> None:
+    def _announce(self, logs: dict[str, Any]) -> None:
         (self.announce or self.log)(logs)
 
-    def _window(self, state: TrainState) -> dict[str, float]:
-        """Metrics of the steps since the last log, and reset them; empty without such a step."""
+    def _window(self, state: TrainState) -> dict[str, Any]:
+        """Metrics of the steps since the last log, None if undefined in all of them, and reset them; empty without such a step."""
         if not self.window_seconds:
             return {}
-        logs = plain(self.window)
+        logs: dict[str, Any] = {**dict.fromkeys(sorted(self.window)), **plain(self.window)}
         logs["num_tokens"] = float(state.num_tokens)
         logs["step_time"] = sum(self.window_seconds) / max(len(self.window_seconds), 1)
         count = max(len(self.window_seconds), 1)
         for name in ("loss", "policy_loss", "value_loss"):
-            if name in logs:  # sums over micro-batches within a step, a mean over the steps of the window
+            if logs.get(name) is not None:  # sums over micro-batches within a step, a mean over the steps of the window
                 logs[name] = logs[name] / count
         self.window, self.window_seconds = {}, []
         return logs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -15,11 +16,18 @@ _MOST_ROWS = 100_000
 
 
 def refuse_no_data(train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
-    """Raise ConfigError or DataError without data to train on or evaluate, or for training on a stream without an end."""
+    """Raise ConfigError or DataError without data to train on or evaluate, or for options that do not work with a stream."""
     if train_dataset is None and eval_dataset is None:
         raise DataError("train_dataset is missing; give a data set with a column 'prompt', or an environment_factory.")
     if isinstance(train_dataset, IterableDataset) and not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
         raise ConfigError("train_dataset is a stream, which has no length: set max_steps.")
+    held_out = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
+    has_stream = any(isinstance(one, IterableDataset) for one in (train_dataset, *held_out))
+    if has_stream and getattr(args.accelerator_config, "dispatch_batches", None):
+        raise ConfigError(
+            "accelerator_config has dispatch_batches=True, where one process reads for all; of a stream every process reads its own "
+            "share: leave it out."
+        )
 
 
 def finite(dataset: Any) -> Any:

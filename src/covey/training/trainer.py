@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,6 @@ from covey.errors import ArgumentTypeError, CoveyError, DataError, InvariantErro
 from covey.learner import Learner
 from covey.models import short_name
 from covey.monitor import Progress, alert_shower, build_monitor, completions_shower
-from covey.monitor.trackers import Trackers
 from covey.monitor.updates import UpdateMeter
 from covey.process import lean
 from covey.process.world import World
@@ -43,7 +42,7 @@ from covey.training.build import (
 )
 from covey.training.ensembles import given_ensemble, with_ensemble
 from covey.training.evaluator import Evaluator
-from covey.training.hooks import callbacks_of, is_overridden, refuse_dead_hooks
+from covey.training.hooks import handler_of, is_overridden, refuse_dead_hooks
 from covey.training.hub import Hub
 from covey.training.languages import check_columns
 from covey.training.loaders import loader_for_callbacks
@@ -105,6 +104,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         ensemble: Any = None,
         agent: Any = None,
     ) -> None:
+        refuse_dead_hooks(type(self), GRPOTrainer)  # a class may have been changed since it was defined
         self.args = args if args is not None else GRPOConfig(f"{short_name(model)}-GRPO")
         if not isinstance(self.args, GRPOConfig):
             raise ArgumentTypeError(f"args is a {type(self.args).__name__}; pass a covey.GRPOConfig.")
@@ -132,7 +132,6 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             self.hub.open_early()
         self._load(model, processing_class, quantization_config, peft_config)
         self.optimizers = (self.optimizer, self.lr_scheduler) = optimizers
-        self.control = lean.TrainerControl()
         self.is_strict, self._restarts = False, False
         """True: refuse an output folder with another run, as on the command line, instead of moving that run aside."""
         self.raises_when_stopped = True
@@ -141,9 +140,9 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.exit_code = 0
         self.started_at = 0
         """Number of steps done before the last `train()`; above 0 for a resumed run."""
-        self.callback_handler = self._build_callbacks(callbacks)
+        self.callback_handler, self.trackers = handler_of(callbacks, self.args, self.model, self.processing_class)
         self._parts: Parts | None = None
-        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_init_end(self.args, self.state, lean.TrainerControl())
 
     # -- public methods ---------------------------------------------------------------------------------------------
 
@@ -185,10 +184,11 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     ) -> dict[str, float]:
         """Rewards and lengths on held-out prompts, named `<prefix>_reward`, `<prefix>_rewards/<name>/mean`, ...
 
-        A dict of sets gives `<prefix>_<name>_reward` and so on. `ignore_keys` is there for TRL's signature, without
-        effect on a language model. The seed is fixed, so two evaluations differ by the policy alone.
+        A dict of sets gives `<prefix>_<name>_reward` and so on; a name evaluates one set of the trainer's own dict. `ignore_keys` is there
+        for TRL's signature, without effect on a language model. The seed is fixed, so two evaluations differ by the policy alone.
         """
-        given = self.eval_dataset if eval_dataset is None else checked_eval(eval_dataset, self.args)
+        is_own = isinstance(eval_dataset, str | None)
+        given = self._held_out(eval_dataset) if is_own else checked_eval(eval_dataset, self.args)
         metrics = self._evaluated(given, metric_key_prefix)
         self.log(dict(metrics))
         return {**metrics, "epoch": float(self.state.epoch or 0)}
@@ -227,16 +227,6 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         self.model, self.eos_ids, self._loaded = loaded.model, loaded.eos_ids, loaded
         self.processing_class = loaded.tokenizer if loaded.processor is None else loaded.processor
 
-    def _build_callbacks(self, callbacks: Sequence[Any] | None) -> lean.CallbackHandler:
-        self.trackers = Trackers(self.args.report_to, lambda: self.callback_handler.callbacks)
-        chosen: list[Any] = [lean.DefaultFlowCallback, self.trackers, *self.trackers.theirs()]
-        chosen += callbacks_of(callbacks)
-        if self.args.early_stopping_patience is not None:
-            chosen.append(lean.EarlyStoppingCallback(self.args.early_stopping_patience))
-        handler = lean.CallbackHandler(chosen, self.model, self.processing_class, None, None)
-        handler.train_dataloader = handler.eval_dataloader = None
-        return handler
-
     @property
     def _given(self) -> RunInputs:
         return RunInputs(
@@ -251,6 +241,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             world=self.world,
             agents=self.agents,
             trainer=self,
+            frozen=self._frozen,
         )
 
     def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:
@@ -259,7 +250,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         session = partial(self._build_session, stop=stop, folder=folder, meter=meter)
         given = replace(
             self._given,
-            before_update=partial(self._event, "on_pre_optimizer_step", meter.before),
+            before_update=partial(self._before_update, meter.before),
             after_update=partial(self._event, "on_optimizer_step", meter.after),
         )
         for said in self._advice() if self.world.is_main else ():
@@ -324,6 +315,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             finish_uploads=lambda: self.hub.finish(lambda: stop.requested),
             announce=self.log,
             steps_per_epoch=steps_per_epoch,
+            flos_per_token=6.0 * self.model.num_parameters(exclude_embeddings=True),
             agree=self.world.any,
             show_completions=completions_shower(args, self.scorer.names, folder),
         )
@@ -343,7 +335,12 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         saver.poll(self._running)
         self.hub.poll()
 
-    def _event(self, name: str, measure: Callable[[], None]) -> None:
+    def _before_update(self, measure: Callable[[], None]) -> None:
+        for _ in range(self.args.gradient_accumulation_steps - 1):
+            self._event("on_substep_end")
+        self._event("on_pre_optimizer_step", measure)
+
+    def _event(self, name: str, measure: Callable[[], None] = lambda: None) -> None:
         measure()
         self.control = getattr(self.callback_handler, name)(self.args, self.state, self.control)
 
@@ -382,7 +379,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
         prompts = build_prompts(self._given, dataset, shuffle=False)
         latest = self._parts.session.latest
         self.callback_handler.eval_dataloader = self.get_eval_dataloader(dataset)
-        told = partial(self._event, "on_prediction_step", lambda: None)
+        told = partial(self._event, "on_prediction_step")
         evaluate = partial(evaluator, prompts, count, latest.controllers, prefix, after_batch=told)
         return self._parts.session.recorder.evaluation(latest.step, prefix, self.scorer.weights.tolist(), evaluate)
 
@@ -393,7 +390,6 @@ class GRPOTrainer(TakesTurns, TRLInterface):
     def _resume(self, parts: Parts, start: Path) -> TrainState:
         state = restore_tree(parts, start)
         restore_history(parts.session, start)
-        self.state.num_input_tokens_seen = state.num_tokens
         more = ": nothing to do, all steps are done" if state.step >= self.state.max_steps else ""
         parts.session.display.show(f"resumed at step {state.step}, from {start}{more}")
         return state

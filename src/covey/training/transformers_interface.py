@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 
 from covey.config import GRPOConfig
-from covey.errors import DataError, NotOfferedError
+from covey.errors import DataError, MissingKeyError, NotOfferedError, did_you_mean
 from covey.process import lean
 from covey.process.world import World
 from covey.runs.kept import told_of_the_disk
@@ -86,11 +86,20 @@ class TransformersInterface:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The evaluation set, one of a dict by its name, or the given one, as batches of rows."""
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        given = self.eval_dataset[given] if isinstance(given, str) else given
+        given = self._held_out(eval_dataset)
         if given is None or isinstance(given, Mapping):
             raise DataError("get_eval_dataloader() needs one eval_dataset, or the name of one in a dict.")
         return eval_loader(given, self.args)
+
+    def _held_out(self, given: Any) -> Any:
+        """The evaluation set: the given one, one of a dict by its name, or for None the trainer's own."""
+        if not isinstance(given, str):
+            return self.eval_dataset if given is None else given
+        known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if given not in known:
+            has = f"it has {', '.join(known)}" if known else "it is no dict of sets"
+            raise MissingKeyError(f"eval_dataset has no set {given!r}; {has}.{did_you_mean(given, known)}")
+        return known[given]
 
     def get_num_trainable_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)

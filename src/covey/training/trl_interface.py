@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
@@ -16,9 +17,9 @@ from covey.algorithms import Algorithm
 from covey.algorithms.control import current
 from covey.algorithms.regularizers import EntropyBonus
 from covey.config import GRPOConfig
-from covey.config.options import GROUPS
+from covey.config.options import DECLARED, GROUPS
 from covey.errors import ConfigError
-from covey.learner import FrozenCopy
+from covey.learner import FrozenCopy, frozen_copy
 from covey.models import has_adapter
 from covey.process.accelerator import accelerator_of
 from covey.process.world import World
@@ -27,6 +28,7 @@ from covey.rewards.builtin.reward_model import ModelReward
 from covey.runs.kept import told_of_the_disk, write_whole
 from covey.runs.storage import REFUSALS
 from covey.training.agents import Agents
+from covey.training.hooks import refuse_set_hook
 from covey.training.hub import CARD, Hub, raise_refused
 from covey.training.model_card import Card
 from covey.training.parts import Parts
@@ -37,10 +39,11 @@ _TOLD_OPTIONS = frozenset(
     name for group, names in GROUPS.items() if group not in ("output", "hub", "alerts") for name in names
 ) - {"algorithm", "model_init_kwargs"}
 """Options shown in a model card: those that affect the model, and none that may hold an address or a token."""
+_OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length"}
 
 
 class _Option:
-    """Read-only attribute with the value of the option of the same name, as TRL's trainer has."""
+    """Attribute with the value of the option of the same name, as TRL's trainer has. Those of sampling may be set before training."""
 
     def __init__(self, option: str) -> None:
         self.option = option
@@ -49,7 +52,12 @@ class _Option:
         return self if trainer is None else getattr(trainer.args, self.option)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        raise ConfigError(f"{self.option} is an option; set it in GRPOConfig, before the trainer is made.")
+        if self.option not in _OF_SAMPLING or trainer._parts is not None:
+            also = ", or on the trainer before its first train() or evaluate()" if self.option in _OF_SAMPLING else ""
+            raise ConfigError(f"{self.option} is an option; set it in GRPOConfig, before the trainer is made{also}.")
+        DECLARED[self.option].check(self.option, value)
+        trainer.args = copy.copy(trainer.args)  # which another trainer may share
+        setattr(trainer.args, self.option, value)
 
 
 class TRLInterface(TransformersInterface):
@@ -113,6 +121,10 @@ class TRLInterface(TransformersInterface):
 
     # -- attributes -----------------------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_set_hook(self, name)
+        super().__setattr__(name, value)
+
     @cached_property
     def accelerator(self) -> Any:
         """accelerate's `Accelerator` of this run's process group."""
@@ -137,9 +149,17 @@ class TRLInterface(TransformersInterface):
 
     @property
     def ref_model(self) -> Any:
-        """The reference model, once training has created it; None without a KL term and with PEFT, which shares the base."""
+        """The reference model; None without a KL term, with PEFT, which shares the base, and before a sharded model is trained."""
         reference = self._parts.learner.reference if self._parts is not None else None
-        return reference.policy.model if isinstance(reference, FrozenCopy) else None
+        return reference.policy.model if isinstance(reference, FrozenCopy) else self._frozen
+
+    @cached_property
+    def _frozen(self) -> Any:
+        """The reference's copy of the model, made when it is first needed and kept, as in TRL, over every `train()`."""
+        is_split = self.args.sharding is not None and self.world.size > 1
+        if is_split or has_adapter(self.model) or not self.algorithm.needs.reference:
+            return None
+        return frozen_copy(self.model)
 
     @property
     def beta(self) -> float:
