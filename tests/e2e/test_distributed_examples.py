@@ -1,5 +1,6 @@
 """What lies in examples/distributed/ starts two processes here, on CPUs, that split the model that ships."""
 
+import copy
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from slurm_cluster import Cluster, missing
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
 BIN = Path(sys.executable).parent
@@ -36,10 +38,15 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def started(command, folder, **env):
-    (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+def environment(folder, **env):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **env}
     env["PATH"] = f"{folder}:{BIN}:{env['PATH']}"
+    return env
+
+
+def started(command, folder, **env):
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+    env = environment(folder, **env)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -85,6 +92,42 @@ def test_the_slurm_script_starts_one_agent_on_each_of_two_nodes(tmp_path):
     expect_split_run(started(command, tmp_path, PORT=free_port(), **env), tmp_path)
 
 
+SLOW = """
+import time
+
+def reward(completions, **columns):
+    time.sleep(0.2)
+    return [float(len(text)) for text in completions]
+"""
+
+
+def steps_of(folder):
+    metrics = folder / "run" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_under_a_real_slurm_the_script_trains_on_two_nodes_and_goes_on_where_it_was_stopped(tmp_path):
+    """The signal is the one that SLURM sends before a job's time is over."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "max_steps": 12, "reward": "slow.py:reward"}))
+    with Cluster(tmp_path, environment(tmp_path)) as slurm:
+        asked = ["sbatch", "--parsable", "--gpus-per-node=1", "--cpus-per-task=1"]
+        job = slurm.call(*asked, str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml", REQUEUE="1").strip()
+        slurm.until(lambda: len(steps_of(tmp_path)) >= 2, 120, "two steps")
+        slurm.call("scancel", "--signal=TERM", job)
+        slurm.until(lambda: "Restarts=1" in slurm.call("scontrol", "show", "job", job), 60, "its place in the queue")
+        slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
+        stopped_at = steps_of(tmp_path)[-1]
+        assert slurm.until(lambda: slurm.state(job) in ("COMPLETED", "FAILED") and slurm.state(job), 240, "the end")
+    said = "\n".join(file.read_text() for file in tmp_path.glob("slurm-*.out"))
+    assert 2 <= stopped_at < 12, said
+    assert steps_of(tmp_path) == list(range(1, 13)), said
+    assert len(list((tmp_path / "run" / "checkpoint-12" / "sharded").glob("*.distcp"))) == 2, "each node wrote its part"
+
+
 @pytest.mark.nightly
 def test_a_ray_cluster_starts_one_torchrun_on_each_node(tmp_path):
     """On a real Ray whose one machine holds both nodes (`make test-ray`)."""
@@ -95,45 +138,79 @@ def test_a_ray_cluster_starts_one_torchrun_on_each_node(tmp_path):
     expect_split_run(started([*command, *run], tmp_path, RAY_ADDRESS="local"), tmp_path)
 
 
-def fields(value, allowed, place=""):
-    """Entries that `allowed` does not name: a dict of entries, a list of one element's, or a type."""
-    if isinstance(allowed, dict):
-        unknown = [f"{place}.{name}" for name in value if name not in allowed]
-        known = [
-            found
-            for name in value
-            if name in allowed
-            for found in fields(value[name], allowed[name], f"{place}.{name}")
+def faults(value, schema, place=""):
+    """What a manifest has that the schema has not, or lacks: a dict of fields ("!": required), a list of one element's, a type, or a choice."""
+    if isinstance(schema, dict) and isinstance(value, dict):
+        known = {name.removesuffix("!"): inner for name, inner in schema.items()}
+        found = [f"{place}.{name} is missing" for name in known if f"{name}!" in schema and name not in value]
+        found += [f"{place}.{name} is not known" for name in value if name not in known]
+        return found + [
+            one for name in value if name in known for one in faults(value[name], known[name], f"{place}.{name}")
         ]
-        return unknown + known
-    if isinstance(allowed, list):
-        return [found for i, one in enumerate(value) for found in fields(one, allowed[0], f"{place}[{i}]")]
-    return [] if isinstance(value, allowed) else [f"{place} is a {type(value).__name__}"]
+    if isinstance(schema, list) and isinstance(value, list):
+        return [found for i, one in enumerate(value) for found in faults(one, schema[0], f"{place}[{i}]")]
+    if (
+        isinstance(schema, (dict, list))
+        or not isinstance(value, schema)
+        or isinstance(value, bool) is not (schema is bool)
+    ):
+        return [f"{place} is a {type(value).__name__}"]
+    return []
 
 
 AMOUNTS = {"nvidia.com/gpu": int, "cpu": int, "memory": str}
 POD = {
-    "spec": {
-        "containers": [{"name": str, "image": str, "resources": {"limits": AMOUNTS, "requests": AMOUNTS},
-                        "volumeMounts": [{"name": str, "mountPath": str}]}],
-        "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str}}],
+    "spec!": {
+        "containers!": [{"name!": str, "image": str, "resources": {"limits": AMOUNTS, "requests": AMOUNTS},
+                         "volumeMounts": [{"name!": str, "mountPath!": str}]}],
+        "volumes": [{"name!": str, "persistentVolumeClaim": {"claimName!": str}, "emptyDir": {"medium": str}}],
     }
 }  # fmt: skip
 RAY_JOB = {
-    "apiVersion": str, "kind": str, "metadata": {"name": str},
-    "spec": {"entrypoint": str, "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int, "backoffLimit": int,
-             "rayClusterSpec": {
-                 "rayVersion": str,
-                 "headGroupSpec": {"rayStartParams": {"num-gpus": str}, "template": POD},
-                 "workerGroupSpecs": [{"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int,
-                                       "rayStartParams": {"num-gpus": str}, "template": POD}]}},
+    "apiVersion!": str, "kind!": str, "metadata!": {"name!": str},
+    "spec!": {"entrypoint!": str, "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int, "backoffLimit": int,
+              "rayClusterSpec!": {
+                  "rayVersion": str,
+                  "headGroupSpec!": {"rayStartParams!": {"num-gpus": str}, "template!": POD},
+                  "workerGroupSpecs": [{"groupName!": str, "replicas": int, "minReplicas!": int, "maxReplicas!": int,
+                                        "rayStartParams!": {"num-gpus": str}, "template!": POD}]}},
 }  # fmt: skip
-"""Fields of ray.io/v1 RayJob and of pods that the manifest uses, with their types (KubeRay's API reference)."""
+"""Fields of ray.io/v1 RayJob and of pods that the manifest uses, with their types, and which are required, by KubeRay 1.4's Go types."""
+
+
+def manifest():
+    return yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "said"),
+    [
+        (("spec",), "backofLimit", 3, ".spec.backofLimit is not known"),
+        (("spec",), "ttlSecondsAfterFinished", "600", ".spec.ttlSecondsAfterFinished is a str"),
+        (("spec", "rayClusterSpec"), "workerGroupSpecs", {}, ".spec.rayClusterSpec.workerGroupSpecs is a dict"),
+        (
+            ("spec", "rayClusterSpec", "headGroupSpec"),
+            "template",
+            None,
+            ".spec.rayClusterSpec.headGroupSpec.template is",
+        ),
+        (("spec", "rayClusterSpec", "headGroupSpec", "rayStartParams"), "num-gpus", 8, "num-gpus is a int"),
+    ],
+)
+def test_a_manifest_that_kuberay_would_refuse_is_found(place, name, value, said):
+    told = inner = copy.deepcopy(manifest())
+    for step in place:
+        inner = inner[step]
+    inner[name] = value
+    if value is None:
+        del inner[name]
+    (found,) = faults(told, RAY_JOB)
+    assert said in found
 
 
 def test_the_kuberay_manifest_has_fields_of_its_schema_and_a_command_that_covey_takes():
-    told = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text())
-    assert fields(told, RAY_JOB) == []
+    told = manifest()
+    assert faults(told, RAY_JOB) == []
     assert (told["apiVersion"], told["kind"]) == ("ray.io/v1", "RayJob")
     cluster = told["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -239,6 +240,7 @@ STEPS = {
     "optim": "adamw_torch",
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
+    "rollout_log_steps": 1,
 }
 """A run of six steps with a state of the optimizer, and a checkpoint at every second one."""
 
@@ -258,6 +260,21 @@ def in_legs(folder):
         "unbroken": trained(folder / "two", 2, **STEPS),
         "again": trained(folder / "again", 2, resume=str(folder / "two" / "checkpoint-4"), **STEPS),
     }
+
+
+def last_leg(folder):
+    """What two processes do after one has left a checkpoint of the fourth step in `folder`; each leaves `<rank>.pt` there."""
+    found = trained(folder / "last", 2, resume=str(folder / "checkpoint-4"), **STEPS)
+    torch.save(found, folder / f"{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def drawn(folder):
+    """Prompts and completions of each step, from the run folder."""
+    import pyarrow.parquet as parquet
+
+    files = sorted((folder / "rollouts").glob("*.parquet"))
+    return [[(str(row["prompt"]), row["completion"]) for row in parquet.read_table(file).to_pylist()] for file in files]
 
 
 # -- all of it ------------------------------------------------------------------------------------------------------------------
@@ -293,4 +310,7 @@ if __name__ == "__main__":
     signal.alarm(580)  # one that hangs ends
     torch.set_num_threads(1)
     is_quick = sys.argv[2] == "quick"
+    if sys.argv[2] == "last leg":
+        last_leg(Path(sys.argv[1]))
+        sys.exit()
     work(Path(sys.argv[1]), QUICK_CASES if is_quick else CASES, QUICK_RUNS if is_quick else RUNS)

@@ -138,6 +138,20 @@ def test_a_run_goes_on_over_one_two_and_one_processes(pair):
     assert apart(last["weights"], unbroken["weights"]) <= 1e-4  # Adam takes the sign of what is all but zero
 
 
+def test_a_run_goes_on_over_two_one_and_two_processes_with_the_same_prompts(pair):
+    """The first two steps are those of the run that two processes do without a break."""
+    (first, _), folder = pair
+    unbroken, less = first["legs"]["unbroken"], folder / "less"
+    middle = cases.trained(less, 1, resume=str(folder / "two" / "checkpoint-2"), **{**cases.STEPS, "max_steps": 4})
+    last, other = two_processes(less, "last leg")
+    assert middle["split"] == 0
+    assert last["split"] > 0
+    assert torch.equal(last["weights"], other["weights"])
+    assert losses(last) == pytest.approx(losses(unbroken), abs=1e-6)
+    assert len(losses(last)) == 6
+    assert cases.drawn(less) + cases.drawn(less / "last") == cases.drawn(folder / "two")[2:]
+
+
 def test_a_run_goes_on_to_the_bit_on_as_many_processes(pair):
     for found in pair[0]:
         assert torch.equal(found["legs"]["again"]["weights"], found["legs"]["unbroken"]["weights"])

@@ -48,9 +48,8 @@ def model() -> torch.nn.Module:
 
 
 def asynchronous(model: torch.nn.Module, workers: int = 1) -> AsynchronousSampler:
-    tokenizer = tiny_tokenizer()
-    start = lambda model, version, tell: ProcessWorker(model, tokenizer, version, SETUP, tell)
-    return AsynchronousSampler(model, tokenizer, start, workers)
+    start = lambda model, content, version, tell: ProcessWorker(model, content, version, SETUP, tell)
+    return AsynchronousSampler(model, tiny_tokenizer(), start, workers)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,8 @@ from async_run import digest, prompts_by_step, trainer
 from transformers import TrainerCallback
 
 from covey import GRPOConfig
-from covey.errors import CheckpointError, ConfigError
+from covey.errors import CheckpointError, ConfigError, CoveyError
+from covey.rollout import worker_process
 from covey.rollout.on_ray import _not_started
 from forked import Forked
 
@@ -134,9 +136,11 @@ def full_cluster() -> SimpleNamespace:
     )  # fmt: skip
 
 
-def expect_a_stop_while_it_waits(folder: Path, number: signal.Signals, leaves: type[BaseException]) -> None:
+def expect_a_stop_while_it_waits(
+    folder: Path, number: signal.Signals, leaves: type[BaseException], placement: str = "ray"
+) -> None:
     """The signal comes two seconds into `train`."""
-    run = trainer(folder, 2, max_staleness=0, rollout_placement="ray")
+    run = trainer(folder, 2, max_staleness=0, rollout_placement=placement)
     sent: list[float] = []
 
     def stop() -> None:
@@ -148,7 +152,7 @@ def expect_a_stop_while_it_waits(folder: Path, number: signal.Signals, leaves: t
     try:
         with pytest.raises(leaves):
             run.train()
-        assert sent, "the run waits for its actor"
+        assert sent, "the run waits for its worker"
         assert time.monotonic() - sent[0] < 5
     finally:
         timer.cancel()
@@ -162,6 +166,34 @@ def expect_a_stop_while_it_waits(folder: Path, number: signal.Signals, leaves: t
 def test_a_run_that_waits_for_its_actor_can_be_stopped(number, leaves, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", full_cluster())
     expect_a_stop_while_it_waits(tmp_path, number, leaves)
+
+
+def started_as(code: str):
+    """A start of the sampler's process that runs this code instead."""
+
+    def start(theirs):
+        with theirs:
+            return subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], start_new_session=True)
+
+    return start
+
+
+@pytest.mark.timeout(60)
+def test_a_run_whose_process_is_slow_to_start_can_be_stopped(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_process, "_start", started_as("import time; time.sleep(300)"))
+    expect_a_stop_while_it_waits(tmp_path, signal.SIGTERM, SystemExit, placement="process")
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_ends_while_it_starts_ends_the_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_process, "_start", started_as("raise SystemExit(137)"))
+    monkeypatch.setattr(worker_process, "_roomy", lambda size: str(tmp_path))
+    run = trainer(tmp_path, 2)
+    with pytest.raises(
+        CoveyError, match=r"ended while it started \(exit code 137\); is there memory for a second copy"
+    ):
+        run.train()
+    assert not list(tmp_path.glob("covey-weights-*")), "nothing is left of the memory that both would have shared"
 
 
 def test_a_ray_cluster_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path: Path, monkeypatch) -> None:

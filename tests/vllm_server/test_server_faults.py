@@ -8,8 +8,10 @@ from itertools import product
 
 import pytest
 import torch
+from datasets import Dataset
 from fake_server import FakeServer, nudged
 
+from covey import GRPOConfig, GRPOTrainer
 from covey.errors import AttestationError, ConfigError, ServerError
 from covey.rollout import SamplingParams
 from covey.rollout.vllm import ServerSampler
@@ -74,6 +76,20 @@ def test_a_version_has_a_folder_of_its_own_and_two_are_kept(fake, model, tmp_pat
         drawn(sampler)
     (run,) = tmp_path.iterdir()
     assert sorted(folder.name.rsplit("-", 1)[-1] for folder in run.iterdir()) == ["2", "3"]
+
+
+def test_a_run_looks_at_its_server_once_and_hands_the_connection_on(fake, model, tmp_path):
+    args = GRPOConfig(
+        str(tmp_path / "run"), use_vllm=True, vllm_mode="server", vllm_server_port=fake.port, max_steps=1, num_generations=2,
+        per_device_train_batch_size=2, max_completion_length=4, save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=True, bf16=False,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": "2 + 2 ="}])
+    reward = lambda completions, **columns: [float(len(one)) for one in completions]
+    GRPOTrainer(model, reward, args, rows, processing_class=tiny_tokenizer()).train()
+    looks = ("/openapi.json", "/server_info", "/tokenize")
+    assert [fake.calls.count(path) for path in looks] == [1, 1, 1]
+    assert fake.version.endswith(":0")
 
 
 PHASES = ("/pause", "reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume")

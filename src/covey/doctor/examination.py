@@ -56,6 +56,8 @@ class _Loaded:
     eos: tuple[int, ...] = ()
     peft_config: Any = None
     counts: Any = None
+    server: Any = None
+    """Connection to a vLLM server that fits."""
     longest_prompt: int = 0
     """Tokens."""
     has_failed: set[str] = field(default_factory=set)
@@ -113,7 +115,7 @@ def _model(case: Case, so_far: _Loaded) -> Iterator[Finding]:
     if so_far.args is None:
         return
     expect = partial(expect_engine, so_far.args, so_far.args.device, case.model, peft_config=so_far.peft_config)
-    _, wrong = attempt("environment", expect)
+    so_far.server, wrong = attempt("environment", expect)
     if wrong is not None:
         yield wrong
         return
@@ -238,5 +240,6 @@ def _bench(so_far: _Loaded) -> trial.Bench:
         scorer=so_far.scorer,
         train_dataset=so_far.dataset,
         world=World.of(args),
+        server=so_far.server,
     )
     return trial.Bench.of(given, so_far.counts.total_steps)

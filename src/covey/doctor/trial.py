@@ -49,7 +49,7 @@ class Bench:
                 given.model,
                 given.tokenizer,
                 eos_ids=given.eos_ids,
-                **sampler_options(given.args, given.world),
+                **sampler_options(given.args, given.world, given.server),
             ),
             learner=build_learner(given, total_steps, (None, None), is_off_policy=False),
         )

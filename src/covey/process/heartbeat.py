@@ -184,6 +184,11 @@ class Heartbeat:
 
     # -- state of the other processes -------------------------------------------------------------------------------
 
+    def has_left(self, rank: int) -> bool:
+        """True if the process has published its end, or has not been heard of for `silence` seconds."""
+        is_silent = time.monotonic() - self.heard.get(rank, time.monotonic()) > self.silence
+        return is_silent or bool(self.others.get(rank, HeartbeatState()).ended)
+
     def failure_reason(self) -> str | None:
         """Reason why the current collective cannot complete; None if it still can."""
         since, mine = self._waits_since, self._mine

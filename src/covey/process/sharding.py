@@ -234,7 +234,9 @@ def whole_state(module: nn.Module, *, trained_only: bool = False, keeps: bool = 
             continue
         key = id(parameters.get(name, value))
         if key not in known:
-            known[key] = whole(value).cpu() if keeps else whole(value)[:0] if value.dim() else whole(value)
+            full = whole(value)
+            part = full if keeps else full[:0] if full.dim() else full
+            known[key] = part.cpu() if is_sharded(value) else part.detach().to("cpu", copy=True)
         if keeps:
             found[name] = known[key]
     return found

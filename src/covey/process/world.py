@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from covey.errors import DataError, RankError
+from covey.errors import DataError, RankError, first_line
 from covey.process.device import expect_supported
 from covey.process.heartbeat import SILENCE_SECONDS, Heartbeat, leave_now
 from covey.process.rendezvous import agree
@@ -24,6 +25,7 @@ from covey.types import Metric, merge_metrics
 
 T = TypeVar("T")
 R = TypeVar("R")
+_LOOK_SECONDS = 0.05
 _HEARTBEATS: dict[int, Heartbeat] = {}
 """Heartbeat by `id` of the process group, shared by all `World`s of a process."""
 
@@ -135,6 +137,35 @@ class World:
                         "give every process the same data and options (each takes its own share by itself)."
                     )
 
+    @property
+    def can_post(self) -> bool:
+        """True if processes can leave each other texts without a collective."""
+        return self.heartbeat is not None
+
+    def post(self, key: str, text: str) -> None:
+        """Leave a text for other processes. Not collective; on any thread. Raises RankError if the store is gone."""
+        assert self.heartbeat is not None
+        try:
+            self.heartbeat.store.set(f"covey/post/{key}", text)
+        except RuntimeError as error:
+            raise RankError(_no_store(error)) from error
+
+    def await_post(self, key: str, rank: int) -> str:
+        """Wait for the text that process `rank` leaves. Not collective; on any thread. Raises RankError if it ends without leaving it."""
+        assert self.heartbeat is not None
+        store, name = self.heartbeat.store, f"covey/post/{key}"
+        try:
+            while not store.check([name]):
+                has_left = self.heartbeat.has_left(rank)  # before the last look: a process leaves its text, then ends
+                if has_left and not store.check([name]):
+                    raise RankError(f"rank {rank} ended before.")
+                time.sleep(_LOOK_SECONDS)
+            return store.get(name).decode()
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise RankError(_no_store(error)) from error
+
     def hears_stop(self, is_asked: bool) -> bool:
         """True if this process (`is_asked`) or another was asked to stop. Not collective: known to all within seconds."""
         return is_asked if self.heartbeat is None else self.heartbeat.hears_stop(is_asked)
@@ -160,6 +191,10 @@ class World:
     def _meet(self, call: Callable[[], R]) -> R:
         """Result of a collective. Raises RankError if another process does not take part."""
         return call() if self.heartbeat is None else self.heartbeat.collective(call)
+
+
+def _no_store(error: RuntimeError) -> str:
+    return f"the process that holds the store of messages has ended ({first_line(error)})."
 
 
 def is_on_cpu_with_others() -> bool:

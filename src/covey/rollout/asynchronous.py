@@ -18,7 +18,7 @@ from covey.models import unwrapped
 from covey.rollout.prompts import PromptLike, as_prompts
 from covey.rollout.sampler import SamplingParams
 from covey.rollout.stopping import context_of
-from covey.rollout.worker import Order
+from covey.rollout.worker import Order, packed
 from covey.rollout.worker_process import Worker
 from covey.types import Group, Mean, Metric, Prompt
 
@@ -29,8 +29,8 @@ DEATHS_IN_A_ROW = 3
 _LOOK_SECONDS = 0.05
 """Polling interval for a stop signal while no message arrives."""
 
-Start = Callable[[Any, int, Callable[[tuple[Any, ...]], None]], Worker]
-"""Worker factory `(model, version, tell)`: the worker starts with the model's current weights."""
+Start = Callable[[Any, bytes, int, Callable[[tuple[Any, ...]], None]], Worker]
+"""Worker factory `(model, content, version, tell)`; `content`: the model with its current weights, and the tokenizer, `packed`."""
 
 
 @dataclass(eq=False)
@@ -197,14 +197,15 @@ class AsynchronousSampler:
     # -- workers ----------------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
+        content = packed(self.model, self.tokenizer)
         for place in range(self.num_workers):
-            self._start(place)
+            self._start(place, content)
 
-    def _start(self, place: int) -> None:
-        """Start worker number `place` with the newest weights, and send it its undelivered share of every order."""
+    def _start(self, place: int, content: bytes) -> None:
+        """Start worker number `place` with the newest weights, `content`, and send it its undelivered share of every order."""
         self._generation += 1
         own = self._generation
-        worker = self.start(self.model, self.version, lambda said: self._inbox.put((place, own, said)))
+        worker = self.start(self.model, content, self.version, lambda said: self._inbox.put((place, own, said)))
         self._workers[place : place + 1] = [worker]
         self._ids[place : place + 1] = [own]
         self._unpublished.discard(place)
@@ -275,7 +276,7 @@ class AsynchronousSampler:
         self._clock.end(place, time.monotonic())
         self._workers[place].close()
         self.replaced += 1
-        self._start(place)
+        self._start(place, packed(self.model, self.tokenizer))
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from covey.errors import CoveyError, first_line
 from covey.process.cluster import connected
-from covey.rollout.worker import Order, Setup, Writer, packed
+from covey.rollout.worker import Order, Setup, Writer
 from covey.rollout.worker_process import Tell, trained
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,10 @@ class Actor:
 class RayWorker:
     """Proxy of the Ray actor in the training process; see `covey.rollout.worker_process.Worker`."""
 
-    def __init__(self, model: Any, tokenizer: Any, version: int, setup: Setup, tell: Tell) -> None:
-        """Request an actor in the cluster of RAY_ADDRESS, or in one on this machine, without waiting for it, so that a run can be
-        stopped meanwhile. Raises ConfigError without Ray.
+    def __init__(self, model: Any, content: bytes, version: int, setup: Setup, tell: Tell) -> None:
+        """Request an actor with `content` (the current model, `packed`), without waiting for it, so that a run can be stopped meanwhile.
+
+        In the cluster of RAY_ADDRESS, or in one on this machine. Raises ConfigError without Ray.
         """
         ray = connected(*ASKED)
         self.ray, self.model, self.tell, self.is_closed = ray, model, tell, False
@@ -80,7 +81,7 @@ class RayWorker:
         """Process of the actor; None: it has not started."""
         self.needs = {"num_gpus": 1} if setup.device.startswith("cuda") else {"num_cpus": setup.threads}
         made = ray.remote(max_concurrency=2, **self.needs)(Actor)
-        self.actor = made.remote(ray.put(packed(model, tokenizer)), setup, version)
+        self.actor = made.remote(ray.put(content), setup, version)
         self.orders: queue.Queue[Order | None] = queue.Queue()
         threading.Thread(target=self._work, name="covey-ray", daemon=True).start()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from covey.errors import CoveyError
-from covey.rollout.worker import Order, Setup, layout, packed, views
+from covey.rollout.worker import Order, Setup, layout, views
 
 Tell = Callable[[tuple[Any, ...]], None]
 """Message callback, called from any thread with ("ready", t), ("took", version, t), ("began", number, t), ("group", number, Group),
@@ -51,33 +51,22 @@ def trained(model: Any) -> dict[str, Tensor]:
 class ProcessWorker:
     """A worker process on this machine. New weights go through shared memory."""
 
-    def __init__(self, model: Any, tokenizer: Any, version: int, setup: Setup, tell: Tell) -> None:
-        """Start the process with the current model. Raises ModelError for a model that cannot be pickled."""
-        content, self.model, self.tell = packed(model, tokenizer), model, tell
+    def __init__(self, model: Any, content: bytes, version: int, setup: Setup, tell: Tell) -> None:
+        """Start the process with `content` (the current model, `packed`), without waiting until it is ready."""
+        self.model, self.tell = model, tell
         weights = trained(model)
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
         folder = _roomy(layout(shapes)[1])
-        with tempfile.TemporaryDirectory(prefix="covey-weights-", dir=folder) as own:
-            path = str(Path(own) / "weights")
-            self.shared = views(path, shapes)
-            mine, theirs = Pipe()
-            self.process = _start(theirs)
-            self.connection: Connection = mine
-            self.is_free, self.is_closed = True, False
-            self.asked_at = time.monotonic()
-            try:
-                mine.send({"weights": path, "shapes": shapes, "setup": setup, "version": version})
-                mine.send_bytes(content)
-                first = mine.recv()
-            except (EOFError, OSError) as error:
-                self.close()
-                raise CoveyError(
-                    f"the process that samples ended while it started (exit code {self.process.poll()}); is there memory for a "
-                    "second copy of the model?"
-                ) from error
-        if first[0] == "failed":
-            self.close()
-            raise _error(first)
+        self.folder = tempfile.TemporaryDirectory(prefix="covey-weights-", dir=folder)
+        path = str(Path(self.folder.name) / "weights")
+        self.shared = views(path, shapes)
+        self.connection, theirs = Pipe()
+        self.process = _start(theirs)
+        self.is_free, self.is_closed = True, False
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.outbox.put({"weights": path, "shapes": shapes, "setup": setup, "version": version})
+        self.outbox.put(content)
+        threading.Thread(target=self._speak, name="covey-sampler-out", daemon=True).start()
         threading.Thread(target=self._hear, name="covey-sampler", daemon=True).start()
 
     def publish(self, version: int) -> bool:
@@ -87,39 +76,55 @@ class ProcessWorker:
         for name, value in trained(self.model).items():
             self.shared[name].copy_(value)
         self.is_free = False
-        self._send(version)
+        self.outbox.put(version)
         return True
 
     def send(self, order: Order) -> None:
-        self._send(order)
+        self.outbox.put(order)
 
     def close(self) -> None:
         self.is_closed = True
+        self.outbox.put(None)
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
         with contextlib.suppress(OSError):
             self.connection.close()
 
-    def _send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener thread reports its end
-            self.connection.send(message)
+    def _speak(self) -> None:
+        """Send what is in the outbox; the process reads the first messages once it has imported torch."""
+        with contextlib.suppress(OSError):  # the listener thread reports the process's end
+            while (message := self.outbox.get()) is not None:
+                if isinstance(message, bytes):
+                    self.connection.send_bytes(message)
+                else:
+                    self.connection.send(message)
 
     def _hear(self) -> None:
+        has_started = False
         try:
-            while True:
+            with self.folder:  # the process has mapped the file by its first message
                 message = self.connection.recv()
+            while message[0] != "failed":
+                has_started = True
                 if message[0] == "took":
                     self.is_free = True
                 if message[0] == "group":
                     message = (*message[:2], pickle.loads(message[2]))  # trusted: from a process that this run started
-                if message[0] == "failed":
-                    self.tell(("failed", _error(message)))
-                    return
                 self.tell(message)
+                message = self.connection.recv()
+            self.tell(("failed", _error(message)))
         except (EOFError, OSError, TypeError):  # TypeError: this process has closed it meanwhile
             if not self.is_closed:
-                self.tell(("gone", f"the process that samples ended with exit code {self.process.wait()}"))
+                self.tell(self._gone() if has_started else self._never_started())
+
+    def _gone(self) -> tuple[Any, ...]:
+        return ("gone", f"the process that samples ended with exit code {self.process.wait()}")
+
+    def _never_started(self) -> tuple[Any, ...]:
+        code = self.process.wait()
+        why = f"the process that samples ended while it started (exit code {code}); is there memory for a second copy of the model?"
+        return ("failed", CoveyError(why))
 
 
 def _start(theirs: Connection) -> subprocess.Popen[bytes]:

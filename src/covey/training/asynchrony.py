@@ -40,12 +40,12 @@ def sampler_ahead(
         takes_newest=args.in_flight_weights or args.pipeline_depth > 1,
     )
 
-    def start(model: Any, version: int, tell: Tell) -> Worker:
+    def start(model: Any, content: bytes, version: int, tell: Tell) -> Worker:
         if args.rollout_placement == "ray":
             from covey.rollout.on_ray import RayWorker
 
-            return RayWorker(model, tokenizer, version, setup, tell)
-        return ProcessWorker(model, tokenizer, version, setup, tell)
+            return RayWorker(model, content, version, setup, tell)
+        return ProcessWorker(model, content, version, setup, tell)
 
     return AsynchronousSampler(model, tokenizer, start, args.rollout_workers, check_stop)
 

@@ -62,6 +62,8 @@ class RunInputs:
     """Trainer, passed to a rollout function with its prompts."""
     frozen: Any = None
     """Copy of the model for the reference, made before; None: the reference makes its own."""
+    server: Any = None
+    """Connection to the vLLM server that writes completions."""
     before_update: Callable[[], None] = lambda: None
     after_update: Callable[[], None] = lambda: None
     """Callback after each optimizer step."""
@@ -272,7 +274,7 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
     args, shards = given.args, policy.shards
     if args.async_rollouts:
         return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
-    options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world)}
+    options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world, given.server)}
 
     def make(**more: Any) -> Sampler:
         over = lambda model: choose_sampler(model, given.tokenizer, **options, **more)

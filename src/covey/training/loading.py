@@ -9,6 +9,7 @@ import torch
 
 from covey.config import GRPOConfig
 from covey.data import eos_ids, prepare_tokenizer
+from covey.errors import ConfigError
 from covey.images import load_processing
 from covey.learner.preparation import prepare_for_training
 from covey.models import (
@@ -23,7 +24,7 @@ from covey.models import (
 )
 from covey.process.cluster import expect_cluster
 from covey.rollout.on_ray import ASKED
-from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit
+from covey.rollout.vllm import Address, Carrier, Client, Deadlines, Server, expect_vllm, refuse_unfit, warn_if_exposed
 from covey.training.sampling import as_dict, sampling_params
 
 
@@ -40,21 +41,29 @@ class LoadedPolicy:
 
 def expect_engine(
     args: GRPOConfig, device: torch.device, model: Any, *, tokenizer: Any = None, peft_config: Any = None
-) -> None:
+) -> Server | None:
     """Look for vLLM and Ray before weights are loaded: vLLM in this process, or a server that serves this model; a Ray cluster.
 
-    The arguments are those of `load_for_training`. Raises ConfigError for a server that does not fit, ServerError without one.
+    The arguments are those of `load_for_training`. Returns the connection to the server, for its sampler. Raises ConfigError for a server
+    that does not fit, ServerError without one.
     """
     if args.async_rollouts and args.rollout_placement == "ray":
         expect_cluster(*ASKED)
     if args.rollout_backend != "vllm":
-        return
+        return None
     if args.vllm_mode == "colocate":
+        if args.world_size > 1:
+            raise ConfigError(
+                "vLLM in the process of a run takes one process; give several a server (vllm_mode='server'), or leave use_vllm out: "
+                "native is as exact there."
+            )
         expect_vllm()
-        return
+        return None
     address = Address.of(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
     deadlines = Deadlines.of(as_dict(args.vllm_deadlines))
     server = Server.connect(Client(address, deadlines), args.vllm_server_timeout)
+    if args.process_index == 0:
+        warn_if_exposed(server)
     config = config_of(model, as_dict(args.model_init_kwargs), trust_remote_code=args.trust_remote_code)
     known = tokenizer or load_tokenizer(None, config._name_or_path, trust_remote_code=args.trust_remote_code)
     refuse_unfit(
@@ -66,6 +75,7 @@ def expect_engine(
         is_on_cuda=device.type == "cuda",
         has_adapter=peft_config is not None or has_adapter(model),
     )
+    return server
 
 
 def load_for_training(

@@ -76,8 +76,8 @@ def _refuse_unknown(others: Mapping[str, Any], known: set[str], args: GRPOConfig
             )
 
 
-def sampler_options(args: GRPOConfig, world: World) -> dict[str, Any]:
-    """Arguments of `choose_sampler` that differ from its defaults."""
+def sampler_options(args: GRPOConfig, world: World, server: Any = None) -> dict[str, Any]:
+    """Arguments of `choose_sampler` that differ from its defaults; `server`: a connection that `expect_engine` made."""
     if others := generate_options(args):
         logger.warning(
             "generation_kwargs has %s: completions are drawn by transformers' generate, which takes longer and gives no "
@@ -91,7 +91,7 @@ def sampler_options(args: GRPOConfig, world: World) -> dict[str, Any]:
     if others:
         return {**options, "backend": "generate", "generate": others}
     if args.rollout_backend == "vllm":
-        options = {"backend": vllm_backend(args), **vllm_options(args, world)}
+        options = {"backend": vllm_backend(args), **vllm_options(args, world, server)}
         return options if dtype == "auto" or args.vllm_mode == "server" else {**options, "dtype": dtype}
     if args.rollout_backend == "transformers":
         return {**options, "backend": "transformers"}

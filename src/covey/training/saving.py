@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from covey.monitor.trackers import reads_checkpoints
 from covey.process.lean import TrainerState
 from covey.process.memory import free_memory
 from covey.process.shard_files import FOLDER, shards_refused, taken_out
+from covey.process.sharding import local
 from covey.runs import checkpoint, serialization
 from covey.runs.background import Background
 from covey.runs.snapshot import bytes_to_copy, weights_now
@@ -47,7 +49,7 @@ class Saver:
     trainer_state: TrainerState
     when_written: Callable[[Path, int], None] = lambda path, step: None
     """Callback for each complete checkpoint (path, step), before another is started."""
-    background: Background[Path] = field(default_factory=Background)
+    background: Background[Path | None] = field(default_factory=Background)
     watch: FrozenWeightsCheck | None = None
     """Frozen-weights check, set before the first step."""
     has_told_tight: bool = False
@@ -77,7 +79,7 @@ class Saver:
             return
         self.finish(parts)
         self._note(state.step, tree)
-        waits = not self.args.save_async or any(map(reads_checkpoints, self.handler.callbacks)) or self._is_tight(tree)
+        waits = self._must_wait(bytes_to_copy(self.model, tree))
         work = self._work(tree, self._watch(parts).later(), copies=not waits)
         self.background.start(work, name=f"covey-checkpoint-{state.step}")
         if waits:
@@ -88,12 +90,18 @@ class Saver:
         self.writing, self.drawn = step, tree.get("prompts", {})
 
     def _save_split(self, parts: Parts, step: int, tree: dict[str, Any], weights: dict[str, Any]) -> None:
-        """Save a run with a sharded model: each process writes its shards into the folder that the main one stages.
+        """Save a run with a sharded model: each process writes its shards into the folder that the main one stages, and all must see.
 
-        All processes wait for the disk, and must see the folder. `weights`: full weights on the main process.
+        `weights`: full weights on the main process.
         """
         world = parts.world
         tree, split = taken_out(tree)
+        waits = (
+            self._must_wait(sum(local(one).nbytes for one in split.values()) * _processes_here()) or not world.can_post
+        )
+        if not world.any(waits):
+            self._save_split_beside(parts, step, tree, split, weights)
+            return
         if not world.is_main:
             folder = world.broadcast("")
             if folder and split and (refused := shards_refused(split, Path(folder) / FOLDER)):
@@ -115,9 +123,40 @@ class Saver:
             if not told:
                 world.broadcast("")
 
-    def _is_tight(self, tree: dict[str, Any]) -> bool:
-        """True if a copy might exhaust host memory; warns once."""
-        size, free = bytes_to_copy(self.model, tree), free_memory()
+    def _save_split_beside(
+        self, parts: Parts, step: int, tree: dict[str, Any], split: dict[str, Any], weights: dict[str, Any]
+    ) -> None:
+        """Save a run with a sharded model from copies in host memory, on a thread of each process."""
+        from covey.process.part_saves import PartSave
+
+        self.finish(parts)
+        part, name = PartSave(split, parts.world), f"covey-checkpoint-{step}"
+        if not parts.world.is_main:
+            self.background.start(part.follow, name=name)
+            return
+        try:
+            self._note(step, tree)
+            self._watch(parts).later()()  # now: FSDP swaps the weights while training goes on
+            work = self._work(serialization.snapshot(tree), lambda: None, copies=False, weights=weights, more=part.lead)
+        except BaseException:
+            part.cancel()
+            raise
+
+        def lead() -> Path:
+            try:
+                return work()
+            finally:
+                part.cancel()
+
+        self.background.start(lead, name=name)
+
+    def _must_wait(self, size: int) -> bool:
+        """True if a save of copies of so many bytes has to wait for the disk."""
+        return not self.args.save_async or any(map(reads_checkpoints, self.handler.callbacks)) or self._is_tight(size)
+
+    def _is_tight(self, size: int) -> bool:
+        """True if a copy of so many bytes might exhaust host memory; warns once."""
+        free = free_memory()
         if free is None or size < 0.8 * free:
             return False
         if not self.has_told_tight:
@@ -189,7 +228,7 @@ class Saver:
 
     def _work(
         self,
-        tree: dict[str, Any],
+        tree: Any,
         look: Callable[[], None],
         *,
         copies: bool,
@@ -217,6 +256,11 @@ class Saver:
             keep=self.args.save_total_limit,
             best=f"checkpoint-{best}" if best is not None else None,
         )
+
+
+def _processes_here() -> int:
+    """Processes of the run on this machine, which share its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _write(

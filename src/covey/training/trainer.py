@@ -215,14 +215,10 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             self.world.expect_same(told_inputs(self.train_dataset, model, self.algorithm, self.scorer.rewards))
 
     def _load(self, model: Any, processing_class: Any, quantization_config: Any, peft_config: Any) -> None:
-        expect_engine(self.args, self.world.device, model, tokenizer=processing_class, peft_config=peft_config)
+        given: dict[str, Any] = {"tokenizer": processing_class, "peft_config": peft_config}
+        self._server = expect_engine(self.args, self.world.device, model, **given)
         loaded = load_for_training(
-            model,
-            self.args,
-            self.world.device,
-            tokenizer=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
+            model, self.args, self.world.device, quantization_config=quantization_config, **given
         )
         self.model, self.eos_ids, self._loaded = loaded.model, loaded.eos_ids, loaded
         self.processing_class = loaded.tokenizer if loaded.processor is None else loaded.processor
@@ -242,6 +238,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             agents=self.agents,
             trainer=self,
             frozen=self._frozen,
+            server=self._server,
         )
 
     def _build_parts(self, stop: StopRequest, start: Path | None) -> Parts:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from covey.config import GRPOConfig
-from covey.errors import ConfigError
 from covey.process.world import World
 
 
@@ -15,7 +14,7 @@ def vllm_backend(args: GRPOConfig) -> str:
     return "vllm-server" if args.vllm_mode == "server" else "vllm"
 
 
-def vllm_options(args: GRPOConfig, world: World) -> dict[str, Any]:
+def vllm_options(args: GRPOConfig, world: World, server: Any = None) -> dict[str, Any]:
     """Options of vLLM, in this process or as a server."""
     shared: dict[str, Any] = {"regex": args.vllm_structured_outputs_regex}
     if args.vllm_mode == "server":
@@ -31,12 +30,8 @@ def vllm_options(args: GRPOConfig, world: World) -> dict[str, Any]:
             "attest": args.vllm_attestation,
             "deadlines": args.vllm_deadlines if isinstance(args.vllm_deadlines, dict) else None,
             "world": world,
+            "server": server,
         }
-    if world.size > 1:
-        raise ConfigError(
-            "vLLM in the process of a run takes one process; give several a server (vllm_mode='server'), or leave use_vllm out: "
-            "native is as exact there."
-        )
     return shared | {
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "max_model_length": args.vllm_max_model_length,

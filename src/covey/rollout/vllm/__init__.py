@@ -3,7 +3,7 @@
 from covey.rollout.vllm.client import Address, Client, Deadlines
 from covey.rollout.vllm.colocated import VLLMSampler, expect_vllm
 from covey.rollout.vllm.sampler import ServerSampler, refuse_unfit
-from covey.rollout.vllm.server import Server
+from covey.rollout.vllm.server import Server, warn_if_exposed
 from covey.rollout.vllm.transports import Carrier
 from covey.rollout.vllm.weights import plain_weights
 
@@ -18,4 +18,5 @@ __all__ = [
     "expect_vllm",
     "plain_weights",
     "refuse_unfit",
+    "warn_if_exposed",
 ]

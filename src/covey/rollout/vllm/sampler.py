@@ -14,6 +14,7 @@ import torch
 
 from covey.errors import AttestationError, ConfigError, ServerError
 from covey.models import unwrapped
+from covey.process.interruption import StopNow
 from covey.process.world import World
 from covey.rollout.prompts import PromptLike, as_prompts, occurrences
 from covey.rollout.sampler import SamplingParams
@@ -65,9 +66,10 @@ class ServerSampler:
         deadlines: Mapping[str, Any] | None = None,
         regex: str | None = None,
         world: World | None = None,
+        server: Server | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait up to `timeout` seconds for the server, and read its description.
+        """`server`: a connection to one that fits (`refuse_unfit`). None: wait up to `timeout` seconds for it and read its description.
 
         Raises ConfigError for a server of another model or without the endpoints, ServerError if no server answers.
         """
@@ -76,11 +78,11 @@ class ServerSampler:
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
         """Callback while the server generates; its exception aborts the requests."""
-        self.client = Client(Address.of(base_url, host, port), Deadlines.of(deadlines))
-        self.server = Server.connect(self.client, timeout)
-        refuse_other_model(self.server, unwrapped(model).config, tokenizer)
-        if self.world.is_main:
-            warn_if_exposed(self.server)
+        if server is None:
+            server = Server.connect(Client(Address.of(base_url, host, port), Deadlines.of(deadlines)), timeout)
+            refuse_other_model(server, unwrapped(model).config, tokenizer)
+            warn_if_exposed(server)
+        self.server, self.client = server, server.client
         facts = self.server.facts
         limits = [one for one in (context_of(unwrapped(model)), facts.max_model_length) if one is not None]
         self.context = min(limits) if limits else None
@@ -147,8 +149,7 @@ class ServerSampler:
             raise
         except ServerError as error:
             logger.warning("The update failed: %s", error)
-            alone = self.world.size == 1  # otherwise the others wait in a collective for the result
-            self.client.wait_until_up(self.timeout, self.check_stop if alone else lambda: None)
+            self.client.wait_until_up(self.timeout, self.check_stop)
             seen = self.sync.push(*self.pending)
         if seen is not None:
             self.seen.append(seen.metrics())
@@ -164,17 +165,23 @@ class ServerSampler:
         self.pending = None
 
     def _on_main(self, work: Callable[[], None]) -> None:
-        """Run `work` on the main process; an error there ends the run on all. Every process then has the served label."""
-        error: Exception | None = None
+        """Run `work` on the main process; an error there ends the run on all, and a stop is one of all.
+
+        Every process then has the served label.
+        """
+        ended: BaseException | None = None
         if self.pending is not None:
             self.policy = self.pending[0]
         if self.world.is_main:
             try:
                 work()
-            except ServerError as found:
-                error = found
-        if self.world.any(error is not None):
-            raise error or ServerError("the update of the vLLM server failed on the main process; its log says why.")
+            except (ServerError, StopNow) as found:
+                ended = found
+        outcome = self.world.max(0 if ended is None else 1 + isinstance(ended, StopNow))
+        if outcome == 2:
+            raise ended or StopNow
+        if outcome == 1:
+            raise ended or ServerError("the update of the vLLM server failed on the main process; its log says why.")
         if self.world.size > 1:
             self.sync.label, self.sync.model = self.world.broadcast((self.sync.label, self.sync.model))
 

@@ -1,0 +1,66 @@
+"""A server that two training processes share: seen once by each, updated by the main one, and no wait for it is deaf to a stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fake_server import FakeServer
+
+from forked import Forked, free_port, rank_environment
+from kit import tiny_model, tiny_tokenizer
+
+SCRIPT = """
+import sys
+import torch
+from datasets import Dataset
+
+sys.path.insert(0, sys.argv[1])
+from covey import GRPOConfig, GRPOTrainer
+from kit import tiny_model, tiny_tokenizer
+
+torch.set_num_threads(1)
+args = GRPOConfig(
+    sys.argv[2], use_vllm=True, vllm_mode="server", vllm_server_port=int(sys.argv[3]), vllm_server_timeout=200.0, max_steps=400,
+    num_generations=2, per_device_train_batch_size=2, max_completion_length=4, save_steps=1000, report_to="none", disable_tqdm=True,
+    use_cpu=True, bf16=False,
+)
+rows = Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(800)])
+reward = lambda completions, **columns: [float(len(one)) for one in completions]
+GRPOTrainer(tiny_model("qwen2", tie_word_embeddings=False), reward, args, rows, processing_class=tiny_tokenizer()).train()
+"""
+
+
+def until(look, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not look():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_stop_is_heard_by_both_while_the_main_process_waits_for_a_lost_server(asked, tmp_path):
+    """`asked`: the process that gets the signal."""
+    model, port = tiny_model("qwen2", tie_word_embeddings=False), free_port()
+    with FakeServer(model, tiny_tokenizer()) as fake:
+        words = ["-c", SCRIPT, Path(__file__).parents[1], tmp_path / "run", fake.port]
+        ranks = [Forked(*words, env=rank_environment(rank, port)) for rank in range(2)]
+        try:
+            until(lambda: fake.calls.count("/update_weight_version") >= 3 or ranks[0].poll() is not None)
+            assert fake.calls.count("/server_info") == 2, "each process has looked at the server once"
+            fake.faults |= {"reload_weights": 503, "/health": 503}
+            known = fake.calls.count("/health")
+            until(lambda: fake.calls.count("/health") > known or ranks[0].poll() is not None)
+            ranks[asked].send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            codes = [rank.wait(150) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.send_signal(signal.SIGKILL)
+    assert codes == [75, 75], [rank.err for rank in ranks]
+    assert time.monotonic() - began < 60, "the server would have been waited for longer"
+    assert "The update failed" in ranks[0].err
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
