@@ -153,7 +153,7 @@ class Distill:
         measured = self._measured(tokens)
         if self.is_stepwise:
             mean = self._mean_weight(tokens) if self.mean_weight is None else self.mean_weight
-            measured = measured * tokens.teacher_weight / mean
+            measured = measured * _weights(tokens) / mean
         return current(self.weight) * measured
 
     @property
@@ -166,9 +166,8 @@ class Distill:
         return replace(self, mean_weight=self._mean_weight(tokens)) if self.is_stepwise else self
 
     def _mean_weight(self, tokens: TokenBatch) -> float:
-        if tokens.teacher_weight is None:
-            raise ValueError("distill needs teacher_weight, measured by the learner; this batch has none.")
-        weights = tokens.teacher_weight[tokens.mask & (tokens.teacher_weight > 0)]
+        weights = _weights(tokens)
+        weights = weights[tokens.mask & (weights > 0)]
         return weights.mean().item() if weights.numel() else 1.0
 
     def distance(self, logp: Tensor, teacher: Tensor) -> Tensor:
@@ -202,6 +201,12 @@ class Distill:
         if tokens.teacher_distance is None:
             raise ValueError("distill needs teacher_distance, measured by the learner; this batch has none.")
         return tokens.teacher_distance
+
+
+def _weights(tokens: TokenBatch) -> Tensor:
+    if tokens.teacher_weight is None:
+        raise ValueError("distill needs teacher_weight, measured by the learner; this batch has none.")
+    return tokens.teacher_weight
 
 
 def distill(teacher: Any, weight: float | Controller = 1.0, **options: Any) -> Distill:
