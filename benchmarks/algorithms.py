@@ -36,13 +36,20 @@ from covey.rewards import Scorer
 from covey.rollout import SamplingParams, choose_sampler
 from covey.types import Prompt, ReferenceRule
 
+SDPO = "regularizer=distill(teacher='policy', feedback='best', divergence='jsd'"
+NAMED = {
+    **{name: name for name in alg.PRESETS},
+    "sdpo": f"dapo, objective=zero, {SDPO})",
+    "srpo": f"dapo, advantage=SampleRouted(threshold=0.5), {SDPO}, threshold=0.5, entropy_sensitivity=1.0)",
+}
+"""The presets, and two algorithms composed of their parts."""
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Two-sided 95% quantiles of Student's t for 1 to 9 degrees of freedom; a handful of seeds needs them."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="*", default=sorted(alg.PRESETS), choices=sorted(alg.PRESETS))
+    parser.add_argument("--presets", nargs="*", default=sorted(NAMED), choices=sorted(NAMED))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     parser.add_argument("--prompts", type=int, default=8, help="prompts a step, 8 completions each")
@@ -118,7 +125,7 @@ def trainer_for(algorithm: Any, seed: int, given: argparse.Namespace, folder: st
 def train(name: str, seed: int, given: argparse.Namespace) -> dict[str, float]:
     """One run of a preset from the shipped model."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_for(name, seed, given, folder)
+        trainer = trainer_for(NAMED[name], seed, given, folder)
         before = held_out(trainer, given.held_out)
         started = time.process_time()
         trainer.train()

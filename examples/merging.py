@@ -1,10 +1,11 @@
 """Merging: two specialists of one model, and the mean of their weights, which can do what both can.
 
-    python examples/merging.py --smoke      # seconds on one core; without --smoke 60 steps each
+    python examples/merging.py --smoke      # seconds on one core; without --smoke 60 steps each; --seed 1: another seed
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, and data sets of your own skills. `covey merge runs/a runs/b -o merged` does the
 same from the command line; docs/merging.md has other methods (ties, dare, slerp).
-Expect: each specialist is best at its half of the problems; the merged model is better than the start at both.
+Expect: each specialist is best at its half of the problems; the merged model is better than the start at both (docs/merging.md has
+the figures of three seeds).
 """
 
 import sys
@@ -19,6 +20,7 @@ MODEL = "demo"
 SKILLS = {"one-step": ("+", "-", "*"), "two-step": ("+-", "-+", "*+", "*-")}
 
 smoke = "--smoke" in sys.argv
+seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
 
 
 def rows(split, skill, count):
@@ -32,6 +34,7 @@ def rows(split, skill, count):
 def trainer_of(model, skill):
     args = GRPOConfig(
         output_dir=f"runs/merging-{skill}-{Path(model).name}",
+        seed=seed,
         max_steps=10 if smoke else 60,
         num_generations=8,
         num_generations_eval=1,

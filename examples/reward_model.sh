@@ -2,7 +2,7 @@
 # Policy, reference and reward model: preferences of a first run train a reward model, and that trains a second policy,
 # which a KL holds near the reference.
 #
-#     bash examples/reward_model.sh --smoke      # a minute on one core; without --smoke ten times as many steps
+#     bash examples/reward_model.sh --smoke      # a minute on one core; without --smoke ten times as many steps; behind that a seed
 #
 # A real model: model=Qwen/Qwen2.5-0.5B-Instruct, and your data set. Preferences of people: a file with the columns prompt, chosen
 # and rejected in place of pairs.jsonl. Expect: here "the shorter answer" stands for what people prefer; the reward model is right on
@@ -12,11 +12,12 @@ set -euo pipefail
 model=demo
 dataset=demo
 folder=runs/reward-model
-[[ "${1:-}" == --smoke ]] && first=4 second=16 || { first=40; second=160; }
+[[ "${1:-}" == --smoke ]] && { first=4; second=16; shift; } || { first=40; second=160; }
+seed=${1:-0}
 options=(--model "$model" --dataset "$dataset" --max-completion-length 32 --per-device-train-batch-size 64 --learning-rate 5e-4
-         --logging-steps 1 --save-strategy no --report-to none)
+         --logging-steps 1 --save-strategy no --report-to none --seed "$seed")
 
 covey train "${options[@]}" --reward "length(target=0)" --max-steps $first --rollout-log-steps 1 --output-dir $folder/first
 covey export pairs $folder/first -o $folder/pairs.jsonl
-covey reward train --model "$model" --dataset $folder/pairs.jsonl -o $folder/judge --held-out 0.3 --num-train-epochs 6 --learning-rate 1e-3 --per-device-train-batch-size 8
+covey reward train --model "$model" --dataset $folder/pairs.jsonl -o $folder/judge --held-out 0.3 --num-train-epochs 6 --learning-rate 1e-3 --per-device-train-batch-size 8 --seed "$seed"
 covey train "${options[@]}" --reward $folder/judge --algorithm "grpo, kl=0.04" --max-steps $second --output-dir $folder/second

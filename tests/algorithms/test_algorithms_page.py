@@ -8,6 +8,7 @@ import pytest
 
 from covey import algorithms as alg
 from covey import testing
+from covey.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
@@ -38,3 +39,21 @@ def test_every_public_part_is_on_the_page(name):
 @pytest.mark.parametrize("name", testing.__all__)
 def test_every_check_is_on_the_page(name):
     assert f"`{name}`" in PAGE or f"{name}(" in PAGE
+
+
+@pytest.mark.parametrize("slot", ["advantage", "objective"])
+def test_every_part_of_the_tables_is_found_by_its_name(slot):
+    section = PAGE.partition(f"\n## {slot.title()}: ")[2].partition("\n## ")[0]
+    names = re.findall(r"^\| `(\w+)", section, re.MULTILINE)
+    assert len(names) > 10
+    said = {name: told(f"grpo, {slot}={name}") for name in names}
+    assert {name: one for name, one in said.items() if one and "its parameters are" not in one} == {}  # it takes some
+
+
+def told(name):
+    """The reason why there is no such algorithm."""
+    try:
+        alg.from_name(name)
+    except ConfigError as error:
+        return str(error)
+    return None

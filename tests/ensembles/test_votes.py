@@ -114,6 +114,7 @@ def test_eval_gives_the_vote_and_each_member_with_intervals(place, capsys):
         (["--vote", "best"], "--vote belongs to --ensemble"),
         (["--ensemble", "B", "--vote", "best"], "needs rewards"),
         (["--ensemble", "B", "--num-samples", "4"], "--num-samples does not apply with --ensemble"),
+        (["--ensemble", "B", "--device", "cpu"], "--device does not apply with --ensemble"),
     ],
 )
 def test_eval_refuses_flags_that_would_not_act(place, more, said, capsys):

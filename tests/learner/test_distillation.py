@@ -8,12 +8,14 @@ from datasets import Dataset
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
+from covey.algorithms.composing import NO_TOTALS
+from covey.algorithms.samples import made_scores
 from covey.errors import ConfigError
 from covey.learner import Policy, Teacher
 from covey.learner.logprobs import Head, Other, distances
 from covey.learner.packing import Row
 from covey.training.teaching import build_teacher, hints_of, with_hint
-from covey.types import Completion, Prompt
+from covey.types import Completion, Prompt, TokenBatch
 from kit import group, prompt, tiny_model, tiny_tokenizer
 
 
@@ -174,6 +176,8 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
         ({"teacher": "x", "divergence": "jsd", "beta": 1.0}, "between 0 and 1"),
         ({"teacher": "x", "template": "more"}, "no {feedback}"),
         ({"teacher": "x", "weight": 0.0}, "above 0"),
+        ({"teacher": "policy", "feedback": "solution", "threshold": 0.5}, "for feedback='best'"),
+        ({"teacher": "x", "entropy_sensitivity": 1.0}, "takes a teacher with feedback"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options, said):
@@ -217,3 +221,56 @@ def test_a_policy_learns_from_itself_with_the_solution_in_its_prompt(tmp_path):
     curve = [entry["distill/reverse_kl"] for entry in trained(tmp_path, algorithm)]
     assert curve[0] > 0
     assert all(value == value for value in curve)
+
+
+def test_failed_completions_with_a_right_sibling_are_routed_from_the_reward_to_the_teacher():
+    from dataclasses import replace
+
+    rewards = torch.tensor([[1.0, 0.0, 0.6, 0.2], [0.4, 0.0, 0.1, 0.2]])
+    scores = made_scores(rewards[..., None])
+    plain, routed = alg.GroupNormalized()(scores), alg.SampleRouted()(scores)
+    assert routed[0].tolist() == [plain[0, 0].item(), 0.0, plain[0, 2].item(), 0.0]
+    assert routed[1].tolist() == plain[1].tolist()  # none is right, so there is nothing to learn from but the reward
+    answers = group(["a", "b", "c", "d"], rewards=rewards[0][:, None].tolist())
+    for row, told in ((rewards[0], [None, "a", None, "a"]), (rewards[1], [None] * 4)):
+        assert hints_of(replace(answers, totals=row), "best", threshold=0.5) == told
+
+
+def test_tokens_weigh_by_the_teachers_entropy_over_the_mean_of_the_step():
+    """Against the definition on whole distributions, in one micro-batch or two."""
+    model = tiny_model("qwen2").eval()
+    rows = [row(0, [5, 6, 7], [9, 10, 11], "a"), row(0, [5, 6, 7], [15, 16]), row(1, [8, 9], [20, 21], "b")]
+    longer = {"a": (5, 6, 7, 30, 31), "b": (8, 9, 40)}
+    part = alg.distill("policy", weight=2.0, feedback="best", entropy_sensitivity=1.5)
+    taught = Teacher(Policy(model, pad_id=0), part.distance, None, lambda prompt, hint: longer[hint], 1.5)
+
+    def batch(some):
+        measured = Policy(model, pad_id=0).measure(some, teacher=taught)
+        given = {"teacher_distance": measured.teacher_distance, "teacher_weight": measured.teacher_weight}
+        mask = measured.rows.spread(torch.ones_like(measured.rows.target, dtype=torch.float)) > 0
+        zeros = torch.zeros_like(measured.logp)
+        return TokenBatch(
+            logp=measured.logp, old_logp=zeros, advantages=zeros, mask=mask, group=torch.tensor([r.group for r in some]), **given
+        )  # fmt: skip
+
+    q = [whole(model, one, 1.0, longer.get(one.hint)).detach() for one in rows]
+    raw = [torch.exp(-1.5 * -(one * one.log()).sum(-1)) * (r.hint is not None) for one, r in zip(q, rows, strict=True)]
+    mean = torch.cat([raw[0], raw[2]]).mean()
+    step = batch(rows)
+    fitted = part.prepare(step.detached(), NO_TOTALS)
+    for some, at in ((rows, (0, 1, 2)), (rows[:1], (0,)), (rows[2:], (2,))):
+        found = fitted(batch(some))
+        for place, i in enumerate(at):
+            want = 2.0 * definition("reverse", whole(model, rows[i], 1.0), q[i]) * raw[i] / mean
+            torch.testing.assert_close(found[place, : len(want)], want, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(part(step), fitted(step))  # unprepared, the batch at hand is the step
+
+
+def test_srpo_trains_from_its_string(tmp_path):
+    algorithm = alg.from_name(
+        "dapo, advantage=SampleRouted(threshold=10), regularizer=distill(teacher='policy', feedback='best', "
+        "divergence='jsd', threshold=10, entropy_sensitivity=1.0)"
+    )
+    curve = [entry["distill/jsd"] for entry in trained(tmp_path, algorithm, num_generations=4)]
+    assert all(value >= 0 for value in curve)
+    assert max(curve) > 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from covey.cli import main
@@ -120,6 +122,10 @@ def test_one_model_can_be_weakened_against_its_base(models, tmp_path, capsys):
         (["a", "damaged"], "cannot be read"),
         (["a", "b", "--rank", "4"], "--rank is for adapters"),
         (["a", "b", "--choose", "x.jsonl"], "--choose needs --reward"),
+        (["a", "b", "--density", "0.3"], "--density does not act on a merge by linear; leave it out"),
+        (["a", "b", "--base", "base"], "--base does not act on a merge by linear"),
+        (["a", "b", "--reward", "math"], "--reward does not act on a merge by linear"),
+        (["a", "b", "--method", "slerp", "--normalize", "false"], "--normalize does not act on a merge by slerp"),
         (["a", "nowhere"], "nowhere is no folder here"),
         (["a", "demo"], "are not of one architecture"),
     ],
@@ -213,7 +219,35 @@ def test_adapters_that_do_not_fit_together_are_refused(adapters, models, tmp_pat
         merge_adapters([adapters[0], tmp_path / "other"], tmp_path / "out")
     assert main(["merge", str(adapters[0]), str(models[1]), "-o", str(tmp_path / "out")]) != 0
     assert "is an adapter and other models are not" in capsys.readouterr().err
+    assert main(["merge", *map(str, adapters), "-o", str(tmp_path / "out"), "--dtype", "bfloat16"]) != 0
+    assert "--dtype does not act on adapters" in capsys.readouterr().err
+    assert main(["merge", str(adapters[0]), "-o", str(tmp_path / "out"), "--rank", "8"]) != 0
+    assert "--rank does not act on one adapter that is added into its base" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_that_hold_more_than_factors_or_other_layers_are_refused(adapters, tmp_path):
+    fewer = shutil.copytree(adapters[1], tmp_path / "fewer")
+    tensors = load_file(fewer / "adapter_model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "down_proj" not in k}, fewer / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="do not adapt the same layers: .*down_proj.*in one of them only"):
+        merge_adapters([adapters[0], fewer], tmp_path / "out")
+    both = []
+    for place in (shutil.copytree(one, tmp_path / one.name) for one in adapters):
+        tensors = load_file(place / "adapter_model.safetensors")
+        save_file({**tensors, "base_model.model.lm_head.weight": torch.ones(2)}, place / "adapter_model.safetensors")
+        both.append(place)
+    with pytest.raises(ConfigError, match=r"lm_head.weight, which merging adapters does not know"):
+        merge_adapters(both, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_density_that_is_given_is_the_only_one_that_is_tried():
+    from covey.cli.merge_models import candidates
+
+    recipe = Recipe(method="ties", density=0.4)
+    assert {one.density for one in candidates(recipe, 2, is_dense=True)} == {0.4}
+    assert {one.density for one in candidates(recipe, 2)} == {0.3, 0.6, 0.9}
 
 
 REWARD = """

@@ -166,6 +166,19 @@ def test_echo_scores_the_prompt_as_a_forward_pass_does(ask, model, tokenizer):
         assert [prompt[at:][:1] for at in choice.logprobs.text_offset] == [one[:1] for one in choice.logprobs.tokens]
 
 
+def test_tokens_can_be_named_by_their_ids(ask, model, tokenizer):
+    ids = tokenizer(QUESTIONS[0])["input_ids"]
+    by_id = {"return_tokens_as_token_ids": True}
+    [choice] = ask.completions.create(
+        model="demo", prompt=ids, echo=True, logprobs=3, max_tokens=0, extra_body=by_id
+    ).choices
+    assert choice.logprobs.tokens == [f"token_id:{one}" for one in ids]
+    for top, row in zip(choice.logprobs.top_logprobs[1:], plain_logprobs(model, ids), strict=True):
+        best = row.topk(3)
+        for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            assert top[f"token_id:{token}"] == pytest.approx(value, abs=1e-4)
+
+
 def test_requests_that_share_a_batch_get_what_they_get_alone(ask, sampler):
     ways = [
         {"prompt": QUESTIONS[i % 4], "seed": i, "temperature": (0, 0.7, 1.3)[i % 3], "max_tokens": 5 + 3 * i, "n": 1 + i % 2}

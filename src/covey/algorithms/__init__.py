@@ -62,6 +62,7 @@ from covey.algorithms.presets import (
 )
 from covey.algorithms.reference import EMA, Every, WhenFar, keep
 from covey.algorithms.regularizers import AdaptiveEntropy, EntropyBonus, TopEntropy, entropy_bonus
+from covey.algorithms.routing import SampleRouted
 from covey.algorithms.sequence_objectives import GMPO, VESPO
 from covey.algorithms.slices import SliceNormalized
 from covey.algorithms.target_policy import TargetPolicy
@@ -115,6 +116,7 @@ __all__ = [
     "ReinforcePlusPlus",
     "Rejection",
     "RowMean",
+    "SampleRouted",
     "SequenceMean",
     "SequenceSum",
     "Shaped",

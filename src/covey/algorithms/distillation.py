@@ -6,7 +6,7 @@ The learner measures the divergence over the whole vocabulary, a chunk of logits
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from covey.algorithms.control import Controller, current
 from covey.errors import ConfigError, did_you_mean
-from covey.types import Aggregate, Metric, TokenBatch
+from covey.types import Aggregate, Metric, TokenBatch, Totals
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 POLICY = "policy"
@@ -50,8 +50,12 @@ def _expected(logp: Tensor, value: Tensor) -> Tensor:
 
 def coarse(logp: Tensor, chosen: Tensor) -> Tensor:
     """[m, k + 1]: log-probabilities of the chosen tokens [m, k], and of all others together."""
-    kept = logp.gather(-1, chosen)
-    rest = (1.0 - kept.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(logp.dtype).eps)
+    return _with_rest(logp.gather(-1, chosen))
+
+
+def _with_rest(kept: Tensor) -> Tensor:
+    """[m, k + 1]: log-probabilities [m, k] of some tokens, and of all others together."""
+    rest = (1.0 - kept.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(kept.dtype).eps)
     return torch.cat([kept, rest.log()], -1)
 
 
@@ -60,7 +64,7 @@ class Distill:
     """`weight x divergence(policy, teacher)` of each token of the policy's own completions, exact over the vocabulary.
 
     On-policy distillation: Agarwal et al. 2024, "GKD", <https://arxiv.org/abs/2306.13649>. `teacher` is a folder, a hub id, a
-    loaded model, or `"policy"` with `feedback`: the current policy reads the prompt with the feedback and teaches the one that does
+    loaded model, the address of an endpoint (`"http://host:8000/v1"`), or `"policy"` with `feedback`: the current policy reads the prompt with the feedback and teaches the one that does
     not (SDPO, Huebotter et al. 2026, <https://arxiv.org/abs/2601.20802>). The teacher carries no gradient; its tokenizer must be
     the policy's. Both distributions are taken at the sampling temperature.
     """
@@ -72,7 +76,7 @@ class Distill:
     """The teacher's share of the mixture in `jsd`."""
     top_k: int | None = None
     """Distinguish only the k likeliest tokens of the distribution that the divergence is a mean under, and count the rest as
-    one outcome; None: the whole vocabulary."""
+    one outcome; None: the whole vocabulary. An endpoint tells its own k likeliest tokens."""
     feedback: str | None = None
     """Feedback in the teacher's prompt: a column of the data set, a column that a reward adds with `log_extra`, or `best`, the
     group's best completion for those that earned less. Where there is none, the teacher reads the plain prompt."""
@@ -80,6 +84,19 @@ class Distill:
     """Format of the feedback behind the prompt, or behind the last message of the user."""
     dtype: str = "auto"
     """Type that the teacher's weights are loaded in; auto: as stored."""
+    served_model_name: str | None = None
+    """The model that an endpoint serves."""
+    key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the endpoint's key."""
+    request_seconds: float = 60.0
+    """Longest time of one request to an endpoint."""
+    threshold: float | None = None
+    """With feedback from the `best`: tell it to completions of a lower reward than this alone, where the best has it."""
+    entropy_sensitivity: float = 0.0
+    """Weigh each token with feedback by `exp(-entropy_sensitivity H)`, H the entropy of the teacher there, over the mean of these
+    weights in the step (SRPO, Li et al. 2026, section 3.2, <https://arxiv.org/abs/2604.02288>). 0: all alike."""
+    mean_weight: float | None = None
+    """The mean of these weights, set by `prepare`."""
     aggregate: Aggregate | None = None
 
     def __post_init__(self) -> None:
@@ -99,11 +116,59 @@ class Distill:
             raise ConfigError(
                 "distill's teacher is the policy itself, which has nothing to teach without feedback; name a column, or 'best'."
             )
+        self._check_endpoint()
+        if self.threshold is not None and self.feedback != "best":
+            raise ConfigError(
+                "distill's threshold parts right completions from failed ones for feedback='best'; leave it out."
+            )
+        if self.entropy_sensitivity < 0 or (self.entropy_sensitivity and (self.is_endpoint or self.feedback is None)):
+            raise ConfigError(
+                f"distill's entropy_sensitivity={self.entropy_sensitivity} must be 0 or above, and takes a teacher with feedback that is loaded here."
+            )
         if "{feedback}" not in self.template:
             raise ConfigError("distill's template has no {feedback}; write where the feedback goes.")
 
+    def _check_endpoint(self) -> None:
+        if not self.is_endpoint:
+            if self.served_model_name:
+                raise ConfigError(
+                    "distill's served_model_name belongs to an endpoint, whose address begins with http://."
+                )
+            return
+        if not self.served_model_name:
+            raise ConfigError(
+                f"distill's teacher {self.teacher} is an endpoint: say which model it serves, with served_model_name='NAME'."
+            )
+        if self.top_k is None:
+            raise ConfigError(
+                f"distill's teacher {self.teacher} is an endpoint, which tells its likeliest tokens and not all of its distribution; "
+                "say how many, with top_k=20 (most servers allow no more)."
+            )
+
+    @property
+    def is_endpoint(self) -> bool:
+        return isinstance(self.teacher, str) and self.teacher.startswith(("http://", "https://"))
+
     def __call__(self, tokens: TokenBatch) -> Tensor:
-        return current(self.weight) * self._measured(tokens)
+        measured = self._measured(tokens)
+        if self.is_stepwise:
+            mean = self._mean_weight(tokens) if self.mean_weight is None else self.mean_weight
+            measured = measured * _weights(tokens) / mean
+        return current(self.weight) * measured
+
+    @property
+    def is_stepwise(self) -> bool:
+        """True if weights need the mean of the whole step."""
+        return self.entropy_sensitivity > 0
+
+    def prepare(self, tokens: TokenBatch, totals: Totals) -> Distill:
+        """The term with the mean weight of the whole step."""
+        return replace(self, mean_weight=self._mean_weight(tokens)) if self.is_stepwise else self
+
+    def _mean_weight(self, tokens: TokenBatch) -> float:
+        weights = _weights(tokens)
+        weights = weights[tokens.mask & (weights > 0)]
+        return weights.mean().item() if weights.numel() else 1.0
 
     def distance(self, logp: Tensor, teacher: Tensor) -> Tensor:
         """[m], the divergence of log-probabilities [m, V], with gradient to the policy's."""
@@ -112,6 +177,18 @@ class Distill:
             under = mixture(logp, teacher, self.beta) if under is None else under
             chosen = under.detach().topk(self.top_k, -1).indices
             logp, teacher = coarse(logp, chosen), coarse(teacher, chosen)
+        return self._between(logp, teacher)
+
+    def distance_to_likeliest(self, logp: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
+        """[m], as `distance`, of log-probabilities [m, V] to a teacher of which the likeliest tokens are known.
+
+        `ids` [m, k] with their log-probabilities `teacher` [m, k]; -inf, or an id beyond V, is no token. All others count as one outcome.
+        """
+        teacher = teacher.masked_fill(ids >= logp.shape[-1], -torch.inf)
+        kept = logp.gather(-1, ids.clamp(max=logp.shape[-1] - 1)).masked_fill(teacher == -torch.inf, -torch.inf)
+        return self._between(_with_rest(kept), _with_rest(teacher))
+
+    def _between(self, logp: Tensor, teacher: Tensor) -> Tensor:
         if self.divergence == "jsd":
             return jensen_shannon(logp, teacher, self.beta)
         return (reverse_kl if self.divergence == "reverse_kl" else forward_kl)(logp, teacher)
@@ -124,6 +201,12 @@ class Distill:
         if tokens.teacher_distance is None:
             raise ValueError("distill needs teacher_distance, measured by the learner; this batch has none.")
         return tokens.teacher_distance
+
+
+def _weights(tokens: TokenBatch) -> Tensor:
+    if tokens.teacher_weight is None:
+        raise ValueError("distill needs teacher_weight, measured by the learner; this batch has none.")
+    return tokens.teacher_weight
 
 
 def distill(teacher: Any, weight: float | Controller = 1.0, **options: Any) -> Distill:

@@ -21,9 +21,12 @@ from covey.algorithms import (
     pass_at_k,
     reference,
     regularizers,
+    routing,
     sequence_objectives,
     slices,
+    target_policy,
     token_advantages,
+    turn_advantages,
 )
 from covey.algorithms.algorithm import Algorithm
 from covey.algorithms.critic import Critic
@@ -35,8 +38,8 @@ from covey.names import find
 _SLOTS = {"regularizer": "regularizers", "weight": "weights"}
 _CALL = re.compile(r"(?P<name>[^()]+)\((?P<arguments>.*)\)", re.DOTALL)
 _HOMES = {
-    "advantage": (advantages, token_advantages, pass_at_k, filtering, slices),
-    "objective": (objectives, sequence_objectives, covariance, distillation),
+    "advantage": (advantages, token_advantages, turn_advantages, pass_at_k, filtering, routing, slices),
+    "objective": (objectives, sequence_objectives, covariance, target_policy, distillation),
     "aggregate": (aggregation,),
     "regularizer": (regularizers, distillation, examples),
     "weight": (regularizers, importance),

@@ -93,10 +93,11 @@ def _check_ensemble(options: dict[str, Any]) -> None:
     for name in ("vote", "judge"):
         if options[name] and not options["ensemble"]:
             raise ConfigError(f"--{name} belongs to --ensemble, which names the other models.")
-    for name in ("num_samples", "k", "compare_to", "answers"):
-        if options["ensemble"] and options[name]:
+    plain = defaults()
+    for name in ("num_samples", "k", "compare_to", "answers", "device", "batch_size"):
+        if options["ensemble"] and options[name] != plain[name]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} does not apply with --ensemble, whose members say samples=N; leave it out."
+                f"--{name.replace('_', '-')} does not apply with --ensemble, whose members say samples=N and answer on this machine's GPU, else its CPU; leave it out."
             )
 
 

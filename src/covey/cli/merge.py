@@ -8,6 +8,7 @@ from typing import Any
 
 from covey.cli import output
 from covey.cli.flags import Flag
+from covey.cli.merge_models import merge, refuse_idle
 from covey.cli.verb import JSON, Given, Verb
 from covey.errors import ConfigError, CoveyError, ModelError, first_line
 from covey.files.bounded import read_json
@@ -41,11 +42,10 @@ def run(given: Given) -> None:
             raise ConfigError(
                 f"{given['model'][0]} holds whole weights and no adapter (adapter_config.json): use it as it is."
             )
+        refuse_idle(given, ("base", "dtype"), "one adapter that is added into its base")
         return add_adapter(folders[0], out, given)
     if all(adapters):
         return _merge_adapters(folders, out, given)
-    from covey.cli.merge_models import merge
-
     return merge(folders, out, given, _asked_dtype(given))
 
 
@@ -63,11 +63,10 @@ def add_adapter(folder: Path, out: Path, given: Given) -> None:
 def _merge_adapters(folders: Sequence[Path], out: Path, given: Given) -> None:
     from covey.merging import merge_adapters
 
-    for name in ("method", "choose", "density", "base"):
-        if given.get(name) is not None and given[name] != "linear":
-            raise ConfigError(
-                f"--{name} does not apply to adapters, which are merged as a weighted mean; leave it out."
-            )
+    is_plain = given.get("method") in (None, "linear")
+    refuse_idle(
+        given, ("weights", "rank", *(("method",) if is_plain else ())), "adapters, which are merged as a weighted mean"
+    )
     if out.exists():
         out.rmdir()
     error = merge_adapters(folders, out, given.get("weights") or (), given.get("rank"))

@@ -11,11 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from covey.cli import output
 from covey.cli.verb import Given
-from covey.errors import ConfigError
+from covey.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from covey.evaluation.assessment import Assessment
     from covey.merging import Recipe
+
+OPTIONS = (
+    "base", "method", "weights", "density", "scale", "normalize", "rank", "choose", "reward", "prompt_column", "columns",
+    "max_prompts", "max_tokens", "seed", "dtype",
+)  # fmt: skip
+"""Flags that act on some merges only."""
+
+
+def refuse_idle(given: Given, acting: Sequence[str], what: str) -> None:
+    """Raise ConfigError for a flag that is given and would not act on `what`."""
+    for name in OPTIONS:
+        if given.get(name) is not None and name not in acting:
+            raise ConfigError(f"--{name.replace('_', '-')} does not act on {what}; leave it out.")
 
 
 def merge(folders: Sequence[Path], out: Path, given: Given, dtype: Any) -> None:
@@ -29,8 +42,10 @@ def merge(folders: Sequence[Path], out: Path, given: Given, dtype: Any) -> None:
     base = Path(resolve_source(model_folder(given["base"]))) if given.get("base") else None
     if base is not None and not base.is_dir():
         raise ConfigError(f"--base {given['base']} is no folder here; download it first, then give its folder.")
+    method = given.get("method") or "linear"
+    refuse_idle(given, ("method", "weights", "dtype", *_acting(method, given)), f"a merge by {method}")
     chosen = {name: given[name] for name in ("density", "scale", "normalize", "seed") if given.get(name) is not None}
-    recipe = Recipe(method=given.get("method") or "linear", weights=tuple(given.get("weights") or ()), **chosen)
+    recipe = Recipe(method=method, weights=tuple(given.get("weights") or ()), **chosen)
     how: dict[str, Any] = {"base": base, "dtype": dtype, "told": output.say}
     found: dict[str, Any] = {}
     if given.get("choose"):
@@ -47,14 +62,36 @@ def merge(folders: Sequence[Path], out: Path, given: Given, dtype: Any) -> None:
         output.result(f"{len(folders)} models merged by {done.method} (weights {weights}): {out}")
 
 
-def candidates(recipe: Recipe, count: int) -> Iterator[Recipe]:
-    """Merges to try: shares of each model from equal to mostly one, and densities where the method has one."""
+def _acting(method: str, given: Given) -> Iterator[str]:
+    """Flags that act on a merge by this method."""
+    from covey.merging import METHODS
+
+    if method not in METHODS:
+        raise ConfigError(
+            f"method {method!r} is not known.{did_you_mean(method, METHODS)} It is one of {', '.join(METHODS)}."
+        )
+    yield "choose"
+    if given.get("choose"):
+        yield from ("reward", "prompt_column", "columns", "max_prompts", "max_tokens")
+    if METHODS[method].needs_base:
+        yield from ("base", "scale")
+    if method not in ("slerp", "task_arithmetic"):
+        yield "normalize"
+    if method.startswith(("ties", "dare")):
+        yield "density"
+    if method.startswith("dare"):
+        yield "seed"
+
+
+def candidates(recipe: Recipe, count: int, *, is_dense: bool = False) -> Iterator[Recipe]:
+    """Merges to try: shares of each model from equal to mostly one, and densities where the method has one (`is_dense`: its own)."""
     if recipe.method == "slerp":
         yield from (replace(recipe, weights=(share,)) for share in (0.25, 0.5, 0.75))
         return
     scores = [(1.0,) * count]
     scores += [tuple(3.0 if i == k else 1.0 for i in range(count)) for k in range(count)] if count > 1 else []
-    densities = (0.3, 0.6, 0.9) if recipe.method.startswith(("ties", "dare")) else (recipe.density,)
+    has_densities = recipe.method.startswith(("ties", "dare")) and not is_dense
+    densities = (0.3, 0.6, 0.9) if has_densities else (recipe.density,)
     for weights in scores:
         total = sum(weights) if recipe.method == "linear" else 1.0
         for density in densities:
@@ -82,7 +119,7 @@ def _chosen(
     best_parent = max(range(len(parents)), key=lambda i: _mean(parents[i], 0, half))
     tried: list[tuple[float, Recipe, Assessment]] = []
     with tempfile.TemporaryDirectory() as place:
-        for i, candidate in enumerate(candidates(recipe, len(folders))):
+        for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=given.get("density") is not None)):
             folder = Path(place) / str(i)
             done = merge_models(folders, folder, candidate, **how)
             found = _assessed(folder, given)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ from covey.data import num_embeddings
 from covey.data.prompts import encode_chat
 from covey.ensembles.member import Role
 from covey.errors import ConfigError, RewardError
-from covey.rewards.builtin.chat_endpoint import Endpoint, Reply
+from covey.rewards.builtin.chat_endpoint import Endpoint, Reply, all_of
 from covey.rollout import Sampler, SamplingParams
 from covey.types import Completion, Finish, Prompt
-
-REQUESTS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -104,18 +102,12 @@ class EndpointWriter:
 
     def write(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Completion | None]]:
         """As `LocalWriter.write`. Raises ConfigError where the endpoint refuses for good: a wrong key, model or address."""
-        pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="ensemble")
-        asked = [[pool.submit(self._ask, prompt, params, i) for i in range(self.samples)] for prompt in prompts]
+        work = [partial(self._ask, prompt, params, i) for prompt in prompts for i in range(self.samples)]
         try:
-            waiting: set[Future[Any]] = {one for row in asked for one in row}
-            while waiting:
-                waiting = set(wait(waiting, timeout=0.2).not_done)
-                self.check_stop()
-            return [[self._completion(one.result(), params) for one in row] for row in asked]
+            replies = iter(all_of(work, self.check_stop))
         except RewardError as error:
             raise ConfigError(f"Ensemble member {self.name}: {error}") from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        return [[self._completion(next(replies), params) for _ in range(self.samples)] for _ in prompts]
 
     def _ask(self, prompt: Prompt, params: SamplingParams, sample: int) -> Reply | None:
         raw = prompt.raw

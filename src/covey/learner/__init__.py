@@ -4,6 +4,7 @@ from covey.learner.critic import Critic, ValueHead, ValueModel, no_critic
 from covey.learner.learner import Learner
 from covey.learner.policy import Policy
 from covey.learner.reference import AdapterCopy, FrozenCopy, NoReference, Reference, frozen_copy
+from covey.learner.served_teacher import ServedTeacher
 from covey.learner.supervised import Supervised
 from covey.learner.teacher import Teacher
 from covey.learner.token_metrics import FIRST_UPDATE
@@ -17,6 +18,7 @@ __all__ = [
     "NoReference",
     "Policy",
     "Reference",
+    "ServedTeacher",
     "Supervised",
     "Teacher",
     "ValueHead",

@@ -19,10 +19,10 @@ from covey.learner.optimizer import check_room
 from covey.learner.packing import Row, filler, regrouped, rows_of, unscored_row
 from covey.learner.policy import Measured, Policy
 from covey.learner.reference import Reference
+from covey.learner.served_teacher import AnyTeacher
 from covey.learner.silent import teaches
 from covey.learner.soundness import expect_rates, expect_sound_training
 from covey.learner.supervised import Supervised
-from covey.learner.teacher import Teacher
 from covey.learner.token_batches import advantages, as_drawn, moved, onto, spread, totals_of, weights
 from covey.learner.token_metrics import FIRST_UPDATE, TokenEntropies, Unread, metrics_of
 from covey.learner.update_guard import UpdateGuard
@@ -64,7 +64,7 @@ class Learner:
     scaler: Any = None
     """torch.amp.GradScaler, for float16 only."""
     critic: Critic = field(default_factory=no_critic)
-    teacher: Teacher | None = None
+    teacher: AnyTeacher | None = None
     """Teacher model of a distillation."""
     supervised: Supervised | None = None
     """Supervised examples trained on in addition to the rollout."""
@@ -353,6 +353,7 @@ class Learner:
             entropy=measured.entropy,
             full_kl=measured.distance,
             teacher_distance=measured.teacher_distance,
+            teacher_weight=measured.teacher_weight,
             values=self.critic.values(measured, batch) if algorithm.critic is not None else None,
             old_values=padded([completion.values for completion in completions]) if has_values else None,
             returns=padded([row.returns for row in batch]) if batch[0].returns is not None else None,

@@ -106,7 +106,7 @@ def score_tokens(
     return torch.cat(logp), torch.cat(entropies)
 
 
-def _by_chunks(one: Callable[[Tensor, Tensor], R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
+def _by_chunks(one: Callable[..., R], heads: Sequence[Head], *chunks: Sequence[Tensor]) -> list[R]:
     """Results of `one` by chunk, under activation checkpointing: only its inputs are saved for the backward."""
     if not torch.is_grad_enabled():
         return [one(*pair) for pair in zip(*chunks, strict=True)]
@@ -159,10 +159,26 @@ class Other:
     head: Head
     distance: Callable[[Tensor, Tensor], Tensor]
     """(logp [m, V], other's logp [m, V]) -> [m]"""
+    weight: Tensor | None = None
+    """[M], weights of its positions for a distillation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Likeliest:
+    """The likeliest tokens of another model at the same positions, for a distance."""
+
+    ids: Tensor
+    """[M, k]"""
+    logp: Tensor
+    """[M, k], their log-probabilities; -inf: no token."""
+    distance: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(logp [m, V], ids [m, k], their logp [m, k]) -> [m]"""
+    weight: Tensor | None = None
+    """None: all positions alike."""
 
 
 def distances(
-    hidden: Tensor, head: Head, other: Other, *, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor, head: Head, other: Other | Likeliest, *, temperature: float = 1.0, chunk: int | None = None
 ) -> Tensor:
     """Distance [M] of the tempered distribution after each of `hidden` [M, D] to the other model's, with gradient.
 
@@ -172,6 +188,15 @@ def distances(
     if chunk is None and isinstance(head.project, nn.Linear):
         chunk = chunk_for(head.project.weight.shape[0], None, hidden.device)
     chunk = chunk or 1024
+    if isinstance(other, Likeliest):
+        known = other
+
+        def to_likeliest(rows: Tensor, ids: Tensor, theirs: Tensor) -> Tensor:
+            logp = torch.log_softmax(head.logits(rows) / temperature, -1)
+            return known.distance(logp, ids, theirs.to(logp.dtype))
+
+        pieces = _by_chunks(to_likeliest, [head], *(x.split(chunk) for x in (hidden, other.ids, other.logp)))
+        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
 
     def one(rows: Tensor, other_rows: Tensor) -> Tensor:
         mine = head.logits(rows)

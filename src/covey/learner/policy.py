@@ -19,7 +19,7 @@ from covey.images import banned_ids, image_inputs, placed_inputs, reason_against
 from covey.kernels import AttentionHeads, SharedPromptAttention, Window, attention_windows, learning
 from covey.learner import shared_prompt
 from covey.learner.heads import find_head, short_row, splits_exactly
-from covey.learner.logprobs import Head, Other, distances, score_tokens
+from covey.learner.logprobs import Head, Likeliest, Other, distances, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.shared_prompt import SharedRows, share_rows
 from covey.models import accepts, decoder_of, encoder_of, unwrapped
@@ -46,6 +46,8 @@ class Measured:
     """[N, T], distance to another model over the whole vocabulary, if one was given."""
     teacher_distance: Tensor | None = None
     """[N, T], distance to a teacher, if one was given."""
+    teacher_weight: Tensor | None = None
+    """[N, T], weights of the teacher, if it has some."""
     auxiliary_loss: Tensor | None = None
     """The router's load-balancing loss of a mixture-of-experts model."""
 
@@ -67,7 +69,7 @@ class Against:
 class Compared(Protocol):
     """A model evaluated at the policy's positions: `rows`, packed as `packed`."""
 
-    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other: ...
+    def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other | Likeliest: ...
 
 
 @dataclass(eq=False)
@@ -175,7 +177,11 @@ class Policy:
         return self._within(work)
 
     def _measure(
-        self, rows: PaddedRows | SharedRows, entropy: bool, other: Other | None = None, teacher: Other | None = None
+        self,
+        rows: PaddedRows | SharedRows,
+        entropy: bool,
+        other: Other | Likeliest | None = None,
+        teacher: Other | Likeliest | None = None,
     ) -> Measured:
         work = lambda: self._scored(rows, entropy, (other, teacher))
         picked, logp, entropies, apart, auxiliary = self._within(work)
@@ -185,6 +191,7 @@ class Policy:
         return Measured(
             distance=distance,
             teacher_distance=teacher_distance,
+            teacher_weight=None if teacher is None or teacher.weight is None else rows.spread(teacher.weight),
             logp=rows.spread(logp),
             entropy=rows.spread(entropies),
             hidden=picked,
@@ -193,7 +200,7 @@ class Policy:
         )
 
     def _scored(
-        self, rows: PaddedRows | SharedRows, entropy: bool, others: Sequence[Other | None]
+        self, rows: PaddedRows | SharedRows, entropy: bool, others: Sequence[Other | Likeliest | None]
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], Tensor | None]:
         """Hidden states [M, D], log-probabilities, entropies and distances to `others` [M] of the completion tokens; the balancing loss."""
         with self.autocast():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from covey.learner.logprobs import Other
+from covey.learner.logprobs import Head, Other, score_tokens
 from covey.learner.packing import PaddedRows, Row, pad_rows
 from covey.learner.policy import Policy
 from covey.learner.shared_prompt import SharedRows
@@ -30,6 +30,8 @@ class Teacher:
     hints: Hints | None = None
     hinted: Callable[[Prompt, str], tuple[int, ...]] = lambda prompt, hint: prompt.token_ids
     """Token ids of the prompt with the hint inserted."""
+    entropy_sensitivity: float = 0.0
+    """Weigh positions with a hint by `exp(-entropy_sensitivity H)`, H the entropy of this model there; 0: no weights."""
 
     def at(self, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Other:
         """The teacher's hidden states at the policy's positions: `rows`, in the order of `packed`."""
@@ -43,7 +45,16 @@ class Teacher:
             found = torch.empty(packed.shape[0] * packed.shape[1], dtype=torch.long, device=hidden.device)
             found[mine.place] = torch.arange(len(mine.place), device=hidden.device)
             hidden = hidden[found[packed.place]]
-        return Other(hidden, head, self.distance)
+        weight = self._weights(hidden, head, packed, rows) if self.entropy_sensitivity else None
+        return Other(hidden, head, self.distance, weight)
+
+    @torch.no_grad()
+    def _weights(self, hidden: Tensor, head: Head, packed: PaddedRows | SharedRows, rows: Sequence[Row]) -> Tensor:
+        """[M]"""
+        chunk, temperature = self.policy.logits_chunk, self.policy.temperature
+        _, entropy = score_tokens(hidden, packed.target, head, temperature=temperature, entropy=True, chunk=chunk)
+        is_told = torch.tensor([row.hint is not None for row in rows], device=hidden.device)
+        return (-self.entropy_sensitivity * entropy).exp() * is_told[packed.place // packed.shape[1]]
 
     def _told(self, row: Row) -> Row:
         if row.hint is None:

@@ -50,6 +50,7 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
                     "adapters of one base and one set of layers."
                 )
     loaded = [_tensors(folder) for folder in folders]
+    _check_tensors(folders, loaded)
     layers = sorted(name.removesuffix(".lora_A.weight") for name in loaded[0] if name.endswith(".lora_A.weight"))
     merged: dict[str, Tensor] = {}
     ranks, worst = set(), 0.0
@@ -69,6 +70,18 @@ def merge_adapters(folders: Sequence[Path], out: Path, weights: Sequence[float] 
         raise ConfigError(f"the layers would have ranks {sorted(ranks)}; give --rank, one for all.")
     _write(out, folders[0], configs[0], merged, ranks.pop())
     return worst
+
+
+def _check_tensors(folders: Sequence[Path], loaded: Sequence[dict[str, Tensor]]) -> None:
+    """Raise ConfigError for tensors that are no factors of a linear layer, or that one adapter has alone."""
+    for folder, tensors in zip(folders, loaded, strict=True):
+        for name in sorted(set(tensors) ^ set(loaded[0])):
+            raise ConfigError(f"{folders[0]} and {folder} do not adapt the same layers: {name} is in one of them only.")
+        for name in tensors:
+            if not name.endswith((".lora_A.weight", ".lora_B.weight")):
+                raise ConfigError(
+                    f"{folder} holds {name}, which merging adapters does not know; merge it into its base first (covey merge {folder} -o ...)."
+                )
 
 
 def _to_rank(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:

@@ -39,6 +39,8 @@ class Wanted:
     is_streamed: bool
     includes_usage: bool
     returns_ids: bool
+    names_by_id: bool = False
+    """True if log-probabilities name tokens as `token_id:7`."""
     echoes: bool = False
     user: str | None = None
     """Who asks, by the client's own word."""
@@ -142,6 +144,7 @@ class Reader:
         streams = fields.flag("stream")
         usage = _stream_options(fields, streams)
         returns_ids = fields.flag("return_token_ids")
+        names_by_id = fields.flag("return_tokens_as_token_ids")
         ignores_eos, user = fields.flag("ignore_eos"), fields.text("user")
         seed = fields.whole("seed", None)
         most = self._most(most)
@@ -169,6 +172,7 @@ class Reader:
             is_streamed=streams,
             includes_usage=usage,
             returns_ids=returns_ids,
+            names_by_id=names_by_id,
             echoes=echoes,
             user=user,
             template=template,

@@ -143,7 +143,7 @@ class Choice:
         return self._legacy_logprobs(tokens)
 
     def _chat_logprob(self, token: int, logprob: float | None, top: Top) -> dict[str, Any]:
-        named = lambda one, value: {"token": (text := self._text(one)), "logprob": value, "bytes": list(text.encode())}
+        named = lambda one, value: {"token": self._name(one), "logprob": value, "bytes": list(self._text(one).encode())}
         return {**named(token, logprob), "top_logprobs": [named(*one) for one in top]}
 
     def _legacy_logprobs(self, tokens: list[Reported]) -> dict[str, Any]:
@@ -156,14 +156,17 @@ class Choice:
         for token, logprob, top in tokens:
             best: dict[str, float] = {}
             for one, value in () if logprob is None else (*top, (token, logprob)):
-                best.setdefault(self._text(one), value)
+                best.setdefault(self._name(one), value)
             tops.append(best or None)
         return {
-            "tokens": texts,
+            "tokens": [self._name(token) for token, _, _ in tokens],
             "token_logprobs": [logprob for _, logprob, _ in tokens],
             "top_logprobs": tops if self.asked.num_top else None,
             "text_offset": offsets,
         }
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.wanted.names_by_id else self._text(token)
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))

@@ -235,7 +235,8 @@ def build_learner(
     scheduler = optimizers[1] or make_scheduler(args, optimizer, total_steps)
     sampling = sampling_params(args)
     template = given.agents.template_options(args)
-    taught = partial(build_teacher, trust_remote_code=args.trust_remote_code)
+    stop = callbacks.get("interruption", lambda: None)
+    taught = partial(build_teacher, trust_remote_code=args.trust_remote_code, check_stop=stop)
     seed = args.seed if args.data_seed is None else args.data_seed
     return Learner(
         policy=policy,

@@ -13,9 +13,10 @@ from covey.data.checks import row_at
 from covey.data.examples import encode_example, load_examples
 from covey.data.prompts import encode_chat, to_prompt
 from covey.errors import ConfigError, ModelError
-from covey.learner import Policy, Supervised, Teacher
+from covey.learner import Policy, ServedTeacher, Supervised, Teacher
 from covey.learner.supervised import supervised_policy
 from covey.models import load_model, load_tokenizer
+from covey.training.served_teaching import served_teacher
 from covey.types import Completion, Group, Prompt
 
 
@@ -33,10 +34,12 @@ def build_teacher(
     template: Mapping[str, Any],
     *,
     trust_remote_code: bool = False,
-) -> Teacher | None:
+    check_stop: Callable[[], None] = lambda: None,
+) -> Teacher | ServedTeacher | None:
     """The teacher of the algorithm's distillation; None without a distillation term.
 
-    Raises ConfigError for two distillation terms or another vocabulary, ModelError for a teacher that cannot be loaded.
+    Raises ConfigError for two distillation terms or another vocabulary, ModelError for a teacher that cannot be loaded,
+    ServerError for one that does not answer.
     """
     parts = [part for part in algorithm.regularizers if isinstance(part, Distill)]
     if not parts:
@@ -45,10 +48,12 @@ def build_teacher(
         raise ConfigError("The algorithm has several distill terms; one teacher can be learnt from at a time.")
     part = parts[0]
     hinted = partial(with_hint, template=part.template, tokenizer=tokenizer, options=template)
-    hints = None if part.feedback is None else partial(hints_of, feedback=part.feedback)
+    hints = None if part.feedback is None else partial(hints_of, feedback=part.feedback, threshold=part.threshold)
     if isinstance(part.teacher, str) and part.teacher == POLICY:
         own = replace(policy, auxiliary_coefficient=0.0)
-        return Teacher(own, part.distance, hints, hinted)
+        return Teacher(own, part.distance, hints, hinted, part.entropy_sensitivity)
+    if part.is_endpoint:
+        return served_teacher(part, policy, tokenizer, hints, hinted, check_stop)
     kwargs = {"dtype": part.dtype} if isinstance(part.teacher, str) else {}
     model = load_model(part.teacher, kwargs, trust_remote_code=trust_remote_code)
     if model is policy.model:
@@ -60,7 +65,7 @@ def build_teacher(
         model = model.to(policy.device)
     model = model.eval().requires_grad_(False)
     still = replace(policy, model=model, auxiliary_coefficient=0.0, offloads=False)
-    return Teacher(still, part.distance, hints, hinted)
+    return Teacher(still, part.distance, hints, hinted, part.entropy_sensitivity)
 
 
 def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trust_remote_code: bool = False) -> None:
@@ -84,10 +89,10 @@ def expect_same_vocabulary(teacher: Any, tokenizer: Any, policy: Policy, *, trus
             )
 
 
-def hints_of(group: Group, feedback: str) -> list[str | None]:
+def hints_of(group: Group, feedback: str, threshold: float | None = None) -> list[str | None]:
     """The teacher's feedback on each completion: the group's best completion, a column of a reward, or one of the data set."""
     if feedback == "best":
-        return _best_of(group)
+        return _best_of(group, threshold)
     if feedback in group.extras:
         found: Sequence[Any] = group.extras[feedback]
     elif feedback in group.prompt.columns:
@@ -98,13 +103,18 @@ def hints_of(group: Group, feedback: str) -> list[str | None]:
     return [None if value is None or str(value) == "" else str(value) for value in found]
 
 
-def _best_of(group: Group) -> list[str | None]:
-    """Text of the completion with the highest reward, for completions with less; None for the others."""
+def _best_of(group: Group, threshold: float | None) -> list[str | None]:
+    """Text of the completion with the highest reward, for completions with less; None for the others.
+
+    With `threshold`, for those below it alone, and only where the best is not.
+    """
     if group.totals is None or bool(group.totals.isnan().all()):
         return [None] * group.size
     totals = [float("-inf") if one != one else one for one in group.totals.tolist()]
     best = max(range(group.size), key=lambda g: totals[g])
-    return [group.completions[best].text if totals[g] < totals[best] else None for g in range(group.size)]
+    limit = totals[best] if threshold is None else threshold
+    told = totals[best] >= limit
+    return [group.completions[best].text if told and totals[g] < limit else None for g in range(group.size)]
 
 
 def with_hint(prompt: Prompt, hint: str, template: str, tokenizer: Any, options: Mapping[str, Any]) -> tuple[int, ...]:

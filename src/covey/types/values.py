@@ -292,6 +292,8 @@ class TokenBatch:
     """[N, T], distance to the reference over the whole vocabulary, with gradient, where a KL term asks for it."""
     teacher_distance: Tensor | None = None
     """[N, T], divergence from a teacher over the whole vocabulary, with gradient, where a distillation asks for it."""
+    teacher_weight: Tensor | None = None
+    """[N, T], how far a teacher is to be believed at each token, where a distillation asks for it; 0 without feedback."""
     entropy: Tensor | None = None
     """[N, T], entropy of the policy's distribution at each token, in nats."""
     values: Tensor | None = None

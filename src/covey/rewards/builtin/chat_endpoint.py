@@ -15,18 +15,22 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from covey.errors import ConfigError, RewardError
 
 Message = Mapping[str, str]
+T = TypeVar("T")
+
+MOST_BYTES = 4 * 2**20
+REQUESTS_AT_ONCE = 16
 
 _PASSING = frozenset({408, 409, 425, 429})
 """Refusals that may pass; so may every 5xx."""
-_MOST_BYTES = 4 * 2**20
 _LONGEST_WAIT = 30.0
 
 
@@ -74,6 +78,8 @@ class Endpoint:
     """Pause before the first retry; doubled for each further one, at most 30, less a random part of up to a half."""
     called: str = "judge"
     """Name of the endpoint in messages."""
+    most_bytes: int = MOST_BYTES
+    """Longest body of an answer that is read."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -92,16 +98,21 @@ class Endpoint:
         return {**shape, **self.extra, "messages": [dict(message) for message in messages]}
 
     def ask(self, messages: Sequence[Message], until: float) -> Reply:
-        """The model's reply, at the latest at `until` (time.monotonic).
+        """The model's reply, at the latest at `until` (time.monotonic). Raises as `post` does."""
+        reply, attempts = self.post("chat/completions", self.body(messages), _reply_of, until)
+        return replace(reply, num_requests=attempts)
+
+    def post(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], T], until: float) -> tuple[T, int]:
+        """Result of `read` on the answer of `path`, and the number of requests that it took.
 
         Raises TimeoutError or ConnectionError when nothing came in time or in `retries` more attempts, RewardError for what
         no attempt can mend: a wrong key, model or address.
         """
-        data = json.dumps(self.body(messages)).encode()
+        data = json.dumps(body).encode()
         for attempt in range(self.retries + 1):
             try:
-                reply = self._once(data, min(until, time.monotonic() + self.request_seconds))
-                return replace(reply, num_requests=attempt + 1)
+                answer = self._once(path, data, min(until, time.monotonic() + self.request_seconds))
+                return read(answer), attempt + 1
             except (_PassingError, TimeoutError) as error:
                 wait = getattr(error, "wait", 0.0) or self._pause(attempt)
                 if attempt == self.retries:
@@ -117,18 +128,18 @@ class Endpoint:
     def _pause(self, attempt: int) -> float:
         return min(_LONGEST_WAIT, self.backoff_seconds * 2.0**attempt) * random.uniform(0.5, 1.0)
 
-    def _once(self, data: bytes, until: float) -> Reply:
+    def _once(self, path: str, data: bytes, until: float) -> bytes:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         key = os.environ.get(self.key_env)
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", data, headers, method="POST")
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", data, headers, method="POST")
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError("no time was left to ask")
         try:
             with _opener(self.url).open(request, timeout=left) as response:
-                return _reply_of(_read(response, until))
+                return _read(response, until, self.most_bytes)
         except urllib.error.HTTPError as error:
             with error:
                 raise self._refusal(error) from error
@@ -164,15 +175,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _read(response: Any, until: float) -> bytes:
+def _read(response: Any, until: float, most: int = MOST_BYTES) -> bytes:
     """The whole body, which may neither drip past `until` nor grow without end."""
     parts: list[bytes] = []
     size = 0
     while piece := response.read1(65536):
         parts.append(piece)
         size += len(piece)
-        if size > _MOST_BYTES:
-            raise _PassingError(f"its reply is longer than {_MOST_BYTES} bytes")
+        if size > most:
+            raise _PassingError(f"its reply is longer than {most} bytes")
         if time.monotonic() > until:
             raise TimeoutError("its reply did not end in time")
     announced = response.headers.get("Content-Length")
@@ -238,6 +249,22 @@ def _digest(asked: Mapping[str, Any]) -> bytes:
 
 def _storable(text: str) -> str:
     return text.encode(errors="replace").decode()
+
+
+def all_of(work: Sequence[Callable[[], T]], check_stop: Callable[[], None]) -> list[T]:
+    """Results of all pieces of work, `REQUESTS_AT_ONCE` at a time. `check_stop` is called while they are awaited; its error, or one of theirs, ends it."""
+    pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="endpoint")
+    asked = [pool.submit(one) for one in work]
+    try:
+        waiting: set[Future[T]] = set(asked)
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
+            for one in done:
+                one.result()
+            check_stop()
+        return [one.result() for one in asked]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def side_by_side(work: Sequence[Callable[[], Any]], gate: threading.Semaphore, most: int, until: float) -> list[Any]:

@@ -1,0 +1,42 @@
+"""Sample routing (SRPO): failed completions that have a right sibling learn from a teacher, all others from their rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from covey.algorithms.advantages import GroupNormalized, sequence_rewards
+from covey.types import Advantage, Scores
+
+
+@dataclass(frozen=True)
+class SampleRouted:
+    """An advantage, 0 for the failed completions of groups in which one is right: a distillation corrects these.
+
+    A completion is right from a reward of `threshold` on. Failed ones count in the group's mean and deviation. For
+    `distill("policy", feedback="best", threshold=...)` beside it. Li et al. 2026, section 3.1, <https://arxiv.org/abs/2604.02288>.
+    """
+
+    advantage: Advantage = field(default_factory=GroupNormalized)
+    threshold: float = 0.5
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(getattr(self.advantage, "needs", ()))
+
+    @property
+    def exempt(self) -> tuple[str, ...]:
+        return tuple(getattr(self.advantage, "exempt", ()))
+
+    @property
+    def least_group(self) -> int:
+        """Completions a prompt that it takes."""
+        return int(getattr(self.advantage, "least_group", 1))
+
+    def __call__(self, scores: Scores) -> Tensor:
+        rewards = sequence_rewards(scores)
+        is_right = rewards >= self.threshold
+        routed = (rewards < self.threshold) & is_right.any(-1, keepdim=True)
+        judged = self.advantage(scores)
+        return judged.masked_fill(routed if judged.ndim == 2 else routed.unsqueeze(-1), 0.0)

@@ -1,0 +1,176 @@
+"""A distillation's teacher at an endpoint: the same term as with that model in this process, as far as its likeliest tokens tell."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from covey import algorithms as alg
+from covey.errors import ConfigError, ServerError
+from covey.learner import Policy, Teacher
+from covey.rewards.builtin.chat_endpoint import Endpoint
+from covey.training.teaching import build_teacher
+from kit import tiny_model, tiny_tokenizer
+from learner.test_distillation import ROWS, row, trained
+
+
+@contextmanager
+def serving(model, tokenizer, refuse=None):
+    """/v1/completions of a model: `echo`, `logprobs` and `return_tokens_as_token_ids` as covey serve and vLLM answer them."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body)
+            data = json.dumps({} if refuse else answer(body)).encode()
+            self.send_response(refuse or 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    @torch.no_grad()
+    def answer(body):
+        ids = body["prompt"]
+        is_by_id = body.get("return_tokens_as_token_ids")
+        named = lambda token: f"token_id:{token}" if is_by_id else tokenizer.decode([token])
+        logp = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+        best = logp.topk(body["logprobs"])
+        tops = [
+            {named(token): value for token, value in [*zip(ids_at, values, strict=True), (own, float(row[own]))]}
+            for ids_at, values, own, row in zip(
+                best.indices.tolist(), best.values.tolist(), ids[1:], logp, strict=False
+            )
+        ]
+        return {"choices": [{"logprobs": {"tokens": list(map(named, ids)), "top_logprobs": [None, *tops]}}]}
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def built(url, policy, tokenizer, **options):
+    part = alg.distill(url, served_model_name="big", top_k=5, **options)
+    return build_teacher(alg.dapo().replace(regularizers=part), policy, tokenizer, {})
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(Endpoint, "_pause", lambda self, attempt: 0.0)
+
+
+def gradients(student, teacher):
+    student.zero_grad()
+    measured = Policy(student, pad_id=0).measure(ROWS, teacher=teacher)
+    measured.teacher_distance.sum().backward()
+    return measured.teacher_distance.detach(), {name: p.grad.clone() for name, p in student.named_parameters()}
+
+
+def test_forward_kl_and_its_gradient_are_those_of_the_same_teacher_in_this_process():
+    student, teacher, tokenizer = tiny_model("qwen2").eval(), tiny_model("llama", seed=3).eval(), tiny_tokenizer()
+    here = alg.Distill("x", divergence="forward_kl", top_k=5)
+    wanted, of_wanted = gradients(student, Teacher(Policy(teacher, pad_id=0), here.distance))
+    with serving(teacher, tokenizer) as (url, asked):
+        found, of_found = gradients(student, built(url, Policy(student, pad_id=0), tokenizer, divergence="forward_kl"))
+    assert len(asked) == 2 + len(ROWS)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    for name, gradient in of_wanted.items():
+        torch.testing.assert_close(of_found[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_other_divergences_are_bounds_from_below_and_the_whole_where_all_tokens_are_told(divergence):
+    torch.manual_seed(0)
+    logp, q = (torch.log_softmax(3 * torch.randn(6, 9, dtype=torch.float64), -1).requires_grad_() for _ in range(2))
+    part = alg.Distill("x", divergence=divergence)
+    whole = part.distance(logp, q.detach())
+    told = {k: part.distance_to_likeliest(logp, *reversed(q.detach().topk(k))) for k in (3, 8)}
+    assert bool((told[3] <= told[8] + 1e-12).all())
+    torch.testing.assert_close(told[8], whole)  # eight of nine told apart, and one left
+    (of_told,), (of_whole,) = (torch.autograd.grad(x.sum(), logp, retain_graph=True) for x in (told[8], whole))
+    softmax = logp.detach().exp()
+    along = lambda g: g - softmax * g.sum(-1, keepdim=True)  # to the logits
+    torch.testing.assert_close(along(of_told), along(of_whole))
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
+def test_places_where_the_server_tells_fewer_tokens_or_one_that_the_policy_lacks_are_no_tokens(divergence):
+    logp = torch.log_softmax(torch.randn(2, 6, dtype=torch.float64), -1).requires_grad_()
+    theirs = torch.tensor([[-0.2, -3.0, -4.0]], dtype=torch.float64).expand(2, -1)
+    ids = torch.tensor([[1, 4, 99], [1, 4, 0]])
+    part = alg.Distill("x", divergence=divergence)
+    found = part.distance_to_likeliest(
+        logp,
+        ids,
+        theirs.clone().index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(-torch.inf, dtype=torch.float64)),
+    )
+    wanted = part.distance_to_likeliest(logp, ids[:, :2], theirs[:, :2])
+    torch.testing.assert_close(found, wanted)
+    found.sum().backward()
+    assert bool(logp.grad.isfinite().all())
+
+
+def test_a_hint_goes_to_the_server_in_the_prompt():
+    student, tokenizer = tiny_model("qwen2").eval(), tiny_tokenizer()
+    with serving(student, tokenizer) as (url, asked):
+        teacher = built(url, Policy(student, pad_id=0), tokenizer, feedback="solution")
+        told = row(0, [5, 6, 7], [9, 10], "x")
+        Policy(student, pad_id=0).measure([told], teacher=teacher)
+    assert asked[-1]["prompt"] == [*teacher.hinted(told.prompt, "x"), 9, 10]
+    assert asked[-1]["prompt"] != [5, 6, 7, 9, 10]
+
+
+def test_a_run_learns_from_a_server(tmp_path):
+    with serving(tiny_model("qwen2", seed=7).eval(), tiny_tokenizer()) as (url, asked):
+        part = alg.distill(url, served_model_name="big", top_k=20, divergence="forward_kl")
+        curve = trained(tmp_path, alg.dapo().replace(objective=alg.zero, regularizers=part))
+    assert curve[-1]["distill/forward_kl"] < 0.9 * curve[0]["distill/forward_kl"]
+    assert {body["model"] for body in asked} == {"big"}
+
+
+def test_a_server_that_cannot_teach_is_refused_before_anything_is_drawn(quick):
+    student, tokenizer, other = tiny_model("qwen2").eval(), tiny_tokenizer(), tiny_tokenizer()
+    policy = Policy(student, pad_id=0)
+    other.decode = lambda ids: f"<{ids[0]}>"
+    with (
+        serving(student, other) as (url, _),
+        pytest.raises(ConfigError, match="another vocabulary: token 0 is .* and '<0>' there"),
+    ):
+        built(url, policy, tokenizer)
+    with serving(student, tokenizer) as (url, _), pytest.raises(ConfigError, match="set temperature=1"):
+        built(url, Policy(student, pad_id=0, temperature=0.7), tokenizer)
+    with serving(student, tokenizer, refuse=401) as (url, _), pytest.raises(ConfigError, match=r"401.*OPENAI_API_KEY"):
+        built(url, policy, tokenizer)
+    with serving(student, tokenizer, refuse=503) as (url, _), pytest.raises(ServerError, match="failed 5 times"):
+        built(url, policy, tokenizer)
+
+
+def test_a_server_that_does_not_score_prompts_is_refused():
+    from ensembles.endpoints import endpoint
+
+    policy = Policy(tiny_model("qwen2").eval(), pad_id=0)
+    with endpoint(lambda body: "four") as (url, _), pytest.raises(ConfigError, match="does not score a prompt"):
+        built(url, policy, tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"teacher": "http://a/v1", "top_k": 5}, "served_model_name='NAME'"),
+        ({"teacher": "http://a/v1", "served_model_name": "big"}, "top_k=20"),
+        ({"teacher": "big", "served_model_name": "big"}, "belongs to an endpoint"),
+    ],
+)
+def test_an_endpoint_without_what_it_takes_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        alg.Distill(**options)
