@@ -6,16 +6,14 @@ A real model: `STUDENT = "Qwen/Qwen2.5-0.5B-Instruct"`, and in place of the firs
 Expect: the student's share of right answers rises to its teacher's, though nothing told it which answers are right.
 """
 
-import sys
-
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 
 STUDENT = "demo"
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 
 
 def trained(output_dir, algorithm):

@@ -7,10 +7,10 @@ same from the command line; docs/merging.md has other methods (ties, dare, slerp
 Expect: each specialist is best at its half of the problems; the merged model is better than the start at both.
 """
 
-import sys
 from pathlib import Path
 
 from datasets import Dataset
+from tiny import is_smoke
 
 from covey import GRPOConfig, GRPOTrainer, demo
 from covey.merging import Recipe, merge_models
@@ -18,7 +18,7 @@ from covey.merging import Recipe, merge_models
 MODEL = "demo"
 SKILLS = {"one-step": ("+", "-", "*"), "two-step": ("+-", "-+", "*+", "*-")}
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 
 
 def rows(split, skill, count):

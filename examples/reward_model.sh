@@ -12,7 +12,12 @@ set -euo pipefail
 model=demo
 dataset=demo
 folder=runs/reward-model
-[[ "${1:-}" == --smoke ]] && first=4 second=16 || { first=40; second=160; }
+case "${1:-}" in
+    --smoke) first=4 second=16 ;;
+    "") first=40 second=160 ;;
+    --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "$0: $1 is no option here: --smoke, --help or nothing" >&2; exit 2 ;;
+esac
 options=(--model "$model" --dataset "$dataset" --max-completion-length 32 --per-device-train-batch-size 64 --learning-rate 5e-4
          --logging-steps 1 --save-strategy no --report-to none)
 
