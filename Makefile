@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # the files with such a mark, or with `kit.rest_nightly`: reading all of them takes ten seconds of each process
 marked = $(shell grep -rlE "mark\.$(1)|rest_$(1)" tests --include="test_*.py")
 
-.PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers gpu test-vllm test-all check pages docs bench record-trl soak audit clean
+.PHONY: install demo test slow extras nightly test-ray test-openenv test-verifiers test-llama-cpp gpu test-vllm test-all check pages docs bench record-trl soak audit clean
 
 comma := ,
 # an environment that sees the packages of .venv, and keeps what is added to itself: $(call beside,PACKAGES)
@@ -67,6 +67,12 @@ test-verifiers: $(STAMP) .venv-verifiers/.installed   ## environments of verifie
 
 .venv-verifiers/.installed: pyproject.toml   ## sees the packages of .venv, and keeps those of verifiers to itself
 	$(call beside,"covey[verifiers]")
+
+test-llama-cpp: $(STAMP) .venv-llama-cpp/.installed   ## files of covey export, opened by a real llama.cpp
+	.venv-llama-cpp/bin/python -m pytest -n 0 tests/cli/test_llama_cpp.py
+
+.venv-llama-cpp/.installed: pyproject.toml   ## sees the packages of .venv, and keeps llama.cpp to itself
+	$(call beside,"xllamacpp>=2026.10")
 
 # a further Python and its torch: gigabytes where the index has builds for CUDA only, so CI only reads the files with it
 SMOKE = tests/algorithms/test_objectives.py tests/learner/test_learner.py tests/rollout/test_sampling.py \
@@ -139,4 +145,4 @@ audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every insta
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .venv-docs .venv-py* .site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(VLLM) .venv-audit .venv-extras .venv-docs .venv-llama-cpp .venv-py* .site .pytest_cache .mypy_cache .ruff_cache

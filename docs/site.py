@@ -1,7 +1,7 @@
 """The documentation site out of the Markdown of this folder: `make docs`.
 
-Pages are copied to .site/pages, with the README, CONTRIBUTING and CHANGELOG beside them, and a page of each public module, whose
-text is its docstrings. The navigation is the table of index.md. Zensical makes .site/html of them. Every link and anchor of the result is then followed. A warning is an error.
+Pages are copied to .site/pages, with the README, CONTRIBUTING and CHANGELOG beside them, a page of each example, and one of each public
+module, whose text is its docstrings. The navigation is the table of index.md. Zensical makes .site/html of them. Every link and anchor of the result is then followed. A warning is an error.
 
     python docs/site.py            # build
     python docs/site.py --serve    # build, then show it at http://127.0.0.1:8000/
@@ -26,6 +26,7 @@ DOCS, SITE = ROOT / "docs", ROOT / ".site"
 PAGES, HTML = SITE / "pages", SITE / "html"
 BESIDE = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository's root, under their names on the site."""
+EXAMPLES, LANGUAGES = ROOT / "examples", {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
 MODULES = (
     "covey",
     "covey.algorithms",
@@ -70,9 +71,13 @@ def copy_pages() -> None:
     shutil.rmtree(SITE, ignore_errors=True)
     sources = {page: PAGES / page.relative_to(DOCS) for page in sorted(DOCS.rglob("*.md"))}
     sources |= {ROOT / name: PAGES / new for name, new in BESIDE.items()}
+    shown = {**sources, **{path: page_of_example(path) for path in examples()}}
     for source, target in sources.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(on_site(source, target, sources), encoding="utf-8")
+        target.write_text(on_site(source, target, shown), encoding="utf-8")
+    for path, text in examples().items():
+        page_of_example(path).parent.mkdir(parents=True, exist_ok=True)
+        page_of_example(path).write_text(text, encoding="utf-8")
     for other in (*DOCS.glob("*.css"), *DOCS.rglob("*.png"), *DOCS.rglob("*.svg")):
         (PAGES / other.relative_to(DOCS)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(other, PAGES / other.relative_to(DOCS))
@@ -87,9 +92,13 @@ def copy_pages() -> None:
 
 def navigation() -> list[dict[str, list]]:
     """Sections and their pages: the tables of docs/index.md and docs/zh/index.md, and the reference."""
+    code = [entry(page_of_example(path).relative_to(PAGES).as_posix()) for path in examples()]
     chinese = [f"zh/{page}" for pages in sections(DOCS / "zh" / "index.md").values() for page in pages]
     return [
-        *({topic: [entry(page) for page in pages]} for topic, pages in sections(DOCS / "index.md").items()),
+        *(
+            {topic: [*map(entry, pages), *(code if topic == "Examples" else [])]}
+            for topic, pages in sections(DOCS / "index.md").items()
+        ),
         {"Reference": ["reference/index.md", *(f"reference/{page_of(module)}" for module in MODULES)]},
         {"中文": ["zh/index.md", *(entry(page) for page in chinese)]},
     ]
@@ -124,6 +133,22 @@ def entry(page: str) -> dict[str, str]:
     return {re.split(r"[:\uff1a]", title[1])[0].replace("`", ""): page}
 
 
+def examples() -> dict[Path, str]:
+    """Pages of code by their path in `examples`: one a file, and one a folder, with all of its files."""
+    files = [path for path in sorted(EXAMPLES.rglob("*")) if path.suffix in LANGUAGES]
+    code = {path: f"````{LANGUAGES[path.suffix]}\n{path.read_text(encoding='utf-8')}````\n" for path in files}
+    pages = {path: f"# {path.relative_to(EXAMPLES).as_posix()}\n\n{code[path]}" for path in files}
+    for folder in sorted({path.parent for path in files} - {EXAMPLES}):
+        parts = [f"## {path.name}\n\n{code[path]}" for path in files if path.parent == folder]
+        pages[folder] = "\n".join([f"# {folder.relative_to(EXAMPLES).as_posix()}/\n", *parts])
+    return pages
+
+
+def page_of_example(path: Path) -> Path:
+    """The page of an example, or of a folder of them."""
+    return PAGES / "code" / f"{path.relative_to(EXAMPLES).as_posix()}.md"
+
+
 def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
     """A page with its links as they are on the site; what the site has not, such as a folder of code, is named without a link."""
 
@@ -132,6 +157,8 @@ def on_site(source: Path, target: Path, sources: dict[Path, Path]) -> str:
         if not path or "://" in path or path.startswith("mailto:"):
             return link[0]
         found = (source.parent / path).resolve()
+        if found == EXAMPLES:
+            return f"]({relative(PAGES / 'examples.md', target.parent)})"
         if found in sources:
             return f"]({relative(sources[found], target.parent)}{anchor})"
         return link[0] if found.is_relative_to(DOCS) else "](" + relative(PAGES / "readme.md", target.parent) + ")"

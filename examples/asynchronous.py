@@ -7,9 +7,7 @@ Expect: the reward rises as without it. `staleness/mean` is 1 after the first st
 that learn from it, which importance weights correct. `idle/learner` and `idle/sampler` say who waits for whom.
 """
 
-import sys
-
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 
@@ -17,7 +15,7 @@ MODEL = "demo"
 
 
 def main():
-    smoke = "--smoke" in sys.argv
+    smoke = is_smoke(__doc__)
     trainer = GRPOTrainer(
         model=MODEL,
         reward_funcs="math",

@@ -8,10 +8,9 @@ Expect: both learn to rhyme. Paid for the form alone, couplets become alike (`re
 """
 
 import random
-import sys
 
 from datasets import Dataset
-from tiny import taught
+from tiny import is_smoke, taught
 
 from covey import GRPOConfig, GRPOTrainer
 
@@ -52,7 +51,7 @@ def rhyme(completions, **columns):
     return [float(is_rhyme(one[0]["content"])) for one in completions]
 
 
-smoke, rng = "--smoke" in sys.argv, random.Random(1)
+smoke, rng = is_smoke(__doc__), random.Random(1)
 model = taught("runs/creative-start", row)
 for name, weight in (("form", 0.0), ("both", 1.0)):
     trainer = GRPOTrainer(

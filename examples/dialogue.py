@@ -7,10 +7,9 @@ Expect: the tiny model was taught to forget names, to change the subject and to 
 """
 
 import random
-import sys
 
 from datasets import Dataset
-from tiny import taught
+from tiny import is_smoke, taught
 
 from covey import GRPOConfig, GRPOTrainer
 
@@ -61,7 +60,7 @@ def style(completions, style, **columns):
     return [float(one[0]["content"].startswith(STYLES[wanted])) for one, wanted in zip(completions, style, strict=True)]
 
 
-smoke, rng = "--smoke" in sys.argv, random.Random(1)
+smoke, rng = is_smoke(__doc__), random.Random(1)
 trainer = GRPOTrainer(
     model=taught("runs/dialogue-start", row),
     reward_funcs=[relevance, context, coherence, style],

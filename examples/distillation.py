@@ -7,17 +7,14 @@ Expect: the student's share of right answers rises to its teacher's, though noth
 (docs/distillation.md has the figures of three seeds).
 """
 
-import sys
-
-from tiny import problems
+from tiny import problems, smoke_and_seed
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
 
 STUDENT = "demo"
 
-smoke = "--smoke" in sys.argv
-seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
+smoke, seed = smoke_and_seed(__doc__)
 
 
 def trained(output_dir, algorithm):

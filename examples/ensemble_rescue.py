@@ -4,11 +4,15 @@ Both start from the model that ships with Covey. The policy is first taught to m
 answers are wrong and GRPO alone has nothing to learn from. The member is taught to read them. It has the role `rescue`:
 its right answers join the groups in which the policy failed throughout.
 
-    python examples/ensemble_rescue.py                     # 3 seeds, alone and with the member: about two minutes on one free core
-    python examples/ensemble_rescue.py --smoke      # one seed, 20 steps with the member
+    python examples/ensemble_rescue.py --smoke      # one seed, 20 steps with the member; without --smoke two minutes on one free core
+
+A real model: `policy = "Qwen/Qwen2.5-0.5B-Instruct"` and `member = "Qwen/Qwen2.5-7B-Instruct"` in `main`, and rows of yours.
+Expect: of the held-out problems the policy solves none before, and still none alone; with the member more than half. 3 seeds.
 """
 
 from __future__ import annotations
+
+import covey  # noqa: F401  # isort: skip  # before torch: docs/performance.md, threads
 
 import argparse
 import random

@@ -8,12 +8,11 @@ remember the place in the file. The metrics `prompts/drift_p/...` tell when prom
 """
 
 import json
-import sys
 import threading
 import time
 from pathlib import Path
 
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.data import follow
@@ -30,7 +29,7 @@ def write(rows):
             time.sleep(0.02)
 
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 PROMPTS.parent.mkdir(exist_ok=True)
 threading.Thread(target=write, args=(problems(),), daemon=True).start()
 trainer = GRPOTrainer(

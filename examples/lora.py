@@ -7,16 +7,16 @@ what fits. Needs `pip install 'covey[peft]'`.
 Expect: the reward rises. runs/lora/adapter holds the adapter alone; `covey merge runs/lora/adapter -o merged` adds it into the model.
 """
 
-import sys
+import covey  # noqa: F401  # isort: skip  # before torch: docs/performance.md, threads
 
 from peft import LoraConfig
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 trainer = GRPOTrainer(
     model=MODEL,
     reward_funcs="math",

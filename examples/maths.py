@@ -6,15 +6,13 @@ A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`. gsm8k.yaml beside this fil
 Expect: the model that ships calculates well and misreads half of these problems; the share of right answers rises.
 """
 
-import sys
-
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 trainer = GRPOTrainer(
     model=MODEL,
     reward_funcs=["math", "format"],  # the number is right; the answer ends with "#### <number>"

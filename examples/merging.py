@@ -8,10 +8,10 @@ Expect: each specialist is best at its half of the problems; the merged model is
 the figures of three seeds).
 """
 
-import sys
 from pathlib import Path
 
 from datasets import Dataset
+from tiny import smoke_and_seed
 
 from covey import GRPOConfig, GRPOTrainer, demo
 from covey.merging import Recipe, merge_models
@@ -19,8 +19,7 @@ from covey.merging import Recipe, merge_models
 MODEL = "demo"
 SKILLS = {"one-step": ("+", "-", "*"), "two-step": ("+-", "-+", "*+", "*-")}
 
-smoke = "--smoke" in sys.argv
-seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
+smoke, seed = smoke_and_seed(__doc__)
 
 
 def rows(split, skill, count):

@@ -7,15 +7,13 @@ Expect: the reward rises in both. The KL to the reference that stands still grow
 to the one that takes 0.6 of the policy every 4 steps it stays small. (Gorbatovski et al. 2024, arXiv 2404.09656.)
 """
 
-import sys
-
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 for name, is_moving in (("still", False), ("moving", True)):
     trainer = GRPOTrainer(
         model=MODEL,

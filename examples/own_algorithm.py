@@ -6,10 +6,9 @@ A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`. custom/ has one file for e
 Expect: the reward rises, and metrics.jsonl has the metric of the part, `sure/share`.
 """
 
-import sys
 from dataclasses import dataclass
 
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 from covey import algorithms as alg
@@ -41,7 +40,7 @@ check_advantage(from_median)  # shapes, padding, groups of one, equal rewards: A
 check_regularizer(WakeUp())
 mine = alg.grpo(kl=None).replace(advantage=from_median, regularizers=(WakeUp(),))
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 trainer = GRPOTrainer(
     model=MODEL,
     reward_funcs="math",

@@ -7,15 +7,13 @@ Expect: both rewards rise. PPO also logs `value_loss` and `values/explained_vari
 explains the rewards PPO learns more slowly. docs/algorithms-measured.md compares every algorithm over seeds.
 """
 
-import sys
-
-from tiny import problems
+from tiny import is_smoke, problems
 
 from covey import GRPOConfig, GRPOTrainer
 
 MODEL = "demo"
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 for name in ("grpo", "ppo"):
     trainer = GRPOTrainer(
         model=MODEL,

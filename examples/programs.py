@@ -8,10 +8,9 @@ machine can isolate programs.
 """
 
 import random
-import sys
 
 from datasets import Dataset
-from tiny import taught
+from tiny import is_smoke, taught
 
 from covey import GRPOConfig, GRPOTrainer
 
@@ -36,7 +35,7 @@ def row(rng):
     }
 
 
-smoke, rng = "--smoke" in sys.argv, random.Random(1)
+smoke, rng = is_smoke(__doc__), random.Random(1)
 trainer = GRPOTrainer(
     model=taught("runs/programs-start", row),
     reward_funcs="code(timeout=5, partial=True)",  # partial: the share of tests that pass

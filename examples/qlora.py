@@ -1,22 +1,22 @@
 """QLoRA: an adapter on a model whose weights are kept in 4 bits, a quarter of the memory.
 
-    python examples/qlora.py            # one GPU of 24 GB
-    python examples/qlora.py --smoke    # without a GPU it trains the same adapter on plain weights
+    python examples/qlora.py --smoke      # seconds on one core: without a GPU the same adapter on plain weights
+    python examples/qlora.py              # one GPU of 24 GB
 
-Needs `pip install 'covey[peft,8bit]'`. A smaller model: `MODEL = "Qwen/Qwen2.5-1.5B-Instruct"`.
+Needs `pip install 'covey[peft,8bit]'`. A real model: `MODEL`, which is one without --smoke; a smaller one is "Qwen/Qwen2.5-1.5B-Instruct".
 Expect: the reward rises. The 4-bit kernels of bitsandbytes are trained through on a GPU only; on a CPU Covey refuses them.
 """
 
-import sys
+import covey  # noqa: F401  # isort: skip  # before torch: docs/performance.md, threads
 
 import torch
 from peft import LoraConfig
-from tiny import problems
+from tiny import is_smoke, problems
 from transformers import BitsAndBytesConfig
 
 from covey import GRPOConfig, GRPOTrainer
 
-smoke = "--smoke" in sys.argv
+smoke = is_smoke(__doc__)
 MODEL = "demo" if smoke else "Qwen/Qwen2.5-7B-Instruct"
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 

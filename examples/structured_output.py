@@ -8,10 +8,9 @@ Expect: the tiny model was taught to drop keys, to write ages as text and to add
 
 import json
 import random
-import sys
 
 from datasets import Dataset
-from tiny import taught
+from tiny import is_smoke, taught
 
 from covey import GRPOConfig, GRPOTrainer
 
@@ -52,7 +51,7 @@ def right_values(completions, record, **columns):
     return [share(one[0]["content"], json.loads(wanted)) for one, wanted in zip(completions, record, strict=True)]
 
 
-smoke, rng = "--smoke" in sys.argv, random.Random(1)
+smoke, rng = is_smoke(__doc__), random.Random(1)
 trainer = GRPOTrainer(
     model=taught("runs/structured-start", row),
     reward_funcs=[f"json_schema(schema={SCHEMA})", right_values],

@@ -7,10 +7,9 @@ Expect: the tiny model was taught to summarize badly (another text, or too much 
 """
 
 import random
-import sys
 
 from datasets import Dataset
-from tiny import taught
+from tiny import is_smoke, taught
 
 from covey import GRPOConfig, GRPOTrainer
 
@@ -36,7 +35,7 @@ def brief(completions, **columns):
     return [1 / max(1, one[0]["content"].count(".")) for one in completions]
 
 
-smoke, rng = "--smoke" in sys.argv, random.Random(1)
+smoke, rng = is_smoke(__doc__), random.Random(1)
 trainer = GRPOTrainer(
     model=taught("runs/summaries-start", row),
     reward_funcs=["rouge(kind='L', max_ratio=1.5)", brief],

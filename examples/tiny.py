@@ -5,6 +5,9 @@ With a real model you need none of this: `model = "Qwen/Qwen2.5-0.5B-Instruct"`,
 
 from __future__ import annotations
 
+import covey  # noqa: F401  # isort: skip  # before torch: docs/performance.md, threads
+
+import argparse
 import random
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +23,33 @@ from covey import demo
 Row = dict[str, Any]
 """`prompt`, a list of chat messages, and `completion`, a text."""
 TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}'
+    "<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 WORD = Regex(r" ?[A-Za-zÀ-ž_]+|\d|\s|[^\s]")
 """A token: a word with the space before it, a digit, or any other character."""
+
+
+def is_smoke(header: str) -> bool:
+    """`--smoke` of the command line. `--help` prints the header; a mistyped option ends the program before it trains."""
+    return bool(_parser(header).parse_args().smoke)
+
+
+def smoke_and_seed(header: str) -> tuple[bool, int]:
+    """`--smoke` and `--seed` of the command line, as `is_smoke`."""
+    parser = _parser(header)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    return given.smoke, given.seed
+
+
+def _parser(header: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=header, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see it work")
+    return parser
 
 
 def problems(count: int = 1000, split: str = "train") -> Dataset:
@@ -100,7 +125,7 @@ def make_tokenizer(rows: list[Row]) -> PreTrainedTokenizerFast:
     core.decoder = decoders.Fuse()
     texts = [text for row in rows for text in (row["completion"], *(one["content"] for one in row["prompt"]))]
     words = sorted({piece for text in texts for piece, _ in core.pre_tokenizer.pre_tokenize_str(text)})
-    special = ["<unk>", "<pad>", "<end>", "<system>", "<user>", "<assistant>"]
+    special = ["<unk>", "<pad>", "<end>", "<system>", "<user>", "<assistant>", "<tool>"]
     core.model = models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>")
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

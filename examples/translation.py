@@ -7,10 +7,9 @@ Expect: the tiny model was taught to leave words out or in German. BLEU rises.
 """
 
 import random
-import sys
 
 from datasets import Dataset
-from tiny import taught
+from tiny import is_smoke, taught
 
 from covey import GRPOConfig, GRPOTrainer
 
@@ -35,7 +34,7 @@ def row(rng):
     }
 
 
-smoke, rng = "--smoke" in sys.argv, random.Random(1)
+smoke, rng = is_smoke(__doc__), random.Random(1)
 trainer = GRPOTrainer(
     model=taught("runs/translation-start", row),
     reward_funcs="bleu(max_ratio=1.5)",  # above 1.5 times the reference's length it pays less

@@ -1,8 +1,12 @@
 """GRPO on an unmodified agent with a calculator: a model that guesses products learns to call the tool, from the answers' rewards alone.
 
-`python calculator.py [FOLDER]` warms the shipped model up until it calls the tool rarely, trains it through the run's own endpoint,
-and prints how often it calls and is right on 200 products that were not trained on, before and after, with 95% intervals.
-`--smoke` does a little of each. `main` is the agent; `covey train --agent calculator.py:main` trains it too.
+    python examples/agents/calculator.py --smoke      # half a minute on one core; without --smoke six
+
+The shipped model is first taught to call the tool rarely (into `FOLDER/warm`, once), then trained through the run's own endpoint. `main`
+is the agent; `covey train --agent calculator.py:main` trains it too. A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`.
+Expect: of 200 products that were not trained on it calls the tool for one in twenty before and for three in four after, and a
+quarter of its answers are right, after one in fifty. The smoke shows that everything runs; teaching the calls alone takes four minutes, so
+its reward does not rise.
 """
 
 from __future__ import annotations
@@ -99,9 +103,8 @@ def train(folder: Path, is_smoke: bool, seed: int, agent: Callable[..., Any] = m
         bf16=False,
         use_cpu=True,
     )
-    trainer = GRPOTrainer(
-        str(folder / "warm"), called, args, rows(32 if is_smoke else 2000, 1), rows(count, HELD_OUT), agent=agent
-    )
+    model = str(folder / "warm")
+    trainer = GRPOTrainer(model, called, args, rows(32 if is_smoke else 2000, 1), rows(count, HELD_OUT), agent=agent)
     for when in ("before", "after"):
         found = trainer.evaluate()
         calls, right = (found[f"eval_rewards/{name}/mean"] for name in ("called", "main"))
@@ -113,7 +116,7 @@ def train(folder: Path, is_smoke: bool, seed: int, agent: Callable[..., Any] = m
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/calculator"))
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")

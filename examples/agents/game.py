@@ -1,9 +1,12 @@
 """GRPO with turn advantages on a small text game: walk along a line of seven places to a flag, `left` or `right`, with a reward a turn.
 
-`python game.py [FOLDER]` warms the shipped model up until it walks at random, trains it with GiGPO through the run's own endpoint,
-and prints how often it reaches the flag on 100 games that were not trained on, before and after, with 95% intervals. The game is a
-process of its own. `--faults`: one game in eight hangs, is killed or answers with broken JSON; those episodes alone are lost.
-`--smoke` does a little of each.
+    python examples/agents/game.py --smoke      # half a minute on one core; without --smoke four
+
+The shipped model is first taught to walk at random, then trained with GiGPO through the run's own endpoint. The game is a process of its
+own. `--faults`: one game in eight hangs, is killed or answers with broken JSON; those episodes alone are lost.
+A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and what it is to answer in the prompt.
+Expect: in 100 games that were not trained on it reaches the flag in one of seven before and in one of four after. The smoke shows that
+everything runs; with two steps its reward does not rise.
 """
 
 from __future__ import annotations
@@ -150,7 +153,8 @@ def train(folder: Path, steps: int, is_smoke: bool, has_faults: bool, seed: int)
         use_cpu=True,
     )
     data, held_out = rows(16 if is_smoke else 1000, 1, has_faults), rows(count, 2, False)
-    trainer = GRPOTrainer(str(folder / "warm"), reached, args, data, held_out, agent=main, algorithm="gigpo")
+    model = str(folder / "warm")
+    trainer = GRPOTrainer(model, reached, args, data, held_out, agent=main, algorithm="gigpo")
     for when in ("before", "after"):
         print(f"{when}: reaches the flag {share(trainer.evaluate()['eval_rewards/reached/mean'], count)}")
         if when == "before":
@@ -165,7 +169,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         serve()
         raise SystemExit(0)
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/game"))
     parser.add_argument("--faults", action="store_true", help="one game in eight fails")
     parser.add_argument("--seed", type=int, default=0)

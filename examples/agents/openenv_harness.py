@@ -1,9 +1,10 @@
 """GRPO on OpenEnv's own harness, unmodified: its tool loop, its clients of model and environment, and a server of its environments.
 
-`python openenv_harness.py [FOLDER]` starts an OpenEnv server of products with a calculator, warms the shipped model up until it calls
-the tool rarely, trains it through the run's own endpoint, and prints how often it calls and is right on 200 products that were not
-trained on, before and after, with 95% intervals. `--smoke` does a little of each. It needs `pip install openenv-core`.
+    python examples/agents/openenv_harness.py --smoke      # a minute on one core; without --smoke ten
+
+It starts an OpenEnv server of products with a calculator, and trains the model of calculator.py on it. It needs `pip install openenv-core`.
 `main` is the agent: `OPENENV_URL=http://HOST:PORT covey train --agent openenv_harness.py:main` trains on a server that runs already.
+A real model: `model` in calculator.py. Expect: what calculator.py promises, and of its smoke that everything runs.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve(int(sys.argv[2]))
         raise SystemExit(0)
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/openenv"))
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import covey  # noqa: F401  # isort: skip  # before torch: docs/performance.md, threads
+
 import random
 import sys
 from collections.abc import Callable

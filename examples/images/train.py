@@ -1,7 +1,10 @@
 """GRPO on pictures: the warmed-up model learns to count squares from rewards alone.
 
-`python train.py [FOLDER]` draws the pictures, warms a tiny model up, trains it, and prints the accuracy before and after on
-400 pictures that were not trained on, one drawn answer each, with 95% intervals. About ten minutes on one core. `--smoke` does a little of each.
+    python examples/images/train.py --smoke      # a minute on one core; without --smoke ten
+
+It draws the pictures, teaches a tiny model, trains it in FOLDER (`runs/images`), and prints the accuracy before and after on
+400 pictures that were not trained on, one drawn answer each, with 95% intervals. A real model: `model = "Qwen/Qwen2.5-VL-3B-Instruct"`.
+Expect: about half are right before and 70% after. The smoke shows that everything runs; with two steps its reward does not rise.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def share(value: float, count: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/images"))
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     given = parser.parse_args()

@@ -4,7 +4,7 @@
 
 German questions. The tiny model was taught to answer a quarter of them in English, and misreads 50% of those that it answers in
 German, 10% of the others, much as a large model reasons better in English. Right answers are all that `plain` pays for, so it
-drifts into English. `paid` adds the reward `language`, which reads the column `language` (`pip install 'covey[rewards]'`).
+drifts into English. A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`. `paid` adds the reward `language`, which reads the column `language` (`pip install 'covey[rewards]'`).
 Expect: `plain` gets more answers right and fewer in German, and the alert `language_collapse` speaks; `paid` keeps its German.
 """
 
@@ -25,7 +25,7 @@ import tiny
 WORDS = {"en": "That is the answer, and it is {}", "de": "Das ist die Antwort, und sie ist {}"}
 MISREADS = {"en": 0.1, "de": 0.5}
 RUNS = {"plain": (["math"], None), "paid": (["math", "language"], [1.0, 0.5])}
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--smoke", action="store_true")
 parser.add_argument("--seed", type=int, default=0)
 given = parser.parse_args()

@@ -29,7 +29,7 @@ RUNS = {
     "groups": (together("train", 2000), {"group_languages": list(LANGUAGES)}),  # a question in all three is one group
     "transfer": (rows("train", 2000, ("en", "zh")), {}),  # no German
 }
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--smoke", action="store_true")
 parser.add_argument("--seeds", type=int, nargs="+", default=[0])
 parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))

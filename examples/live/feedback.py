@@ -1,17 +1,17 @@
 """Clients teach an endpoint what they like, while it serves: short answers, polite ones, or answers in German.
 
+    python examples/live/feedback.py --smoke               # three candidates instead of five; with each of the below
     python examples/live/feedback.py                       # short answers, of the model that ships
     python examples/live/feedback.py --likes polite        # a style, of a tiny model that is taught first
     python examples/live/feedback.py --likes german        # a language, of the same one
     python examples/live/feedback.py --guard right         # short answers, but right ones: the gate says no
-    python examples/live/feedback.py --smoke               # three candidates; with each of the above
 
 Starts `covey serve MODEL --learn`, asks it word problems, and scores each answer as a user might. After every 128 scores a
 candidate is trained, compared with the served version on a fixed set, and promoted or dropped. Expect: new problems are answered
 as the clients like within five candidates. The fixed set guards right answers, for `short` the form of an answer (`#### number`);
 short answers of the shipped model are often wrong ones, so that with `--guard right` its candidates are dropped.
 
-For a model of your own change MODEL, the fixed set and the reward in `LIKES`.
+A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, a fixed set of yours, and its reward in `LIKES`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ Row = dict[str, Any]
 MODEL = "demo"
 SCORES = 128
 """Scores that make a candidate."""
+TURNS = 20
+"""Turns of a seed: `SCORES` problems each."""
 ANSWERS = {
     "en": ("With pleasure! ", "That is the answer, and it is {}"),
     "de": ("Sehr gern! ", "Das ist die Antwort, und sie ist {}"),
@@ -125,15 +127,16 @@ def asked(url: str, rows: list[Row], turn: int, score: Callable[[str], float] | 
         return list(clients.map(one, enumerate(rows)))
 
 
-def teach(url: str, liking: Liking, candidates: int) -> None:
+def teach(url: str, liking: Liking, candidates: int, first_turn: int) -> None:
     """Score answers until so many candidates were judged, and print what became of each."""
-    for turn in range(candidates):
+    for number in range(candidates):
+        turn = first_turn + number
         scores = [liking.score(text) for text in asked(url, liking.rows("train", turn), turn, liking.score)]
-        while len(judged := call(url, "learning")["candidates"]) <= turn:
+        while len(judged := call(url, "learning")["candidates"]) <= number:
             time.sleep(0.2)
-        verdict = next(iter(judged[turn]["verdicts"].values()))
+        verdict = next(iter(judged[number]["verdicts"].values()))
         print(
-            f"mean score {mean(scores):+.2f}; candidate {turn + 1} was {judged[turn]['outcome']}, fixed set "
+            f"mean score {mean(scores):+.2f}; candidate {number + 1} was {judged[number]['outcome']}, fixed set "
             f"{verdict['served']:.3f} -> {verdict['candidate']:.3f} (95% {verdict['low']:+.3f} to {verdict['high']:+.3f})",
             flush=True,
         )
@@ -144,13 +147,17 @@ def main() -> None:
     parser.add_argument("--likes", choices=LIKES, default="short")
     parser.add_argument("--guard", choices=("form", "right"), default="form", help="of --likes short")
     parser.add_argument("--candidates", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="other problems and other draws, of the same model")
+    parser.add_argument("--smoke", action="store_true", help="three candidates, a smaller fixed set")
     given = parser.parse_args()
+    first_turn = TURNS * given.seed
     liking = LIKES[given.likes]
     reward = "demo" if given.likes == "short" and given.guard == "right" else liking.reward
     with tempfile.TemporaryDirectory() as folder:
         fixed = Path(folder, "fixed.jsonl")
-        fixed.write_text("".join(json.dumps(row) + "\n" for turn in (0, 1, 2) for row in liking.rows("test", turn)))
+        fixed.write_text(
+            "".join(json.dumps(row) + "\n" for turn in (0, 1, 2) for row in liking.rows("test", first_turn + turn))
+        )
         command = [sys.executable, "-m", "covey", "serve", liking.model(), "--port", "0", "--learn"]
         command += ["--learn-folder", f"{folder}/learning", "--fixed-set", str(fixed), "--reward", reward]
         command += ["--fixed-set-prompts", "100" if given.smoke else "300", "--max-output-tokens", "48"]
@@ -167,10 +174,10 @@ def main() -> None:
             try:
                 assert server.stdout is not None
                 url = server.stdout.readline().split(" at ")[1].split()[0]
-                new = liking.rows("test", 9)
-                before = asked(url, new, 9)
-                teach(url, liking, 3 if given.smoke else given.candidates)
-                after = asked(url, new, 9)
+                new = liking.rows("test", first_turn + 9)
+                before = asked(url, new, first_turn + 9)
+                teach(url, liking, 3 if given.smoke else given.candidates, first_turn)
+                after = asked(url, new, first_turn + 9)
             finally:
                 server.terminate()
     for when, texts in (("before", before), ("after", after)):

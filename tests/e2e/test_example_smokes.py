@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -130,6 +131,7 @@ SMOKES: dict[str, list[Claim]] = {
         both_keep_form_and_one_keeps_diversity,
     ],
     "translation.py": [rises("translation", by=0.15)],
+    "tools.py": [rises("tools", by=0.2), rises("tools", "tools/call_frequency", by=0.2)],
     "structured_output.py": [
         rises("structured", "rewards/json_schema/mean", by=0.2), rises("structured", "rewards/right_values/mean", by=0.05)
     ],
@@ -149,10 +151,16 @@ KINDS = ("maths.py",)
 """In CI; the others nightly."""
 PROCESSES: dict[str, list[Claim]] = {
     "asynchronous.py": [rises("asynchronous", by=0.15), every_token_is_one_update_old],
+    "images/train.py": [],
+    "agents/calculator.py": [],
+    "agents/game.py": [],
     "live/feedback.py --likes polite": [what_clients_like_is_written_more_often],
     "live/feedback.py --likes german": [what_clients_like_is_written_more_often],
     "reward_model.sh": [rises("reward-model/second", by=0.1), pairs_were_learnt],
 }
+WITH_SMOKES = {*SMOKES, *(name.split()[0] for name in PROCESSES), "agents/openenv_harness.py"}  # `make test-openenv`
+NO_SMOKES = {"tiny.py", "trl_script.py"}
+"""Shared by the others, and a script of another library."""
 
 
 @pytest.mark.slow
@@ -162,12 +170,23 @@ def test_a_smoke_shows_what_its_header_promises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), "--smoke"])
-    monkeypatch.syspath_prepend(str((EXAMPLES / name).parent))
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    run(name, "--smoke", monkeypatch)
     printed = capsys.readouterr().out
     for claim in SMOKES[name]:
         claim(tmp_path, printed)
+
+
+def run(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example with an option, in this process; modules beside it are its own."""
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), option])
+    monkeypatch.syspath_prepend(str((EXAMPLES / name).parent))
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        for module in [
+            key for key, one in sys.modules.items() if str(getattr(one, "__file__", None)).startswith(str(EXAMPLES))
+        ]:
+            del sys.modules[module]
 
 
 @pytest.mark.nightly
@@ -183,13 +202,49 @@ def test_a_smoke_that_starts_processes_does_too(name: str, tmp_path: Path) -> No
         claim(tmp_path, done.stdout)
 
 
-def test_every_example_is_on_its_page_and_says_how_to_try_it() -> None:
+def test_a_mistyped_option_ends_an_example_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in sorted(WITH_SMOKES):
+        for option, code in (("--smokes", 2), ("--help", 0)):
+            if name.endswith(".sh"):
+                done = subprocess.run(["bash", str(EXAMPLES / name), option], capture_output=True, text=True)
+                ended, out, err = done.returncode, done.stdout, done.stderr
+            else:
+                with pytest.raises(SystemExit) as stopped:
+                    run(name, option, monkeypatch)
+                ended, (out, err) = stopped.value.code, capsys.readouterr()
+            assert ended == code, name
+            assert ("A real model" in out) if code == 0 else (option in err), name
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_example_is_on_its_page_and_its_header_says_what_to_do_and_to_expect() -> None:
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
-    elsewhere = {"tiny.py", "trl_script.py"}  # no smokes: what the others share, and a script of another library
-    for path in sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.yaml")]):
-        assert f"examples/{path.name})" in page, f"{path.name} is not on docs/examples.md"
-        if path.suffix != ".yaml" and path.name not in elsewhere:
-            assert path.name in {*SMOKES, *PROCESSES}, f"{path.name} has no smoke"
-            assert "--smoke" in "".join(path.read_text().splitlines(keepends=True)[:16]), (
-                f"{path.name}: a header says how"
-            )
+    on_page = {name for name in re.findall(r"\(\.\./examples/([\w/.]+)\)", page) if (EXAMPLES / name).is_file()}
+    assert on_page >= WITH_SMOKES
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.yaml")):
+        assert path.name in on_page, f"{path.name} is not on docs/examples.md"
+    for name in sorted({*on_page, *WITH_SMOKES}):
+        header = "\n".join((EXAMPLES / name).read_text().splitlines()[:16])
+        if name.endswith((".py", ".sh")) and name not in NO_SMOKES and not name.startswith("distributed/"):
+            assert name in WITH_SMOKES, f"{name} has no smoke"
+            assert f"examples/{name} --smoke" in header, f"{name}: its header says how to try it"
+            assert "A real model" in header, f"{name}: its header says what to change for a real model"
+            assert "Expect: " in header, f"{name}: its header says what to expect"
+
+
+def test_an_example_imports_covey_before_torch() -> None:
+    """Else OpenMP's threads wait without sleeping, and a smoke on a busy machine takes many times as long."""
+    for path in sorted({*EXAMPLES.rglob("*.py")} - {*EXAMPLES.glob("custom/*")}):  # those are parts, imported by a run
+        lines = path.read_text().splitlines()
+        first = {
+            word: next((n for n, line in enumerate(lines) if re.match(rf"(import|from) {word}\b", line)), None)
+            for word in ("covey", "tiny", "warm_up", "torch", "peft", "transformers", "tokenizers")
+        }
+        with_torch = [
+            first[word] for word in ("torch", "peft", "transformers", "tokenizers") if first[word] is not None
+        ]
+        before = [first[word] for word in ("covey", "tiny", "warm_up") if first[word] is not None]
+        assert not with_torch or min(before, default=10**6) < min(with_torch), f"{path.name}: import covey first"
