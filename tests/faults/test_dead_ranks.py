@@ -90,7 +90,8 @@ def test_the_other_process_says_which_rank_is_gone_and_exits(fault, said, bound,
         assert "hang (two_ranks.py:" in both.said(0), "it says where the other one is"
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
-    assert newest.name == "checkpoint-2"
+    # a split model's newest checkpoint needs the part that the killed process may still have been writing
+    assert newest.name in (("checkpoint-1", "checkpoint-2") if fault == "kill, split" else ("checkpoint-2",))
 
 
 @pytest.mark.slow

@@ -27,7 +27,17 @@ PATHS = (
 class FakeServer:
     """`with FakeServer(model, tokenizer) as fake:` listens on `fake.port`. Change its fields to make it fail."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, replicas: int = 1, has_digest: bool = False, lora_rank: int = 0):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        replicas: int = 1,
+        has_digest: bool = False,
+        lora_rank: int = 0,
+        host: str = "127.0.0.1",
+    ):
+        self.host = host
         self.replicas = [copy.deepcopy(model).eval() for _ in range(replicas)]
         self.tokenizer, self.lora_rank, self.has_digest = tokenizer, lora_rank, has_digest
         self.paths = list(PATHS)
@@ -50,7 +60,7 @@ class FakeServer:
         self._lock = threading.Lock()
 
     def __enter__(self) -> FakeServer:
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.http = ThreadingHTTPServer((self.host, 0), _handler(self))
         self.http.daemon_threads = True
         self.port = self.http.server_address[1]
         threading.Thread(target=lambda: self.http.serve_forever(0.02), daemon=True).start()

@@ -105,3 +105,11 @@ def test_a_server_that_still_starts_is_waited_for_and_named(folder, fake, caplog
     with pytest.raises(ModelError, match="could not be loaded"):
         trainer(folder, fake.port)
     assert f"No vLLM server answers at http://127.0.0.1:{fake.port} yet; waiting up to 30 seconds." in caplog.text
+
+
+def test_a_server_that_the_network_reaches_is_warned_of_before_weights_are_loaded(folder, caplog):
+    model, tokenizer = tiny_model("qwen2", tie_word_embeddings=False), load_tokenizer(None, folder)
+    with FakeServer(model, tokenizer, host="0.0.0.0") as open_server, pytest.raises(ModelError):
+        trainer(folder, open_server.port)
+    assert "is in development mode and listens on all interfaces" in caplog.text
+    assert "start it with --host 127.0.0.1" in caplog.text

@@ -185,8 +185,9 @@ class Heartbeat:
     # -- state of the other processes -------------------------------------------------------------------------------
 
     def has_left(self, rank: int) -> bool:
-        """True if the process has published its end, or has not been heard of for `silence` seconds."""
-        is_silent = time.monotonic() - self.heard.get(rank, time.monotonic()) > self.silence
+        """True if the process has published its end, or is silent: for `silence` seconds, or a few once a collective broke."""
+        limit = BROKEN_SECONDS if self.is_abandoned else self.silence
+        is_silent = time.monotonic() - self.heard.get(rank, time.monotonic()) > limit
         return is_silent or bool(self.others.get(rank, HeartbeatState()).ended)
 
     def failure_reason(self) -> str | None:
