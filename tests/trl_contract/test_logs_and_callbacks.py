@@ -1,6 +1,7 @@
 """Logs, callbacks, attributes and files of a run, as TRL 1.16 documents them."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -156,13 +157,15 @@ def test_the_operations_of_training_are_counted(run):
     assert 0 < saved["total_flos"] < state.total_flos
 
 
-def test_a_metric_without_a_value_is_none_in_the_log_and_left_out_for_trackers(tmp_path):
+def test_a_metric_without_a_value_is_none_in_the_log_and_left_out_for_trackers(tmp_path, caplog, monkeypatch):
     def never(completions, **columns):
         return [None] * len(completions)
 
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     one = trainer(tmp_path, rewards=[length, never], logging_steps=1, max_steps=2, report_to="tensorboard")
     result = one.train()
     assert [entry["rewards/never/mean"] for entry in one.state.log_history[:2]] == [None, None]
+    assert "attempting to log a value" not in caplog.text, "TensorBoard's callback says so of None"
     assert None not in result.metrics.values()
     one.log_metrics("train", result.metrics)
 
