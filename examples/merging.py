@@ -4,8 +4,7 @@
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, and data sets of your own skills. `covey merge runs/a runs/b -o merged` does the
 same from the command line; docs/merging.md has other methods (ties, dare, slerp).
-Expect: each specialist is best at its half of the problems; the merged model is better than the start at both (docs/merging.md has
-the figures of three seeds).
+Expect: each specialist is best at its half of the problems; the merged model is better than the start at both.
 """
 
 from pathlib import Path

@@ -197,9 +197,10 @@ def test_a_string_makes_it_with_its_parameters():
 
 
 def trained(tmp_path, algorithm, **options):
+    options.setdefault("save_strategy", "no")
     args = GRPOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=8, max_steps=6, max_completion_length=6, learning_rate=1e-2,
-        logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, temperature=1.0, **options,
+        logging_steps=1, report_to="none",  disable_tqdm=True, temperature=1.0, **options,
     )  # fmt: skip
     one = GRPOTrainer(
         model=tiny_model("qwen2"), reward_funcs=lambda completions, **columns: [float(len(c)) for c in completions], args=args,

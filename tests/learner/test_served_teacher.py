@@ -18,7 +18,7 @@ from learner.test_distillation import ROWS, row, trained
 
 
 @contextmanager
-def serving(model, tokenizer, refuse=None):
+def serving(model, tokenizer, refuse=None, lasts=None):
     """/v1/completions of a model: `echo`, `logprobs` and `return_tokens_as_token_ids` as covey serve and vLLM answer them."""
     asked = []
 
@@ -26,8 +26,9 @@ def serving(model, tokenizer, refuse=None):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append(body)
-            data = json.dumps({} if refuse else answer(body)).encode()
-            self.send_response(refuse or 200)
+            status = refuse or (503 if lasts is not None and len(asked) > lasts else 200)
+            data = json.dumps(answer(body) if status == 200 else {}).encode()
+            self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -136,6 +137,15 @@ def test_a_run_learns_from_a_server(tmp_path):
         curve = trained(tmp_path, alg.dapo().replace(objective=alg.zero, regularizers=part))
     assert curve[-1]["distill/forward_kl"] < 0.9 * curve[0]["distill/forward_kl"]
     assert {body["model"] for body in asked} == {"big"}
+
+
+def test_a_server_that_goes_away_ends_the_run_with_a_checkpoint(tmp_path, quick):
+    tokenizer = tiny_tokenizer()
+    with serving(tiny_model("qwen2", seed=7).eval(), tokenizer, lasts=2 + 2 * 8) as (url, _):
+        part = alg.distill(url, served_model_name="big", top_k=20)
+        with pytest.raises(ServerError, match="Start the teacher's server again, and resume the run"):
+            trained(tmp_path, alg.dapo().replace(regularizers=part), save_strategy="steps", save_steps=100)
+    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 def test_a_server_that_cannot_teach_is_refused_before_anything_is_drawn(quick):

@@ -284,6 +284,7 @@ def test_a_batch_of_nothing_but_infinities_is_told_in_a_few_events():
     scored, metrics = score(lambda completions: [math.inf] * len(completions), groups=[group(["a"] * 40)])
     assert len(scored[0].events) == 6
     assert scored[0].events[-1].said == "Reward '<lambda>' failed on 35 more completions of this batch."
+    assert scored[0].events[-1].details == {"reward": "<lambda>", "completions": 35, "error": "ValueError"}
     assert metrics["rewards/<lambda>/errors"] == Sum(40)
 
 

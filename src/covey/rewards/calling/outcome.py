@@ -110,10 +110,15 @@ class Outcome:
         """An event for each failure with the index of the completion it concerns; the first few carry everything."""
         shown = [(0, event) for event in self.told]
         shown += [(failure.start, _event(self.name, failure, batch)) for failure in self.failures[:_EVENTS_IN_FULL]]
-        hidden = self.failures[_EVENTS_IN_FULL:]
-        if hidden:
-            said = f"Reward {self.name!r} failed on {sum(f.stop - f.start for f in hidden)} more completions of this batch."
-            shown.append((hidden[0].start, Event(kind="reward_error", said=said, details={"reward": self.name})))
+        hidden: dict[str, list[Failure]] = {}
+        for failure in self.failures[_EVENTS_IN_FULL:]:
+            hidden.setdefault(kind_of(failure.error), []).append(failure)
+        for kind, failures in hidden.items():
+            count = sum(f.stop - f.start for f in failures)
+            which = f" with {kind}" if len(hidden) > 1 else ""
+            said = f"Reward {self.name!r} failed on {count} more completions of this batch{which}."
+            details = {"reward": self.name, "completions": count, "error": kind}
+            shown.append((failures[0].start, Event(kind="reward_error", said=said, details=details)))
         return shown
 
 
