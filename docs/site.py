@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> int:
     if built.returncode:
         return built.returncode
     broken = [f"{page} is not in the table of its index" for page in unlisted()] + broken_links(HTML)
+    broken += [f"{name} is public and has no docstring" for name, is_said in described().items() if not is_said]
     print("\n".join(broken) or f"{len(list(HTML.rglob('*.html')))} pages in {HTML}, every link leads somewhere")
     if not broken and "--serve" in arguments:
         serve()
@@ -229,7 +230,7 @@ def public_names(tree: ast.Module) -> list[str]:
 
 @functools.cache
 def described() -> dict[str, bool]:
-    """Whether griffe finds a docstring, by full name of the public names."""
+    """Whether griffe finds a docstring, by full name of the public names; modules, which have pages of their own, are left out."""
     import griffe
 
     loader = griffe.GriffeLoader(search_paths=[str(ROOT / "src")])
@@ -240,7 +241,8 @@ def described() -> dict[str, bool]:
         for name in public_names(ast.parse(module_file(module).read_text(encoding="utf-8"))):
             try:
                 one = loader.modules_collection[f"{module}.{name}"]
-                found[f"{module}.{name}"] = bool(one.docstring) and not one.is_module
+                if not one.is_module:
+                    found[f"{module}.{name}"] = bool(one.docstring)
             except (KeyError, griffe.AliasResolutionError):
                 found[f"{module}.{name}"] = False
     return found
@@ -248,7 +250,7 @@ def described() -> dict[str, bool]:
 
 def is_described(module: str, name: str) -> bool:
     """Whether the reference has something to say about a name."""
-    return described()[f"{module}.{name}"]
+    return described().get(f"{module}.{name}", False)
 
 
 class Page(HTMLParser):

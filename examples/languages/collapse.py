@@ -4,7 +4,8 @@
 
 German questions. The tiny model was taught to answer a quarter of them in English, and misreads 50% of those that it answers in
 German, 10% of the others, much as a large model reasons better in English. Right answers are all that `plain` pays for, so it
-drifts into English. A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`. `paid` adds the reward `language`, which reads the column `language` (`pip install 'covey[rewards]'`).
+drifts into English. `paid` adds the reward `language`, which reads the column `language` (`pip install 'covey[rewards]'`).
+A real model: `model = "Qwen/Qwen2.5-0.5B-Instruct"`, and questions of yours with that column.
 Expect: `plain` gets more answers right and fewer in German, and the alert `language_collapse` speaks; `paid` keeps its German.
 """
 

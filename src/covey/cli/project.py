@@ -96,7 +96,7 @@ README = """# {name}
 | `test_project.py` | tests of the three |
 
 ```
-pytest                                                              # under a minute
+pytest                                                              # under a minute; needs pip install pytest
 covey reward test --reward reward.py:right_answer --dataset data/train.jsonl
 covey doctor run.yaml                                               # checks of the run before it starts
 covey train run.yaml --output-dir runs/first                        # {minutes}

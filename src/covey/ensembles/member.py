@@ -13,6 +13,7 @@ from covey.errors import ConfigError, did_you_mean
 from covey.files.places import refuse_missing
 
 Role = Literal["sibling", "baseline", "rescue"]
+"""Use of a member's completions: learnt from, compared with, or only where the policy failed throughout."""
 ROLES: tuple[str, ...] = get_args(Role)
 
 

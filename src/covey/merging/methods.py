@@ -165,3 +165,4 @@ METHODS = {
     "dare_linear": Method(dare_linear, True, "differences dropped at random, weighted mean"),
     "dare_ties": Method(dare_ties, True, "differences dropped at random, where their signs agree"),
 }
+"""Ways of merging by name."""

@@ -17,6 +17,7 @@ from covey.rollout.vllm import ServerSampler, VLLMSampler
 from covey.types import Group, Prompt
 
 Backend = Literal["auto", "native", "transformers", "generate", "vllm", "vllm-server"]
+"""Samplers by name; `auto` is the native engine where the model allows it."""
 
 
 class SplitSampler(NativeSampler):

@@ -12,6 +12,7 @@ from covey.errors import DataError
 from covey.types import Message, Prompt
 
 PromptLike: TypeAlias = Prompt | str | Sequence[Message] | Sequence[int]
+"""A prompt in any form: text, chat messages, or token ids."""
 
 
 def as_prompts(
