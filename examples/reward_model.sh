@@ -17,7 +17,7 @@ case "${1:-}" in
     --smoke) first=4 second=16; shift ;;
     --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
 esac
-seed=${1:-0}
+seed=${1:-42}
 [[ "$seed" =~ ^[0-9]+$ ]] || { echo "$0: $seed is neither --smoke, --help nor a seed" >&2; exit 2; }
 options=(--model "$model" --dataset "$dataset" --max-completion-length 32 --per-device-train-batch-size 64 --learning-rate 5e-4
          --logging-steps 1 --save-strategy no --report-to none --seed "$seed")
