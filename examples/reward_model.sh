@@ -6,7 +6,8 @@
 #
 # A real model: model=Qwen/Qwen2.5-0.5B-Instruct, and your data set. Preferences of people: a file with the columns prompt, chosen
 # and rejected in place of pairs.jsonl. Expect: here "the shorter answer" stands for what people prefer; the reward model is right on
-# most held-out pairs, and the second policy earns more of its reward and writes shorter answers.
+# most held-out pairs, and the second policy earns more of its reward and writes shorter answers. The sixteen steps of --smoke are too
+# few to show that: its reward differs by more from step to step.
 set -euo pipefail
 
 model=demo

@@ -156,7 +156,7 @@ PROCESSES: dict[str, list[Claim]] = {
     "agents/game.py": [],
     "live/feedback.py --likes polite": [what_clients_like_is_written_more_often],
     "live/feedback.py --likes german": [what_clients_like_is_written_more_often],
-    "reward_model.sh": [rises("reward-model/second", by=0.1), pairs_were_learnt],
+    "reward_model.sh": [pairs_were_learnt],
 }
 WITH_SMOKES = {*SMOKES, *(name.split()[0] for name in PROCESSES), "agents/openenv_harness.py"}  # `make test-openenv`
 NO_SMOKES = {"tiny.py", "trl_script.py"}
