@@ -15,7 +15,7 @@ dataset=demo
 folder=runs/reward-model
 first=40 second=160
 case "${1:-}" in
-    --smoke) first=4 second=16; shift ;;
+    --smoke) first=8 second=16; shift ;;
     --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
 esac
 seed=${1:-42}
