@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from test_distillation import ROWS, row, trained
 
 from covey import algorithms as alg
 from covey.errors import ConfigError, ServerError
@@ -14,7 +15,6 @@ from covey.learner import Policy, Teacher
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.training.teaching import build_teacher
 from kit import tiny_model, tiny_tokenizer
-from learner.test_distillation import ROWS, row, trained
 
 
 @contextmanager
