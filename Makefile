@@ -37,7 +37,6 @@ demo: $(STAMP)           ## train the shipped model with GRPO, on this machine, 
 test: $(STAMP)           ## the quick tests (minutes)
 	$(PYTEST) -m "not slow and not nightly and not gpu and not vllm"
 
-slow: WORKERS = 3        # a fifth of their time is waiting for processes that were killed, or that start
 slow: $(STAMP)           ## real runs that are killed, resumed and trained: CI runs them after the quick tests
 	$(PYTEST) -m "slow and not nightly and not gpu and not vllm" --timeout 900 --durations 20 $(call marked,slow)
 
