@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from covey.algorithms.wrapping import Wrapping
 from covey.types import Advantage, Scores
 
 Singleton = Literal["zero", "keep"]
@@ -228,7 +229,7 @@ class MaxRL:
 
 
 @dataclass(frozen=True)
-class Shaped:
+class Shaped(Wrapping):
     """An advantage of shaped rewards: each of `shapes`, `scores -> [P, G]`, is added to the reward first."""
 
     advantage: Advantage
@@ -236,11 +237,7 @@ class Shaped:
 
     @property
     def exempt(self) -> tuple[str, ...]:
-        return (*getattr(self.advantage, "exempt", ()), "tied_groups")
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(getattr(self.advantage, "needs", ()))
+        return (*super().exempt, "tied_groups")
 
     @property
     def column(self) -> str | None:

@@ -20,6 +20,7 @@ from covey.algorithms.objectives import Clipped
 from covey.algorithms.ratios import approximate_kl
 from covey.algorithms.reference import keep
 from covey.algorithms.token_advantages import reward_to_go, token_rewards
+from covey.algorithms.wrapping import zeroed
 from covey.errors import ConfigError, did_you_mean
 from covey.types import (
     Advantage,
@@ -131,8 +132,7 @@ class Algorithm:
                 f"{list(allowed[0])} or [P, G, T] = {list(allowed[1])}."
             )
         judged = judged.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
-        unscored = scores.total.isnan()
-        judged = judged.masked_fill(unscored if judged.ndim == 2 else unscored.unsqueeze(-1), 0.0)
+        judged = zeroed(judged, scores.total.isnan())
         if self.critic is None:
             return judged, None
         returns = getattr(self.advantage, "returns", None)

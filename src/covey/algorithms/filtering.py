@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized, sequence_rewards
+from covey.algorithms.wrapping import Wrapping, zeroed
 from covey.errors import ConfigError
 from covey.types import Advantage, Scores
 
 
 @dataclass(frozen=True)
-class GroupFiltered:
+class GroupFiltered(Wrapping):
     """An advantage within the `keep` completions of each group that rank first; the others get 0 and move no statistic.
 
     `by="length"` keeps the shortest, `"efficiency"` those of most reward a token. All that tie with the last one are kept. Rejected
@@ -35,14 +36,6 @@ class GroupFiltered:
             raise ConfigError(f"GroupFiltered's by={self.by!r} is neither 'length' nor 'efficiency'.")
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(getattr(self.advantage, "needs", ()))
-
-    @property
-    def exempt(self) -> tuple[str, ...]:
-        return tuple(getattr(self.advantage, "exempt", ()))
-
-    @property
     def least_group(self) -> int:
         """Completions a prompt that it takes."""
         return max(self.keep, getattr(self.advantage, "least_group", 1))
@@ -52,7 +45,7 @@ class GroupFiltered:
         judged = self.advantage(
             replace(scores, per_function=scores.per_function.masked_fill(rejected.unsqueeze(-1), torch.nan))
         )
-        return judged.masked_fill(rejected if judged.ndim == 2 else rejected.unsqueeze(-1), 0.0)
+        return zeroed(judged, rejected)
 
     def kept(self, scores: Scores) -> Tensor:
         """[P, G] bool, the completions that are trained on; never an unscored one."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from covey.algorithms.advantages import GroupNormalized, sequence_rewards
+from covey.algorithms.wrapping import Wrapping, zeroed
 from covey.types import Advantage, Scores
 
 
 @dataclass(frozen=True)
-class SampleRouted:
+class SampleRouted(Wrapping):
     """An advantage, 0 for the failed completions of groups in which one is right: a distillation corrects these.
 
     A completion is right from a reward of `threshold` on. Failed ones count in the group's mean and deviation. For
@@ -22,14 +23,6 @@ class SampleRouted:
     threshold: float = 0.5
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(getattr(self.advantage, "needs", ()))
-
-    @property
-    def exempt(self) -> tuple[str, ...]:
-        return tuple(getattr(self.advantage, "exempt", ()))
-
-    @property
     def least_group(self) -> int:
         """Completions a prompt that it takes."""
         return int(getattr(self.advantage, "least_group", 1))
@@ -38,5 +31,4 @@ class SampleRouted:
         rewards = sequence_rewards(scores)
         is_right = rewards >= self.threshold
         routed = (rewards < self.threshold) & is_right.any(-1, keepdim=True)
-        judged = self.advantage(scores)
-        return judged.masked_fill(routed if judged.ndim == 2 else routed.unsqueeze(-1), 0.0)
+        return zeroed(self.advantage(scores), routed)
