@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 import pytest
@@ -250,3 +252,15 @@ def rest_nightly(values: Iterable[Any], kept: int | Collection[Any]) -> list[Any
         else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
         for place, value in enumerate(values)
     ]
+
+
+@contextmanager
+def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Address of a server on this machine that answers by the handler, until the block ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

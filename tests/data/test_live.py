@@ -19,7 +19,7 @@ from covey.data import follow, load
 from covey.data.live.order import LiveOrder, digest
 from covey.data.stream import PromptStream
 from covey.errors import DataError
-from kit import tiny_tokenizer
+from kit import http_server, tiny_tokenizer
 
 
 def rows(*numbers: int, **more: Any) -> list[dict[str, Any]]:
@@ -195,13 +195,8 @@ def queue(items: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
 
         def log_message(self, *args: Any) -> None: ...
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/prompts", committed
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Handler) as address:
+        yield f"{address}/prompts", committed
 
 
 def test_a_queue_over_http_that_is_away_for_a_while(monkeypatch: pytest.MonkeyPatch):

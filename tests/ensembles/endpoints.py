@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from kit import http_server
 
 
 @contextmanager
@@ -29,10 +30,5 @@ def endpoint(reply):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Handler) as address:
+        yield f"{address}/v1", asked

@@ -1,9 +1,8 @@
 """A distillation's teacher at an endpoint: the same term as with that model in this process, as far as its likeliest tokens tell."""
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from covey.errors import ConfigError, ServerError
 from covey.learner import Policy, Teacher
 from covey.rewards.builtin.chat_endpoint import Endpoint
 from covey.training.teaching import build_teacher
-from kit import tiny_model, tiny_tokenizer
+from kit import http_server, tiny_model, tiny_tokenizer
 
 
 @contextmanager
@@ -51,13 +50,8 @@ def serving(model, tokenizer, refuse=None, lasts=None):
         ]
         return {"choices": [{"logprobs": {"tokens": list(map(named, ids)), "top_logprobs": [None, *tops]}}]}
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Handler) as address:
+        yield f"{address}/v1", asked
 
 
 def built(url, policy, tokenizer, **options):

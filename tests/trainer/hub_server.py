@@ -5,7 +5,9 @@ import json
 import re
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from kit import http_server
 
 
 class Repositories:
@@ -94,11 +96,8 @@ def _handler(repositories):
 def serving():
     """The address of a running hub, and what it holds."""
     repositories = Repositories()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(repositories))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", repositories
-    finally:
-        repositories.waits.set()
-        server.shutdown()
-        server.server_close()
+    with http_server(_handler(repositories)) as address:
+        try:
+            yield address, repositories
+        finally:
+            repositories.waits.set()
