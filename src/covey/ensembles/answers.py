@@ -12,7 +12,7 @@ from covey.rewards.builtin.answers import final_answer, number
 from covey.types import Group
 
 Vote = Literal["majority", "weighted", "best"]
-"""How one answer is chosen from many: the commonest, by rewards the heaviest, or the single best."""
+"""Rule that chooses one answer of many: the commonest, the heaviest by rewards, or the single best."""
 VOTES: tuple[str, ...] = get_args(Vote)
 
 
