@@ -101,8 +101,8 @@ def test_a_launcher_that_wants_what_cannot_be_honoured_is_refused(name, value, s
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "xla=True cannot be honoured"),
         ({"fsdp": True, "fsdp_config": "nowhere.json"}, "neither JSON nor the path"),
         (
-            {"fsdp": True, "optim": "adamw_bnb_8bit"},
-            "optim='adamw_bnb_8bit' cannot be honoured on a model that is split",
+            {"fsdp": True, "optim": "ademamix_8bit"},
+            "optim='ademamix_8bit' cannot be honoured on a model that is split",
         ),
         ({"fsdp": True, "fp16": True}, "set bf16=True"),
         ({"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 3}}}, "keep one of them"),

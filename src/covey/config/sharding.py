@@ -47,8 +47,13 @@ _REFUSED: Mapping[str, str] = {
 _LAUNCHER = {f"FSDP_{name.upper()}": name for name in (*_READ, *_INERT, *_REFUSED)}
 _LAUNCHER["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "transformer_layer_cls_to_wrap"
 
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""Element-wise optimizers, which work on shards. bitsandbytes reads memory that only a whole tensor has."""
+_OPTIMIZERS = (
+    *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),
+    *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    *("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+"""Optimizers that work on shards: element by element, or in blocks of a shard (bitsandbytes')."""
 
 _STAGES = {2: False, 3: True}
 """ZeRO stage -> `reshard_after_forward`: stage 2 keeps gathered parameters for the backward pass, stage 3 gathers them again."""
@@ -101,8 +106,8 @@ def settle_sharding(config: Any) -> Sharding | None:
     optimizer = str(getattr(config.optim, "value", config.optim))
     if optimizer not in _OPTIMIZERS:
         raise ConfigError(
-            f"optim={optimizer!r} cannot be honoured on a model that is split: it does not work on parts of tensors. Use one of "
-            f"{', '.join(_OPTIMIZERS)}; the state is split too, so each process holds its part only."
+            f"optim={optimizer!r} cannot be honoured on a model that is split: it is not known to work on parts of tensors. Use one of "
+            f"{', '.join(_OPTIMIZERS)}."
         )
     if config.use_vllm or config.rollout_backend == "vllm":
         raise ConfigError(

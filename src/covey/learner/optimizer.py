@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ConfigError, MemoryLimitError, ModelError
+from covey.learner.shard_optimizer import is_bitsandbytes, on_shards
 from covey.models import first_line
 from covey.process.lean import imported
 from covey.process.memory import is_out_of_memory, release
+from covey.process.sharding import are_split
 
 _STATES = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}
 """State tensors per parameter, by optimizer class; the check skips others."""
@@ -44,6 +46,8 @@ def make_optimizer(args: Any, model: Any, extra: Sequence[nn.Module] = ()) -> to
         raise ConfigError(
             f"optim={args.optim} builds its own parameter groups, which Covey cannot checkpoint; use adamw_torch."
         )
+    if is_bitsandbytes(make) and are_split(model):
+        make = on_shards(make)
     try:
         return make([group for group in groups if group["params"]], **kwargs)
     except (TypeError, ValueError) as error:

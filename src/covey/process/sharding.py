@@ -186,11 +186,34 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """A full tensor sharded like `like`; unchanged if `like` is not sharded or has another shape. Not collective."""
     if not is_sharded(like) or is_sharded(value) or value.shape != like.shape:
         return value
+    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+    return shard_as(_rows(value, mesh.get_local_rank(), mesh.size()).to(like.device, copy=True), like)
+
+
+def shard_as(part: Tensor, like: Tensor) -> Tensor:
+    """The DTensor sharded like `like` whose local shard is `part`, sharing its memory. Not collective."""
     from torch.distributed.tensor import DTensor
 
     mesh: Any = like.device_mesh  # type: ignore[attr-defined]
-    part = _rows(value, mesh.get_local_rank(), mesh.size()).to(like.device, copy=True)
     return DTensor.from_local(part, mesh, like.placements, shape=like.shape, stride=like.stride())  # type: ignore[attr-defined]
+
+
+def row_of_each(values: Tensor, length: int, like: Tensor) -> Tensor:
+    """A sharded [P, length] with one row for each of the P processes that hold `like`: its `values` [<= length], then zeros."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    row = values.new_zeros(1, length)
+    row[0, : len(values)] = values
+    return DTensor.from_local(row, like.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+
+
+def shard_start(value: Tensor) -> int:
+    """Place in the flattened full tensor at which this process's shard begins; 0 for a tensor that is not sharded."""
+    if not is_sharded(value):
+        return 0
+    mesh: Any = value.device_mesh  # type: ignore[attr-defined]
+    rows = math.ceil(len(value) / mesh.size()) * mesh.get_local_rank()
+    return min(rows, len(value)) * (value.numel() // len(value))
 
 
 @torch.no_grad()

@@ -8,9 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from covey.errors import CheckpointError, RewardError, SpoiledError
+from covey.learner.shard_optimizer import load_saved_state, saved_state
 from covey.learner.soundness import saved_weights, weight_fault
 from covey.models import has_adapter, quiet_bars
 from covey.process.lean import ExportableState, TrainerState
@@ -60,7 +59,7 @@ def checkpoint_tree(parts: Parts, state: TrainState) -> dict[str, Any]:
     learner = parts.learner
     return {
         "state": state.to_dict(),
-        "optimizer": learner.optimizer.state_dict(),
+        "optimizer": saved_state(learner.optimizer),
         "scheduler": learner.scheduler.state_dict(),
         "scaler": {} if learner.scaler is None else learner.scaler.state_dict(),
         "reference": learner.reference.state_dict(),
@@ -86,7 +85,7 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
         )
     learner = parts.learner
     load_weights(learner.policy.model, folder)
-    learner.optimizer.load_state_dict(_split_as_now(tree["optimizer"], learner.optimizer))
+    load_saved_state(learner.optimizer, tree["optimizer"])
     learner.scheduler.load_state_dict(tree["scheduler"])
     if learner.scaler is not None:
         learner.scaler.load_state_dict(tree["scaler"])
@@ -114,17 +113,6 @@ def restore_tree(parts: Parts, folder: Path) -> TrainState:
         _restore_sizes(parts, _mine(parts, tree["memory"]))
     known = {item.name for item in fields(TrainState)}
     return TrainState(**{name: value for name, value in tree["state"].items() if name in known})
-
-
-def _split_as_now(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Optimizer state with its tensors sharded like their parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    split = lambda value, like: shard_like(value, like) if isinstance(value, Tensor) else value
-    known = {
-        place: {name: split(value, parameters[place]) for name, value in own.items()}
-        for place, own in state["state"].items()
-    }
-    return {**state, "state": known}
 
 
 def _mine(parts: Parts, saved: Sequence[Any]) -> Any:

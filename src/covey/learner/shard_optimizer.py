@@ -1,0 +1,163 @@
+"""bitsandbytes' optimizers on a sharded model, and optimizer state that goes on over another number of processes.
+
+An 8-bit state is codes [as the parameter] and a scale for each block of 256 of them. Each process updates its own shard, so blocks
+begin with the shard. In a checkpoint codes are sharded like the parameter, and scales are a matrix of one row a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covey.process.sharding import is_sharded, local, row_of_each, shard_as, shard_like, shard_start, whole
+
+_BLOCK = 256
+"""Elements that share a scale."""
+_STATES = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
+"""State tensors of the parameter's shape, and the names of their scales and of their code table if they are 8-bit."""
+_NESTED = "__bnb_optimizer_quant_state__"
+
+
+def is_bitsandbytes(kind: type) -> bool:
+    """True for a class of bitsandbytes' optimizers, or one made from it."""
+    return any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__)
+
+
+@cache
+def on_shards(kind: Any) -> Any:
+    """Subclass of a bitsandbytes optimizer that updates the local shards of DTensor parameters."""
+
+    class OnShards(kind):
+        def get_config(self, gindex: int, pindex: int, group: Mapping[str, Any]) -> dict[str, Any]:
+            config = super().get_config(gindex, pindex, group)
+            is_small = group["params"][pindex].numel() < config["min_8bit_size"]  # of the whole: the same everywhere
+            return {**config, "min_8bit_size": math.inf if is_small else 0}
+
+        def init_state(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            self._on_shard(super().init_state, group, p, gindex, pindex)
+
+        def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            if not local(p).numel():  # fewer rows than processes
+                self.state[p]["step"] += 1
+                return
+            self._on_shard(super().update_step, group, p, gindex, pindex)
+
+        def _on_shard(self, work: Callable[..., None], group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            if not is_sharded(p):
+                work(group, p, gindex, pindex)
+                return
+            shard = local(p)
+            assert p.grad is not None
+            shard.grad = local(p.grad)
+            self.state[shard] = self.state[p]
+            try:
+                work(group, shard, gindex, pindex)
+            finally:
+                del self.state[shard]
+
+    return OnShards
+
+
+def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's `state_dict` for a checkpoint, its shards as DTensors."""
+    state = optimizer.state_dict()
+    if not is_bitsandbytes(type(optimizer)):
+        return state
+    return {**state, "state": _each(optimizer, state, _to_save)}
+
+
+def load_saved_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a `saved_state`, whole or of any number of processes, sharded as the parameters are now. Collective.
+
+    An 8-bit block that lay in one block of the saved state is kept to the bit. Others are quantized anew.
+    """
+    as_now = _as_now if is_bitsandbytes(type(optimizer)) else _sharded
+    optimizer.load_state_dict({**state, "state": _each(optimizer, state, as_now)})
+
+
+def _each(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[dict[str, Any], Tensor], Any]
+) -> dict[Any, Any]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {place: change(own, parameters[place]) for place, own in state["state"].items()}
+
+
+def _sharded(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    return {name: shard_like(value, parameter) if isinstance(value, Tensor) else value for name, value in own.items()}
+
+
+def _flat(own: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state without the inner dict in which bitsandbytes hides tensors from FSDP1."""
+    return {**{name: value for name, value in own.items() if name != _NESTED}, **own.get(_NESTED, {})}
+
+
+def _to_save(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    found = _flat(own)
+    if not is_sharded(parameter):
+        return found
+    for name, (scales, _) in _STATES.items():
+        if name in found:
+            found[name] = shard_as(found[name], parameter)
+        if scales in found:
+            processes = parameter.device_mesh.size()  # type: ignore[attr-defined]
+            found[scales] = row_of_each(found[scales], _blocks(_elements_of_each(parameter, processes)), parameter)
+    return found
+
+
+def _as_now(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    found = _flat(own)
+    for name, (scales, table) in _STATES.items():
+        if name not in found or found[name].shape != parameter.shape:  # AdEMAMix's first state is two moments
+            continue
+        codes = local(shard_like(found[name], parameter))
+        if scales in found:
+            saved = whole(found[scales])
+            saved = saved[None] if saved.dim() == 1 else saved
+            of_each = _elements_of_each(parameter, len(saved))
+            flat, found[scales] = _reblocked(
+                codes.flatten(), saved.to(codes.device), found[table].to(codes.device), of_each, shard_start(parameter)
+            )
+            codes = flat.view(codes.shape)
+        found[name] = codes
+    return found
+
+
+def _elements_of_each(parameter: Tensor, processes: int) -> int:
+    """Elements of the largest shard over so many processes; all but the last ones have as many."""
+    return math.ceil(parameter.shape[0] / processes) * (parameter.numel() // parameter.shape[0])
+
+
+def _blocks(elements: int) -> int:
+    return math.ceil(elements / _BLOCK)
+
+
+def _reblocked(codes: Tensor, scales: Tensor, table: Tensor, of_each: int, start: int) -> tuple[Tensor, Tensor]:
+    """Codes [n] and scales [blocks] of blocks that begin at `start`, where element 0 of `codes` is in the whole tensor.
+
+    `scales` [P, blocks]: of the blocks of P shards of `of_each` elements.
+    """
+    place = lambda element: element // of_each * scales.shape[1] + element % of_each // _BLOCK
+    end = start + codes.numel()
+    elements = start + torch.arange(_blocks(codes.numel()), device=codes.device)[:, None] * _BLOCK
+    is_mixed = (place(elements) != place((elements + _BLOCK - 1).clamp(max=end - 1))).flatten()
+    found = scales.flatten()[place(elements).flatten()]
+    if not is_mixed.any():
+        return codes, found
+    filled = codes.new_zeros(len(found), _BLOCK)
+    filled.view(-1)[: codes.numel()] = codes
+    elements = elements[is_mixed] + torch.arange(_BLOCK, device=codes.device)
+    values = table[filled[is_mixed].long()] * scales.flatten()[place(elements.clamp(max=end - 1))]
+    filled[is_mixed], found[is_mixed] = _quantized(values.where(elements < end, 0.0), table)
+    return filled.view(-1)[: codes.numel()].clone(), found
+
+
+def _quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    from bitsandbytes.functional import quantize_blockwise
+
+    codes, state = quantize_blockwise(values.contiguous(), code=table, blocksize=_BLOCK)
+    return codes, state.absmax
