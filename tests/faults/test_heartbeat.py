@@ -66,6 +66,22 @@ def test_a_stop_of_one_is_heard_by_the_other_in_this_run_alone(both: list[Heartb
     assert not both[0].hears_stop(False)
 
 
+def test_a_stop_is_heard_while_the_one_that_was_asked_waits_for_the_other(both: list[Heartbeat]) -> None:
+    asked, meets = threading.Event(), threading.Event()
+    both[1].is_asked_to_stop = asked.is_set
+    both[1].patience = WAIT
+    waiting = threading.Thread(target=lambda: both[1].collective(meets.wait))
+    waiting.start()
+    try:
+        assert not both[0].hears_stop(False)
+        asked.set()
+        wait_until(lambda: both[0].hears_stop(False))
+        assert waiting.is_alive()
+    finally:
+        meets.set()
+        waiting.join()
+
+
 def test_a_process_that_falls_silent_is_given_up() -> None:
     store = HashStore()
     mine, other = [Heartbeat(store, rank, 2, silence=2.0, patience=WAIT) for rank in range(2)]

@@ -73,3 +73,12 @@ def test_an_error_of_one_is_its_own() -> None:
         raise LookupError
     with one.armed():
         one()  # and leaves nothing behind: outside of `together` one of several never leaves
+
+
+def test_an_evaluation_is_left_only_while_it_waits():
+    one = Interruption(lambda: True, lambda flag: pytest.fail("the wait ends on all processes together"))
+    one.while_waiting()  # of the user's own evaluation, outside of a run
+    with one.evaluating():
+        one()
+        with pytest.raises(StopNow):
+            one.while_waiting()

@@ -25,15 +25,17 @@ torch.set_num_threads(1)
 args = GRPOConfig(
     sys.argv[2], use_vllm=True, vllm_mode="server", vllm_server_port=int(sys.argv[3]), vllm_server_timeout=200.0, max_steps=400,
     num_generations=2, per_device_train_batch_size=2, max_completion_length=4, save_steps=1000, report_to="none", disable_tqdm=True,
-    use_cpu=True, bf16=False,
+    use_cpu=True, bf16=False, eval_strategy=sys.argv[4], eval_steps=1,
 )
 rows = Dataset.from_list([{"prompt": f"{i} + {i} ="} for i in range(800)])
 reward = lambda completions, **columns: [float(len(one)) for one in completions]
-GRPOTrainer(tiny_model("qwen2", tie_word_embeddings=False), reward, args, rows, processing_class=tiny_tokenizer()).train()
+held_out = rows.select(range(2)) if sys.argv[4] == "steps" else None
+model = tiny_model("qwen2", tie_word_embeddings=False)
+GRPOTrainer(model, reward, args, rows, held_out, processing_class=tiny_tokenizer()).train()
 """
 
 
-def until(look, seconds=120.0):
+def until(look, seconds=200.0):
     end = time.monotonic() + seconds
     while not look():
         assert time.monotonic() < end
@@ -41,12 +43,20 @@ def until(look, seconds=120.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_stop_is_heard_by_both_while_the_main_process_waits_for_a_lost_server(asked, tmp_path):
-    """`asked`: the process that gets the signal."""
+@pytest.mark.parametrize(
+    "asked, evaluates",
+    [
+        (0, "no"),
+        (1, "steps"),
+        pytest.param(1, "no", marks=pytest.mark.nightly),
+        pytest.param(0, "steps", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_stop_is_heard_by_both_while_the_main_process_waits_for_a_lost_server(asked, evaluates, tmp_path):
+    """`asked`: the process that gets the signal. With an evaluation at each step it is that which waits."""
     model, port = tiny_model("qwen2", tie_word_embeddings=False), free_port()
     with FakeServer(model, tiny_tokenizer()) as fake:
-        words = ["-c", SCRIPT, Path(__file__).parents[1], tmp_path / "run", fake.port]
+        words = ["-c", SCRIPT, Path(__file__).parents[1], tmp_path / "run", fake.port, evaluates]
         ranks = [Forked(*words, env=rank_environment(rank, port)) for rank in range(2)]
         try:
             until(lambda: fake.calls.count("/update_weight_version") >= 3 or ranks[0].poll() is not None)
@@ -64,3 +74,4 @@ def test_a_stop_is_heard_by_both_while_the_main_process_waits_for_a_lost_server(
     assert time.monotonic() - began < 60, "the server would have been waited for longer"
     assert "The update failed" in ranks[0].err
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
+    assert ("The evaluation was left" in ranks[0].err) == (evaluates == "steps")

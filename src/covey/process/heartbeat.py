@@ -88,6 +88,8 @@ class Heartbeat:
         self.heard: dict[int, float] = dict.fromkeys((r for r in range(size) if r != rank), time.monotonic())
         self.is_abandoned = False
         """True if a collective was abandoned that may never end: the process must not join its threads."""
+        self.is_asked_to_stop: Callable[[], bool] = lambda: False
+        """Read at each beat, so that others hear of a stop while this process waits in a collective."""
         self._mine = HeartbeatState(process=f"process {os.getpid()} on {_HOST}")
         self._waits_since: float | None = None
         self._main = threading.main_thread().ident
@@ -168,6 +170,7 @@ class Heartbeat:
 
     def begin(self) -> None:
         """Reset the published end and error for another run in the same process."""
+        self.is_asked_to_stop = lambda: False
         self._tell(ended="", error="", is_stopping=False, runs=self._mine.runs + 1)
 
     def hears_stop(self, is_asked: bool) -> bool:
@@ -278,7 +281,9 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._now(beat=self._mine.beat + 1, place=_place(sys._current_frames().get(self._main or 0)))
-        self.store.set(_key(self.rank), json.dumps(asdict(self._mine)))
+        mine = self._mine  # before the question, which `begin` resets first: no answer is of an earlier run
+        is_stopping = mine.is_stopping or self.is_asked_to_stop()
+        self.store.set(_key(self.rank), json.dumps(asdict(replace(mine, is_stopping=is_stopping))))
         self._told.set()
 
     def _listen(self) -> None:

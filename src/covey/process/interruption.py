@@ -27,6 +27,7 @@ class Interruption:
     """True while this process may stop alone, before the next collective."""
     _is_in_step: bool = False
     """True while all processes call this equally often, so that each call can be a collective."""
+    _is_in_evaluation: bool = False
 
     def __call__(self) -> None:
         if not self.is_armed:
@@ -36,6 +37,21 @@ class Interruption:
                 raise StopNow
         elif (self.agree is None or self._is_apart) and self.is_asked():
             raise StopNow
+
+    def while_waiting(self) -> None:
+        """As a call; raises inside `evaluating()` too. For a wait that ends on all processes together, such as that for a lost server."""
+        if self._is_in_evaluation and self.is_asked():
+            raise StopNow
+        self()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of an evaluation, which is finished before a stop unless it waits."""
+        self._is_in_evaluation = True
+        try:
+            yield
+        finally:
+            self._is_in_evaluation = False
 
     @contextmanager
     def armed(self) -> Iterator[None]:

@@ -166,6 +166,11 @@ class World:
                 raise
             raise RankError(_no_store(error)) from error
 
+    def publish_stop(self, is_asked: Callable[[], bool]) -> None:
+        """Let the other processes hear of a stop within seconds of `is_asked()`, also while this one waits for them."""
+        if self.heartbeat is not None:
+            self.heartbeat.is_asked_to_stop = is_asked
+
     def hears_stop(self, is_asked: bool) -> bool:
         """True if this process (`is_asked`) or another was asked to stop. Not collective: known to all within seconds."""
         return is_asked if self.heartbeat is None else self.heartbeat.hears_stop(is_asked)

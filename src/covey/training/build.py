@@ -276,6 +276,8 @@ def build_sampler(given: RunInputs, policy: Policy, check_stop: Interruption) ->
     if args.async_rollouts:
         return sampler_ahead(args, given.model, given.tokenizer, given.eos_ids, given.world, given.agents, check_stop)
     options = {"eos_ids": given.eos_ids, "check_stop": check_stop, **sampler_options(args, given.world, given.server)}
+    if options.get("backend") == "vllm-server":
+        options["check_wait"] = check_stop.while_waiting
 
     def make(**more: Any) -> Sampler:
         over = lambda model: choose_sampler(model, given.tokenizer, **options, **more)
@@ -304,6 +306,7 @@ def build_parts(
     counts = batch_arithmetic(args, given.world.size, num_prompts)
     is_off_policy = counts.optimizer_steps_per_generation > 1
     world = given.world
+    world.publish_stop(lambda: stop.requested)
     interruption = Interruption(lambda: world.hears_stop(stop.requested), world.any if world.size > 1 else None)
     networks = build_networks(given, optimizers[0])
     policy = networks.policy

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from covey.errors import ConfigError, RewardError, SpoiledError
 from covey.monitor import Monitor
 from covey.monitor.progress import evaluation_line
+from covey.process.interruption import StopNow
 from covey.training.state import TrainState
 from covey.types import Alert, Event, Group, Metric, StepReport, merge_metrics
 
@@ -300,7 +301,13 @@ class Session:
 
     def _evaluate(self) -> bool:
         """Evaluate now. Returns True if the result is the best so far."""
-        metrics = self.evaluate()
+        try:
+            metrics = self.evaluate()
+        except StopNow:
+            said = "The evaluation was left, because a stop was asked for while its server was waited for."
+            logger.warning("step %d: %s", self.trainer_state.global_step, said)
+            self.recorder.event(self.trainer_state.global_step, Event(kind="evaluation_left", said=said))
+            return False
         self.display.show(evaluation_line(self.trainer_state.global_step, metrics))
         self.monitor.evaluated(metrics)
         self._call("on_evaluate", metrics=metrics)

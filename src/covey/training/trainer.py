@@ -364,7 +364,7 @@ class GRPOTrainer(TakesTurns, TRLInterface):
             parts.close()
 
     def _evaluate_in_training(self) -> dict[str, float]:
-        with averaged(self._running, self.state.global_step):
+        with averaged(self._running, self.state.global_step), self._running.interruption.evaluating():
             return self.evaluate()
 
     def _evaluate_one(self, dataset: Any, prefix: str) -> dict[str, float]:
