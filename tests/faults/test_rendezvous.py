@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 from covey.errors import RankError
 from covey.process import world
 from covey.process.rendezvous import agree
+from forked import rank_environment, run
 
 WAIT = 60.0
 
@@ -117,3 +118,19 @@ def test_a_process_leaves_the_group_before_it_ends() -> None:
         for rank in ("0", "1")
     ]
     assert [(one.communicate(timeout=WAIT)[0].strip(), one.returncode) for one in started] == [("left", 0)] * 2
+
+
+COMMAND = "import sys; from covey.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_a_port_on_which_another_program_listens_is_named_in_a_sentence() -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        train = ["train", "--model", "demo", "--dataset", "demo", "--reward", "length", "--use-cpu", "true"]
+        done = run("-c", COMMAND, *train, env=rank_environment(0, str(port)))
+    assert done.returncode == 2, done.err
+    assert f"port {port} (MASTER_PORT)" in done.err
+    assert f"--master_port {port + 1}" in done.err
+    assert "Traceback" not in done.err

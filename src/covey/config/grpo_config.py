@@ -14,7 +14,7 @@ from covey.config.sharding import settle_sharding, split_by_covey
 from covey.errors import ArgumentTypeError, ConfigError, did_you_mean
 from covey.names import refuse_text_for_yes
 from covey.process.lean import TrainingArguments
-from covey.process.world import is_on_cpu_with_others, join
+from covey.process.world import is_on_cpu_with_others, join, starting_on_a_free_port
 
 _NOT_FOR_TRANSFORMERS: dict[str, Any] = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode")),  # it would switch TF32 on
@@ -79,7 +79,19 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         self.sharding = settle_sharding(self)
         """Sharding of the model over ranks; None: each holds all of it."""
         self.use_cpu = self.use_cpu or is_on_cpu_with_others()
-        join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
+        with starting_on_a_free_port():
+            join(cpu=self.use_cpu, backend=self.ddp_backend, seconds=self.ddp_timeout)  # before transformers would
+            self._settle_as_transformers()
+        checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
+        if checks.is_default_accelerator(self.accelerator_config):
+            given.pop("accelerator_config", None)
+        alerts.refuse_bad_alerts(self)
+        checks.settle_asynchrony(self, given)
+        checks.settle_batches(self)
+        checks.warn_inert(given)
+
+    def _settle_as_transformers(self) -> None:
+        """Settle the inherited options, and create the process group if there are several processes."""
         hidden = {name: vars(self)[name] for name in _NOT_FOR_TRANSFORMERS}
         vars(self).update(_NOT_FOR_TRANSFORMERS)
         try:
@@ -94,13 +106,6 @@ class GRPOConfig(Options, TrainingArguments):  # type: ignore[misc]  # bf16 may 
         ) as error:  # raised by transformers for its own options
             raise ConfigError(str(error)) from error
         vars(self).update(hidden)
-        checks.refuse_unsupported({"accelerator_config": self.accelerator_config})  # which may have been a file
-        if checks.is_default_accelerator(self.accelerator_config):
-            given.pop("accelerator_config", None)
-        alerts.refuse_bad_alerts(self)
-        checks.settle_asynchrony(self, given)
-        checks.settle_batches(self)
-        checks.warn_inert(given)
 
     @property
     def checkpoints_activations(self) -> bool:

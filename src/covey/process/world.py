@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from covey.errors import DataError, RankError, first_line
+from covey.errors import ConfigError, DataError, RankError, first_line
 from covey.process.device import expect_supported
 from covey.process.heartbeat import SILENCE_SECONDS, Heartbeat, leave_now
 from covey.process.rendezvous import agree
@@ -209,6 +209,22 @@ def is_on_cpu_with_others() -> bool:
     """
     has_others = "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     return has_others and not torch.accelerator.is_available()
+
+
+@contextmanager
+def starting_on_a_free_port() -> Iterator[None]:
+    """Context in which a process group is created. Raises ConfigError if another program listens on the main process's port."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = int(os.environ.get("MASTER_PORT", "29500"))
+        raise ConfigError(
+            f"port {port} (MASTER_PORT), where the processes of this run were to meet, is in use on this machine, perhaps by "
+            f"another run; give the launcher another one, such as torchrun --master_port {port + 1}, or MASTER_PORT={port + 1} on "
+            "every process."
+        ) from error
 
 
 def join(*, cpu: bool, backend: str | None, seconds: float) -> None:
