@@ -13,6 +13,8 @@ import pytest
 import yaml
 from slurm_cluster import Cluster, missing
 
+from forked import run
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
 BIN = Path(sys.executable).parent
 RUN = {
@@ -90,6 +92,34 @@ def test_the_slurm_script_starts_one_agent_on_each_of_two_nodes(tmp_path):
     env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     command = ["bash", str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml"]
     expect_split_run(started(command, tmp_path, PORT=free_port(), **env), tmp_path)
+
+
+def text_of_agent():
+    """The Python in the SLURM script: torchrun that ends with the exit code of its processes."""
+    return (EXAMPLES / "two_nodes.sbatch").read_text().split("torchrun='")[1].split("\n'\n")[0]
+
+
+@pytest.mark.parametrize(("work", "code"), [("exit 2", 2), ("kill -TERM $PPID; sleep 60", 75)])
+def test_the_agent_of_the_slurm_script_ends_with_the_code_of_its_processes_and_a_stop_with_75(work, code, tmp_path):
+    own = ["--standalone", "--nproc_per_node", "1", "--no_python", "bash", "-c", work]
+    done = run("-c", text_of_agent(), *own, cwd=tmp_path, timeout=120)
+    assert done.returncode == code, done.err
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"), [(75, 0, True), (75, 3, False), (2, 0, False), (76, 0, False), (0, 0, False)]
+)
+def test_the_slurm_script_is_queued_again_only_where_it_was_stopped_and_not_for_ever(code, restarts, again, tmp_path):
+    for name, text in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >> {tmp_path}/asked; echo here')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    env |= {"REQUEUE": "3", "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "two_nodes.sbatch"), "--config", "run.yaml"], env={**os.environ, **env}, check=False
+    )
+    assert done.returncode == code
+    assert ("requeue 7" in (tmp_path / "asked").read_text()) == again
 
 
 SLOW = """
