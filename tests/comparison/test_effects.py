@@ -146,7 +146,7 @@ def test_a_true_difference_is_found(k, seed_spread, gain):
     assert rate(k, seed_spread, gain, times=150) >= 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_difference_of_the_detectable_size_is_found_about_4_times_in_5():
     rng = np.random.default_rng(5)
     base = rng.beta(0.7, 0.7, 100)

@@ -43,11 +43,7 @@ def test_the_rescue_example_learns_what_the_policy_alone_never_finds(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.name, marks=pytest.mark.slow if path.name == "gsm8k.yaml" else pytest.mark.nightly)
-        for path in sorted(EXAMPLES.glob("*.yaml"))
-    ],
+    "name", [pytest.param(path.name, marks=pytest.mark.nightly) for path in sorted(EXAMPLES.glob("*.yaml"))]
 )
 def test_every_configuration_is_whole(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the model and the data, which are on the hub, are replaced."""

@@ -22,7 +22,7 @@ from runs.resume_cases import Case, differences
 
 HERE = Path(__file__).parent
 STEPS = 4
-EVERY = int(os.environ.get("COVEY_EVERY_KILL", "24"))
+EVERY = int(os.environ.get("COVEY_EVERY_KILL", "40"))
 """Every so many calls are killed; 1: all of them, in two or three minutes."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

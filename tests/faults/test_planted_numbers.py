@@ -128,7 +128,7 @@ def test_a_weight_that_becomes_nan_at_any_event_sends_the_run_back(event: str, s
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == [f"checkpoint-{n}" for n in range(1, 7)]
 
 
-VALUES = [math.inf, *(pytest.param(value, marks=pytest.mark.nightly) for value in (-math.inf, 3e38)), -1e30]
+VALUES = rest_nightly([math.inf, -math.inf, 3e38, -1e30], [-1e30])
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_reference_that_becomes_nan_never_reaches_a_checkpoint(event: str, tmp
 
 @pytest.mark.parametrize("event", rest_nightly(EVENTS[:4], ["on_step_end"]))
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", rest_nightly([0.0, 0.1], 1))
 def test_an_adapter_that_becomes_nan_sends_the_run_back(event: str, dropout: float, tmp_path: Path) -> None:
     from peft import LoraConfig
 

@@ -24,7 +24,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.nightly)])
 def test_a_run_that_is_preempted_again_and_again_ends_bit_for_bit_and_started_once_more_does_nothing(
     bench: Bench, times: int
 ) -> None:

@@ -21,11 +21,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     one.close()
 
 
-MARKS = {"NaN gradient": [], "dead rank": [pytest.mark.nightly]}
-"""Others are slow; a dead rank is told of every day by test_dead_ranks.py."""
+MARKS = {"NaN gradient": [], "kill -9": [pytest.mark.slow]}
+"""Others are nightly: each of them is met every day by a test of its own in this folder."""
 
 
-@pytest.mark.parametrize("fault", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.slow])) for name in FAULTS])
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.nightly])) for name in FAULTS])
 def test_a_run_survives(fault: str, bench: Bench) -> None:
     outcome = FAULTS[fault](bench)
     assert outcome.survived, outcome.said

@@ -89,8 +89,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         pytest.param(
             phase,
             number,
-            # SIGTERM in every phase, every signal in one phase; the other pairs nightly
-            marks=pytest.mark.slow if number == signal.SIGTERM or phase == "optimizer" else pytest.mark.nightly,
+            # SIGTERM in four phases, every signal in one of them; the other pairs nightly
+            marks=pytest.mark.slow
+            if phase == "optimizer" or (phase in ("rollout", "save", "reward") and number == signal.SIGTERM)
+            else pytest.mark.nightly,
             id=f"{phase}-{number.name}",
         )
         for phase in [*PHASES, "reward"]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kit import rest_nightly
+
 ROOT = Path(__file__).parents[2]
 LOOK = """
 import ast, importlib, json, sys
@@ -49,7 +51,7 @@ def interpreter(version):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["3.10", "3.13"])
+@pytest.mark.parametrize("version", rest_nightly(["3.10", "3.13"], 1))
 def test_all_files_parse_and_find_their_standard_library(version):
     python = interpreter(version)
     if python is None:

@@ -79,8 +79,7 @@ def policy_by(kernel, model):
     "architecture, kernel",
     [(architecture, kernel) for architecture in ("qwen2", "qwen3", "llama", "gpt2") for kernel in KERNELS[:2]]
     + [("qwen2", KERNELS[2])]
-    + [pytest.param("gpt2", KERNELS[2], marks=pytest.mark.slow)]
-    + [pytest.param(name, KERNELS[2], marks=pytest.mark.nightly) for name in ("qwen3", "llama")],
+    + [pytest.param(name, KERNELS[2], marks=pytest.mark.nightly) for name in ("qwen3", "llama", "gpt2")],
 )
 def test_sharing_equals_one_row_at_a_time_in_value_and_gradient(architecture, recomputes, kernel, flex_on_a_cpu):
     """Rotary and learned positions, grouped queries, norms of queries and keys."""
@@ -159,7 +158,7 @@ def test_the_attention_of_a_packed_row_is_that_of_each_completion_behind_its_pro
         assert (one.double() - other).norm() / other.norm() < slack
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS[:2], pytest.param(KERNELS[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", [*KERNELS[:2], pytest.param(KERNELS[2], marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_an_adapter_gets_the_same_gradient(kernel, recomputes, flex_on_a_cpu):
     from peft import LoraConfig, get_peft_model

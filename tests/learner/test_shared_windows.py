@@ -49,8 +49,7 @@ def build(kind, **more):
     "kind, kernel",
     [(kind, OWN) for kind in KINDS]
     + [("mistral", BY_PART), ("gemma3", FLEX)]
-    + [pytest.param("llama4", FLEX, marks=pytest.mark.slow)]
-    + [pytest.param(kind, FLEX, marks=pytest.mark.nightly) for kind in ("mistral", "gemma2")],
+    + [pytest.param(kind, FLEX, marks=pytest.mark.nightly) for kind in ("llama4", "mistral", "gemma2")],
 )
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_window_gives_the_values_and_gradients_of_one_row_at_a_time(kind, kernel, recomputes, flex_on_a_cpu):

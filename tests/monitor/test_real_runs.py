@@ -42,9 +42,10 @@ def test_every_kept_run_is_of_five_hundred_steps_and_small(detectors, kept):
     assert sum(sizes) < 1_600_000
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("half", "number"),
-    [pytest.param("fix", 40, marks=pytest.mark.nightly), pytest.param("judge", 20, marks=pytest.mark.slow)],
+    [("fix", 40), ("judge", 20)],
 )
 def test_one_healthy_run_in_ten_at_most_has_a_false_alarm(detectors, judged, half, number):
     healthy = [found for one, found in judged(half) if one["fault"] is None]
@@ -52,9 +53,10 @@ def test_one_healthy_run_in_ten_at_most_has_a_false_alarm(detectors, judged, hal
     assert sum(any(detectors.is_loud(alert) for alert in found) for found in healthy) <= number / 10
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("half", "number", "least"),
-    [pytest.param("fix", 44, 40, marks=pytest.mark.nightly), pytest.param("judge", 22, 19, marks=pytest.mark.slow)],
+    [("fix", 44, 40), ("judge", 22, 19)],
 )
 def test_faults_are_named_by_one_of_their_rules_as_often_as_the_page_says(detectors, judged, half, number, least):
     faulty = [pair for pair in judged(half) if pair[0]["fault"]]

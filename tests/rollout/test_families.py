@@ -14,7 +14,7 @@ from kit import tiny_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 QUICK = ("Llama 3", "Mistral 0.3", "LFM2")
-SLOW = ("gpt-oss", "DeepSeek V3", "Qwen3.5", "Llama 4", "OLMo 3", "Granite 4")
+SLOW = ("gpt-oss", "DeepSeek V3", "Qwen3.5", "Llama 4")
 """Families with a part that no other of them and of the quick ones has; Gemma 4 is nightly, for its vocabulary takes a minute."""
 
 

@@ -54,7 +54,7 @@ def build(arch, **more):
 
 
 QUICK = ("mistral", "gemma3")
-EACH = [pytest.param(arch, marks=() if arch in QUICK else pytest.mark.slow) for arch in LOCAL]
+EACH = [pytest.param(arch, marks=() if arch in QUICK else pytest.mark.nightly) for arch in LOCAL]
 
 
 @pytest.mark.parametrize("arch", EACH)

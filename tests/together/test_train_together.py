@@ -82,7 +82,7 @@ def run_of(name, place):
 
 
 @pytest.mark.parametrize(
-    "names", [["seed", "reward"], pytest.param(["rank", "checkpointing", "kl"], marks=pytest.mark.slow)]
+    "names", [["seed", "reward"], pytest.param(["rank", "checkpointing", "kl"], marks=pytest.mark.nightly)]
 )
 def test_each_adapter_is_bit_equal_to_its_run_alone_whatever_else_differs(names, base, tmp_path, monkeypatch):
     joined, decode = [], _JointForward.decode

@@ -159,9 +159,9 @@ def test_training_changes_the_weights_and_the_same_seed_changes_them_equally(tmp
     "changed",
     [
         {},
-        pytest.param({"steps_per_generation": 4}, marks=pytest.mark.slow),
+        pytest.param({"steps_per_generation": 4}, marks=pytest.mark.nightly),
         pytest.param({"num_iterations": 2}, marks=pytest.mark.slow),
-        pytest.param({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_resuming_anywhere_is_bit_identical_to_never_stopping(tmp_path, changed):

@@ -310,7 +310,7 @@ CONTRAST = """() => { const light = (text) => { const [r, g, b] = text.match(/[\
     return bad; }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", rest_nightly(["light", "dark"], 1))
 def test_text_and_the_borders_of_controls_have_enough_contrast(scheme: str, browser: Any, address: str) -> None:
     page = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme=scheme)
     for name in PAGES:
