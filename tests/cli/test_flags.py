@@ -14,6 +14,7 @@ FLAGS = (
     Flag(name="reward_weights", help="", type=list[float]),
     Flag(name="model", help=""),
     Flag(name="fsdp", help="", bare="true"),
+    Flag(name="config", help=""),
 )
 TYPES = {flag.name: flag.type for flag in FLAGS} | {"bf16": bool | None, "options": dict | str | None}
 
@@ -50,6 +51,8 @@ def test_every_spelling_is_read(words, given):
         (["--max-steps", "--use-cpu"], "--max-steps needs a value."),
         (["--reward"], "--reward needs a value."),
         (["a.yaml", "b"], "'b' follows no flag; every value needs one, such as --max-steps b."),
+        (["demo", "--config", "x.yaml"], "demo and --config x.yaml are two values of one option; give one."),
+        (["--config=x.yaml", "demo"], "demo and --config x.yaml are two values of one option; give one."),
         (["--old-name", "1"], "--old-name is not an option here. Use max_steps."),
     ],
 )

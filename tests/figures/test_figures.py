@@ -71,6 +71,12 @@ def test_seeds_are_one_line_with_a_band_and_another_option_is_another_line(runs:
     assert len(covey.plot(runs, ["reward"], each=True).titles) == 4
 
 
+def test_a_run_that_was_made_twice_is_not_called_two_seeds(runs: Path, tmp_path: Path) -> None:
+    for name in ("once", "again"):
+        written(tmp_path / name, seed=0)
+    assert "2 runs" in covey.plot(tmp_path, ["reward"]).titles[0]
+
+
 def test_the_band_of_one_run_is_the_interval_over_its_questions(runs: Path) -> None:
     held = next(figure for figure in covey.Run(runs / "base-0").plot().figures if figure.name == "eval_reward")
     (line,) = held.lines

@@ -72,10 +72,11 @@ def read_flags(
     """Parsed arguments, by name, as text (a list of texts for list flags, True or False for bare switches).
 
     `positional` names the arguments without a flag, in order; one that is a list flag takes all that are left. Raises ConfigError
-    for an unknown flag, with its sentence in `hints` or the nearest name.
+    for an unknown flag, with its sentence in `hints` or the nearest name, and for a value that is given by place and by its flag.
     """
     known = {flag.name: flag for flag in flags}
     given: dict[str, Any] = {}
+    placed: dict[str, str] = {}
     free = list(positional)
     rest = list(arguments)
     while rest:
@@ -85,13 +86,16 @@ def read_flags(
         elif free and free[0] in known and known[free[0]].is_list:
             given[free[0]] = [*given.get(free[0], []), word]
         elif free:
-            given[free.pop(0)] = word
+            placed[free.pop(0)] = word
         else:
             takes = [flag.name for flag in known.values() if not flag.is_switch]
             like = [
                 f", such as {known[name].spelled} {word}" for name in ("output_dir", "output", *takes) if name in known
             ]
             raise ConfigError(f"{word!r} follows no flag; every value needs one{like[0] if like else ''}.")
+    for name, word in placed.items():
+        if given.setdefault(name, word) != word:
+            raise ConfigError(f"{word} and {known[name].spelled} {given[name]} are two values of one option; give one.")
     return given
 
 

@@ -81,7 +81,9 @@ def _title(side: Side, *, alone: bool) -> str:
     if len(side.runs) == 1:
         return side.runs[0].name
     name = side.name or side.runs[0].name
-    return f"{name}, {len(side.runs)} seeds" if alone or side.name else f"{side.letter}, {len(side.runs)} seeds"
+    seeds = {run.seed for run in side.runs}
+    count = f"{len(side.runs)} seeds" if len(seeds) == len(side.runs) else f"{len(side.runs)} runs"
+    return f"{name if alone or side.name else side.letter}, {count}"
 
 
 def _named(sides: Sequence[Side], name: str) -> Curve:
