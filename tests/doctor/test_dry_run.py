@@ -103,13 +103,13 @@ def test_weights_gradients_and_state_are_counted_by_what_holds_them(tmp_path):
 needs_bfloat16 = pytest.mark.skipif(not processor_has_bfloat16(), reason="this processor does not multiply bfloat16")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "more",
     [
         {"gradient_checkpointing": True},
-        pytest.param({"bf16": True}, marks=[needs_bfloat16, pytest.mark.nightly]),
-        pytest.param({"max_tokens_per_microbatch": 120}, marks=pytest.mark.nightly),
+        pytest.param({"bf16": True}, marks=needs_bfloat16),
+        {"max_tokens_per_microbatch": 120},
     ],
 )
 def test_options_that_save_memory_do(more, tmp_path):
