@@ -17,7 +17,7 @@ def prepare_for_training(model: Any, args: Any) -> Any:
         checkpoint_activations(model, args.gradient_checkpointing_kwargs)
         return model.train()
     if next(inner.parameters()).device.type == "cpu":
-        training_heap(recomputes=False)
+        training_heap(returns_blocks=inner is not model)
     if getattr(inner, f"is_{word}_checkpointing", False):
         getattr(inner, f"{word}_checkpointing_disable")()
     return model.train()
@@ -29,7 +29,7 @@ def checkpoint_activations(model: Any, kwargs: Mapping[str, Any] | None = None) 
     word = "activation" if hasattr(inner, "activation_checkpointing_enable") else "gradient"
     given = {"use_reentrant": False, **(kwargs or {})}
     if next(inner.parameters()).device.type == "cpu":
-        training_heap(recomputes=True)
+        training_heap(returns_blocks=True)
         if not given["use_reentrant"] and not given.get("debug"):  # torch refuses the combination
             given.setdefault("context_fn", Recomputing(inner))
     getattr(inner, f"{word}_checkpointing_enable")(**{f"{word}_checkpointing_kwargs": given})
