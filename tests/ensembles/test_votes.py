@@ -41,6 +41,21 @@ def test_of_equals_the_first_wins():
     assert choose(equal, "best")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("rewards", "vote", "place"),
+    [
+        ((-0.1, -0.1, -0.4), "weighted", 0),  # 0.3 twice and 0 from the lowest, where plain sums are -0.2 and -0.4
+        ((-0.3, -0.3, -0.2), "weighted", 2),
+        ((-1.0, -1.0, -1.0), "weighted", 0),  # nothing tells them apart: the most frequent
+        ((-0.3, -0.2, math.nan), "best", 1),  # one that is not scored loses
+        ((-0.3, -0.2, math.nan), "weighted", 1),
+    ],
+)
+def test_rewards_below_zero_and_unknown_ones(rewards, vote, place):
+    given = [Candidate(text=text, source="a", reward=x) for text, x in zip(("7", "7", "8"), rewards, strict=True)]
+    assert choose(given, vote)[0] == place
+
+
 def test_answers_without_a_number_are_the_same_as_texts():
     assert answer_key(" Paris\n") == answer_key("paris") != answer_key("Lyon")
 

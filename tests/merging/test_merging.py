@@ -78,6 +78,27 @@ def test_models_of_several_files_are_merged_into_one_that_loads(models, tmp_path
         torch.testing.assert_close(weight, (3 * first[name] + second[name]) / 4, atol=1e-6, rtol=0)
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory are read from Linux")
+def test_a_merge_holds_one_tensor_of_each_model_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 6 * 2**20)
+    layers = {f"layers.{k}.weight": (torch.float32, (512, 1024)) for k in range(20)}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        weight_files.write(tmp_path / name, layers, (torch.full(shape, 1.0) for _, shape in layers.values()))
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) == 7  # 40 MiB, each tensor 2 MiB
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = memory("VmRSS")
+    merge_models([tmp_path / "a", tmp_path / "b"], tmp_path / "out", Recipe())
+    assert memory("VmHWM") - before < 40
+
+
+def memory(line: str) -> float:
+    """MiB that this process has in memory (VmRSS), or had at most (VmHWM)."""
+    found = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(line))
+    return int(found.split()[1]) / 1024
+
+
 def test_a_merge_is_written_in_the_type_that_is_asked_for(models, tmp_path):
     command = ["merge", str(models[1]), str(models[2]), "--method", "slerp", "--weights", "0.3", "--dtype", "bfloat16"]
     assert main([*command, "-o", str(tmp_path / "half")]) == 0
@@ -120,6 +141,8 @@ def test_one_model_can_be_weakened_against_its_base(models, tmp_path, capsys):
         (["a", "words"], "have different vocabularies"),
         (["a", "nan"], "is not finite after the merge"),
         (["a", "damaged"], "cannot be read"),
+        (["a", "twice"], "is in {place}/twice/model-old.safetensors and in model.safetensors; remove the files"),
+        (["a", "eight-bit"], "as F8_E4M3, which cannot be merged; give a model that is not quantized"),
         (["a", "b", "--rank", "4"], "--rank is for adapters"),
         (["a", "b", "--choose", "x.jsonl"], "--choose needs --reward"),
         (["a", "b", "--density", "0.3"], "--density does not act on a merge by linear; leave it out"),
@@ -149,10 +172,16 @@ def test_what_does_not_fit_is_told_in_a_sentence_and_nothing_is_written(models, 
         saved(place / "damaged", 7)
         file = place / "damaged" / "model.safetensors"
         file.write_bytes(file.read_bytes()[:1000])
-    folders = {"base", "a", "b", "c", "smaller", "words", "nan", "damaged", "nowhere"}
+    if "twice" in words:
+        saved(place / "twice", 8)
+        shutil.copy(place / "twice" / "model.safetensors", place / "twice" / "model-old.safetensors")
+    if "eight-bit" in words:
+        file = saved(place / "eight-bit", 9) / "model.safetensors"
+        save_file({name: one.to(torch.float8_e4m3fn) for name, one in load_file(file).items()}, file)
+    folders = {"base", "a", "b", "c", "smaller", "words", "nan", "damaged", "twice", "eight-bit", "nowhere"}
     given = [str(place / word) if word in folders else word for word in words]
     assert main(["merge", *given, "-o", str(tmp_path / "out")]) != 0
-    assert said in capsys.readouterr().err
+    assert said.format(place=place) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import Qwen2ForTokenClassification
+from transformers.utils import logging as hf_logging
 
 from covey.cli import main
 from covey.errors import ConfigError, DataError, ModelError
@@ -145,7 +146,7 @@ def test_what_would_be_read_otherwise_than_it_was_trained_is_refused():
         ProcessReward(tiny_reward_model(), tokenizer=tiny_tokenizer())
 
 
-def test_the_commands_train_a_reward_and_examine_it_on_other_steps(tmp_path, capsys):
+def test_the_commands_train_a_reward_and_examine_it_on_other_steps(tmp_path, capsys, monkeypatch):
     for part, rows in (("train", ROWS), ("other", [row(n) for n in range(40, 52)])):
         lines = [{"prompt": one.prompt, "completions": one.steps, "labels": one.labels} for one in rows]
         (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -163,7 +164,10 @@ def test_the_commands_train_a_reward_and_examine_it_on_other_steps(tmp_path, cap
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["held_out"], told["steps"], told["auc"], told["aggregate"]) == (6, 12, 1.0, "prod")
     assert told["interval"][0] < 1.0 == told["interval"][1]
+    monkeypatch.setattr(hf_logging, "_tqdm_active", True)  # as it is outside of tests
+    monkeypatch.setattr(hf_logging.hf_hub_utils, "enable_progress_bars", lambda: None)
     spec = resolve(str(tmp_path / "judge"))
+    assert "Loading weights" not in capsys.readouterr().err  # a bar would tear the progress line of a run
     assert spec.call.aggregate == "prod"
     assert resolve(f"process(model='{tmp_path}/judge', aggregate='min')").call.aggregate == "min"
     scores = spec.call(["41 ="] * 2, ["41 apples\n41 apples", "41 apples\n41 pears"])

@@ -121,7 +121,9 @@ def _chosen(
     with tempfile.TemporaryDirectory() as place:
         for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=given.get("density") is not None)):
             folder = Path(place) / str(i)
-            done = merge_models(folders, folder, candidate, **how)
+            done = merge_models(
+                folders, folder, candidate, **{**how, "told": lambda said: None}
+            )  # the merge written tells
             found = _assessed(folder, given)
             tried.append((_mean(found, 0, half), done, found))
             output.say(f"{_words(done)}: {tried[-1][0]:.3f}")

@@ -138,4 +138,6 @@ def report(folder: Path, results: Results, given: Given) -> None:
         sure = f"95% {e.low:.4g} to {e.high:.4g}" if math.isfinite(e.low) else "one seed says nothing of the next"
         output.result(f"{name}: {e.value:.4g} on average ({sure}, {e.count} seeds)")
     if names == ["reward"]:
-        output.say("These are rewards of the last training step; --eval-dataset gives what counts, held-out ones.")
+        output.say(
+            "These are mean rewards of the last --logging-steps in training; --eval-dataset gives what counts, held-out ones."
+        )

@@ -261,4 +261,6 @@ def _report(folder: Path, results: Results, given: Given) -> None:
         values = "  ".join(f"{seeds.number_of(result['metrics'].get(metric)):>18.4g}" for metric in names)
         output.result(f"{name:<{width}}{result['steps']:>7}  {values}")
     if names == ["reward"]:
-        output.say("These are rewards of the last training step; --eval-dataset gives what counts, held-out ones.")
+        output.say(
+            "These are mean rewards of the last --logging-steps in training; --eval-dataset gives what counts, held-out ones."
+        )

@@ -62,27 +62,37 @@ def expect_vote(vote: str, has_rewards: bool) -> None:
 
 
 def choose(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str] = answer_key) -> tuple[int, float]:
-    """Place and support of a vote's winner; of equals the one that came first. Answers that were not scored count 0.
+    """Place and support of a vote's winner; of equals the one that came first. An answer that was not scored loses to any other.
 
     `best`: the highest reward. `majority`: the key with the most answers (self-consistency, Wang et al. 2022). `weighted`: the
-    key with the highest sum of rewards (weighted best-of-N, Li et al. 2022). Of a key's answers, the one with the highest reward.
+    key with the highest sum of rewards (weighted best-of-N, Li et al. 2022). Where a reward is below 0, the sums are of what each
+    is above the lowest: a reward model's are known up to a constant only, and an answer must not lose by being given twice. Where
+    no sum is above 0 it is `majority`. Of a key's answers, the one with the highest reward.
     """
     if not candidates:
         raise ConfigError("no member of the ensemble answered a prompt; look at its endpoints.")
-    rewards = [0.0 if math.isnan(one.reward) else one.reward for one in candidates]
+    rewards = [-math.inf if math.isnan(one.reward) else one.reward for one in candidates]
     places = range(len(candidates))
     if vote == "best":
         top = max(places, key=lambda i: rewards[i])
-        return top, rewards[top]
+        return top, candidates[top].reward
     keys = [key(one.text) for one in candidates]
-    votes = rewards if vote == "weighted" else [1.0] * len(keys)
+    votes = _above_zero(rewards) if vote == "weighted" else []
+    if not any(votes):
+        votes = [1.0] * len(keys)
     sums: dict[str, float] = {}
     for name, value in zip(keys, votes, strict=True):
         sums[name] = sums.get(name, 0.0) + value
     winner = max(sums, key=lambda name: sums[name])
-    whole = sum(abs(value) for value in votes)
     top = max((i for i in places if keys[i] == winner), key=lambda i: rewards[i])
-    return top, sums[winner] / whole if whole else 0.0
+    return top, sums[winner] / sum(votes)
+
+
+def _above_zero(rewards: Sequence[float]) -> list[float]:
+    """Rewards as votes: counted from the lowest where that is below 0; 0 for those that are not known."""
+    known = [reward for reward in rewards if reward != -math.inf]
+    lowest = min(known, default=0.0)
+    return [0.0 if reward == -math.inf else reward - min(lowest, 0.0) for reward in rewards]
 
 
 def chosen(candidates: Sequence[Candidate], vote: Vote, key: Callable[[str], str] = answer_key) -> Answer:

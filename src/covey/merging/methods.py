@@ -141,7 +141,7 @@ def _largest(delta: Tensor, density: float) -> Tensor:
     """The share `density` of entries with the largest magnitude, zero elsewhere."""
     if density >= 1 or not delta.numel():
         return delta
-    kept = torch.argsort(delta.abs().flatten(), descending=True)[: max(1, int(density * delta.numel()))]
+    kept = torch.topk(delta.abs().flatten(), max(1, int(density * delta.numel())), sorted=False).indices
     mask = torch.zeros(delta.numel(), dtype=delta.dtype)
     mask[kept] = 1
     return delta * mask.view_as(delta)

@@ -31,28 +31,43 @@ class Weights:
         files = sorted(folder.glob("model*.safetensors"))  # a checkpoint holds the optimizer's state beside them
         if not files:
             raise ModelError(f"{folder} has no model*.safetensors; save the model with transformers' save_pretrained.")
-        self._file: dict[str, Any] = {}
+        self._place: dict[str, tuple[Path, tuple[int, ...], torch.dtype]] = {}
         try:
             for file in files:
-                opened = safe_open(str(file), framework="pt", device="cpu")
-                self._file |= dict.fromkeys(opened.keys(), opened)
+                with safe_open(str(file), framework="pt", device="cpu") as opened:
+                    for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                        entry = opened.get_slice(name)
+                        self._add(name, file, tuple(entry.get_shape()), entry.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"{folder} has a safetensors file that cannot be read ({error}); copy it again."
             ) from error
 
+    def _add(self, name: str, file: Path, shape: tuple[int, ...], stored: str) -> None:
+        if stored not in _NAMES:
+            raise ModelError(
+                f"{file} holds {name} as {stored}, which cannot be merged; give a model that is not quantized."
+            )
+        if name in self._place:
+            raise ModelError(
+                f"{name} is in {self._place[name][0]} and in {file.name}; remove the files that are not this model's."
+            )
+        self._place[name] = file, shape, _NAMES[stored]
+
     @property
     def names(self) -> list[str]:
-        return sorted(self._file)
+        return sorted(self._place)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file[name].get_slice(name).get_shape())
+        return self._place[name][1]
 
     def dtype(self, name: str) -> torch.dtype:
-        return _NAMES[self._file[name].get_slice(name).get_dtype()]
+        return self._place[name][2]
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = self._file[name].get_tensor(name)
+        # opened for each tensor: an open file is a memory mapping, whose pages stay in memory once they were read
+        with safe_open(str(self._place[name][0]), framework="pt", device="cpu") as opened:
+            found: Tensor = opened.get_tensor(name)
         return found
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ModelError, RewardError, TooLongError
+from covey.models import quiet_bars
 from covey.rewards.adaptive_batches import AdaptiveBatches
 
 Kind = Literal["encoder", "classifier", "token classifier", "causal"]
@@ -128,9 +129,10 @@ def _load(kind: Kind, source: str, dtype: str) -> Any:
     if not is_float(dtype):
         raise ModelError(f"dtype={dtype!r} is no type of numbers; use float32, bfloat16 or float16.")
     try:
-        model, found = getattr(transformers, _CLASSES[kind]).from_pretrained(
-            source, dtype=getattr(torch, dtype), output_loading_info=True
-        )
+        with quiet_bars():
+            model, found = getattr(transformers, _CLASSES[kind]).from_pretrained(
+                source, dtype=getattr(torch, dtype), output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"The model {source!r} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
     missing = sorted(name for name in found["missing_keys"] if "pooler" not in name)

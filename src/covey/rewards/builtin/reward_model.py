@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covey.errors import ModelError, TooLongError
+from covey.models import quiet_bars
 from covey.process.device import dtype_to_read_in
 from covey.rewards.adaptive_batches import AdaptiveBatches
 from covey.rewards.builtin.inference_model import is_float, rendered, right_padded
@@ -166,9 +167,10 @@ def _load(source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     try:
-        model, found = AutoModelForSequenceClassification.from_pretrained(
-            source, num_labels=1, output_loading_info=True, **options
-        )
+        with quiet_bars():
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                source, num_labels=1, output_loading_info=True, **options
+            )
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"The reward model {source!r} cannot be loaded: {reason}") from error
