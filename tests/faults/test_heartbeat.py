@@ -66,6 +66,30 @@ def test_a_stop_of_one_is_heard_by_the_other_in_this_run_alone(both: list[Heartb
     assert not both[0].hears_stop(False)
 
 
+def test_a_stop_is_heard_from_a_process_that_waits_in_a_collective() -> None:
+    store = HashStore()
+    mine, other = [Heartbeat(store, rank, 2, silence=WAIT, patience=WAIT) for rank in range(2)]
+    asked, heard = threading.Event(), threading.Event()
+    for one in (mine, other):
+        one.start()
+        one.begin()
+    other.is_asked = asked.is_set
+    waiting = threading.Thread(target=lambda: other.collective(lambda: heard.wait(WAIT)))
+    waiting.start()
+    wait_until(lambda: mine.others.get(1, HeartbeatState()).collective != "")
+    assert not mine.hears_stop(False)
+    asked.set()
+    wait_until(lambda: mine.hears_stop(False))
+    heard.set()
+    waiting.join()
+    for one in (mine, other):
+        one.begin()
+    wait_until(lambda: mine.others[1].runs == 2)
+    assert not mine.hears_stop(False), "a stop of one run is none of the next"
+    mine.stop()
+    other.stop()
+
+
 def test_a_process_that_falls_silent_is_given_up() -> None:
     store = HashStore()
     mine, other = [Heartbeat(store, rank, 2, silence=2.0, patience=WAIT) for rank in range(2)]

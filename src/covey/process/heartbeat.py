@@ -88,6 +88,8 @@ class Heartbeat:
         self.heard: dict[int, float] = dict.fromkeys((r for r in range(size) if r != rank), time.monotonic())
         self.is_abandoned = False
         """True if a collective was abandoned that may never end: the process must not join its threads."""
+        self.is_asked: Callable[[], bool] = lambda: False
+        """True once a signal asked this process to stop the current run. Heartbeats read it, since the main thread may wait in a collective."""
         self._mine = HeartbeatState(process=f"process {os.getpid()} on {_HOST}")
         self._waits_since: float | None = None
         self._main = threading.main_thread().ident
@@ -168,6 +170,7 @@ class Heartbeat:
 
     def begin(self) -> None:
         """Reset the published end and error for another run in the same process."""
+        self.is_asked = lambda: False
         self._tell(ended="", error="", is_stopping=False, runs=self._mine.runs + 1)
 
     def hears_stop(self, is_asked: bool) -> bool:
@@ -277,7 +280,10 @@ class Heartbeat:
             self._guard()
 
     def _beat(self) -> None:
-        self._now(beat=self._mine.beat + 1, place=_place(sys._current_frames().get(self._main or 0)))
+        place = _place(sys._current_frames().get(self._main or 0))
+        with self._lock:  # with the question: `begin` may be under way
+            stops = self._mine.is_stopping or self.is_asked()
+            self._mine = replace(self._mine, beat=self._mine.beat + 1, place=place, is_stopping=stops)
         self.store.set(_key(self.rank), json.dumps(asdict(self._mine)))
         self._told.set()
 

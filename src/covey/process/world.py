@@ -170,6 +170,11 @@ class World:
         """True if this process (`is_asked`) or another was asked to stop. Not collective: known to all within seconds."""
         return is_asked if self.heartbeat is None else self.heartbeat.hears_stop(is_asked)
 
+    def tells_stop(self, is_asked: Callable[[], bool]) -> None:
+        """Let the other processes hear of a stop of this run as soon as `is_asked()`, even while this one waits for them."""
+        if self.heartbeat is not None:
+            self.heartbeat.is_asked = is_asked
+
     def fails_together(self, error: BaseException) -> bool:
         """Publish an error that ends the run here. Returns True if all processes have one, so that collectives are still possible."""
         return self.heartbeat is None or self.heartbeat.fails_together(error)

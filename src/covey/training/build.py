@@ -304,6 +304,7 @@ def build_parts(
     counts = batch_arithmetic(args, given.world.size, num_prompts)
     is_off_policy = counts.optimizer_steps_per_generation > 1
     world = given.world
+    world.tells_stop(lambda: stop.requested)
     interruption = Interruption(lambda: world.hears_stop(stop.requested), world.any if world.size > 1 else None)
     networks = build_networks(given, optimizers[0])
     policy = networks.policy
