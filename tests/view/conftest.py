@@ -123,6 +123,12 @@ def served() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def client_of() -> Callable[[str], Client]:
+    """A client of the server at an address."""
+    return Client
+
+
+@pytest.fixture(scope="session")
 def client(runs: Path) -> Iterator[Client]:
     """Of a server of both runs, everything indexed."""
     library = Library([runs])

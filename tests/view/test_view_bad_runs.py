@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_a_sentence_beside_the_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_a_server_of_all_bad_runs_stays_small_and_answers(tmp_path: Path) -> None:
+def test_a_server_of_all_bad_runs_stays_small_and_answers(tmp_path: Path, client_of: Callable[[str], Any]) -> None:
     runs = tmp_path / "runs"
     good(runs / "good")
     for at, make in enumerate(BAD.values()):
@@ -106,9 +106,7 @@ def test_a_server_of_all_bad_runs_stays_small_and_answers(tmp_path: Path) -> Non
         try:
             assert server.stdout is not None
             address = server.stdout.readline().split(" at ")[1].split()[0]
-            from conftest import Client
-
-            client = Client(address.rstrip("/"))
+            client = client_of(address.rstrip("/"))
             left = True
             while left:
                 told = client.get("runs")["runs"]

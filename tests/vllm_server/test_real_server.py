@@ -20,13 +20,18 @@ import pytest
 import torch
 from fake_server import nudged
 
+from covey import algorithms as alg
 from covey.demo import model_path
 from covey.errors import AttestationError, ConfigError, ServerError
+from covey.learner import Policy, Teacher
+from covey.learner.packing import Row
 from covey.models import load_model, load_tokenizer
 from covey.rollout import NativeSampler, SamplingParams
 from covey.rollout.vllm import ServerSampler
 from covey.rollout.vllm.client import Address, Client
 from covey.rollout.vllm.serving import serve_command
+from covey.training.teaching import build_teacher
+from covey.types import Completion, Prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 PROMPTS = ["Tom has 3 apples and buys 4 more. How many apples does Tom have?", "12 + 30 ="]
@@ -58,8 +63,9 @@ class Running:
     def wait(self) -> None:
         client = Client(Address.of(None, "127.0.0.1", self.port))
         try:
-            client.wait_until_up(300, self.check)
+            client.wait_until_up(600, self.check)
         except ServerError as error:
+            self.stop()
             raise AssertionError((self.folder / "server.log").read_text()[-3000:]) from error
 
     def check(self) -> None:
@@ -140,6 +146,47 @@ def test_completions_match_a_regular_expression(running, model, tmp_path):
     sampler = sampler_of(running, model, tmp_path, regex=r"#### [0-9]{1,3}")
     for group in sampler.sample(PROMPTS, 3, SamplingParams(max_tokens=12)):
         assert all(re.fullmatch(r"#### [0-9]{1,3}", one.text.strip()) for one in group.completions)
+
+
+def test_a_teacher_that_it_serves_teaches_what_the_same_weights_teach_here(running, model, tmp_path):
+    """The forward KL of its twenty likeliest tokens, and the gradient of the policy."""
+    sampler = sampler_of(running, model, tmp_path)
+    rows = [taught_row(n, group) for n, group in enumerate(sampler.sample(PROMPTS, 1, SamplingParams(max_tokens=12)))]
+    student = load_model("demo")
+    nudged(student, by=0.2, seed=8)
+    served = served_teacher(running, student, sampler.tokenizer, top_k=20)
+    here = Teacher(Policy(model, pad_id=0), alg.Distill("here", divergence="forward_kl", top_k=20).distance)
+    wanted, of_wanted = distance_and_gradient(student, rows, here)
+    found, of_found = distance_and_gradient(student, rows, served)
+    assert float(wanted.max()) > 0.1
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(of_found, of_wanted, rtol=1e-3, atol=1e-3 * float(of_wanted.abs().max()))
+
+
+def test_a_teacher_is_refused_more_likeliest_tokens_than_its_server_tells(running, model):
+    with pytest.raises(ConfigError, match="greater than max allowed: 20"):
+        served_teacher(running, model, load_tokenizer(None, model_path()), top_k=21)
+
+
+def served_teacher(running, student, tokenizer, top_k):
+    url, name = f"http://127.0.0.1:{running.port}/v1", str(model_path())
+    part = alg.distill(url, served_model_name=name, divergence="forward_kl", top_k=top_k)
+    return build_teacher(alg.dapo().replace(regularizers=part), Policy(student, pad_id=0), tokenizer, {})
+
+
+def taught_row(n, group):
+    (completion,) = group.completions
+    one = Completion(token_ids=completion.token_ids, text=completion.text, finish=completion.finish)
+    counts = torch.ones(len(one.token_ids), dtype=torch.bool)
+    prompt = Prompt(uid=f"0:{n}", token_ids=tuple(group.prompt.token_ids))
+    return Row(prompt=prompt, completion=one, group=n, advantage=torch.zeros(()), counts=counts)
+
+
+def distance_and_gradient(student, rows, teacher):
+    student.zero_grad()
+    distance = Policy(student, pad_id=0).measure(rows, teacher=teacher).teacher_distance
+    distance.sum().backward()
+    return distance.detach(), torch.cat([one.grad.flatten() for one in student.parameters()])
 
 
 def test_an_update_that_moves_nothing_is_found(running, model, tmp_path, monkeypatch):
