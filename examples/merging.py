@@ -4,7 +4,8 @@
 
 A real model: `MODEL = "Qwen/Qwen2.5-0.5B-Instruct"`, and data sets of your own skills. `covey merge runs/a runs/b -o merged` does the
 same from the command line; docs/merging.md has other methods (ties, dare, slerp).
-Expect: each specialist is best at its half of the problems; the merged model is better than the start at both.
+Expect: the merged model is better than the start at both. Three seeds: 53% to 64% (60 to 71) with one step, 61% to 83% (78 to 86) with
+two; a specialist gains at its half (67%, 54 to 87, and 89%, 87 to 93) and loses at the other.
 """
 
 from pathlib import Path
