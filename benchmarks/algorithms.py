@@ -2,6 +2,7 @@
 
     python benchmarks/algorithms.py --seeds 3 --steps 40
     python benchmarks/algorithms.py --reference          # TR-DPO: a reference that follows beside one that stands still
+    python benchmarks/algorithms.py --feedback           # SDPO's teacher: the shipped model with a right answer in its prompt
 
 Held-out accuracy is greedy, before and after. KL is the full-vocabulary distance of the trained policy from the shipped model, on
 answers that the trained policy draws: measured, not penalized. `--num-iterations 4` takes four updates on each rollout, where
@@ -57,12 +58,14 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=150)
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="held after a warm-up of 5 steps")
     parser.add_argument("--reference", action="store_true", help="KL curves against still and following references")
+    parser.add_argument("--feedback", action="store_true", help="accuracy with and without feedback in the prompt")
     parser.add_argument("--beta", type=float, default=0.04, help="weight of the KL in the loss, with --reference")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the JSON file")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
-    name = "references" if given.reference else f"algorithms-{given.num_iterations}"
-    found = compare_references(given) if given.reference else compare_presets(given)
+    name = "references" if given.reference else "feedback" if given.feedback else f"algorithms-{given.num_iterations}"
+    compare = compare_references if given.reference else compare_feedback if given.feedback else compare_presets
+    found: Any = compare(given)
     given.out.mkdir(parents=True, exist_ok=True)
     asked = {**vars(given), "out": str(given.out), "torch_threads": torch.get_num_threads()}
     (given.out / f"{name}.json").write_text(json.dumps({"asked": asked, "found": found}, indent=1))
@@ -182,6 +185,32 @@ def compare_references(given: argparse.Namespace) -> dict[str, Any]:
         print(f"| {step - 4} to {step} | " + " | ".join(cells) + " |")
     for key, shown in (("kl_to_start", "KL to the start, at the end"), ("after", "held-out accuracy")):
         print(f"| {shown} | " + " | ".join(f"{one[key]:.3f}" for one in found.values()) + " |")
+    return found
+
+
+def compare_feedback(given: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """Greedy accuracy on prompts as they are, and with the best of eight draws behind them, where some draws are right and some wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_for("dapo", 0, given, folder)
+        tokenizer, scorer = trainer.processing_class, Scorer([demo.reward])
+        sampler = choose_sampler(trainer.model, tokenizer, eos_ids=trainer.eos_ids)
+        drawn = sampler.sample(test_prompts(trainer, given.held_out), 8, SamplingParams(max_tokens=32, seed=0))
+        plain, hinted = [], []
+        for group in scorer.score(list(drawn)):
+            rewards = group.rewards[:, 0]
+            if (rewards >= 0.5).any() and (rewards < 0.5).any():
+                best = group.completions[int(rewards.argmax())].text
+                asked = [{"role": "user", "content": f"{group.prompt.messages[-1]['content']}\n\n{best}"}]
+                ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+                plain.append(group.prompt)
+                hinted.append(replace(group.prompt, token_ids=tuple(ids)))
+        found = {}
+        for name, prompts in (("as it is", plain), ("with the best answer", hinted)):
+            accuracy = assess(sampler, scorer, prompts, max_tokens=32).accuracy
+            found[name] = (accuracy.value, accuracy.low, accuracy.high)
+            print(
+                f"{name}: {accuracy.value:.1%} (95% {accuracy.low:.1%} to {accuracy.high:.1%}), {len(prompts)} prompts"
+            )
     return found
 
 
