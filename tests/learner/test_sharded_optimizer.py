@@ -75,7 +75,7 @@ def split_steps(kind, world, folder):
     tree, shards = taken_out(saved_state(optimizer))
     now = values(given)
     if world.is_main:
-        (folder / kind).mkdir()
+        (folder / kind).mkdir(exist_ok=True)  # the other process may have begun its shards
         serialization.write({"optimizer": tree, "weights": now}, folder / kind / "state")
     assert shards_refused(shards, folder / kind / FOLDER) is None
     state = [one for name, one in optimizer.state[given["aligned"]].items() if not name.startswith("qmap")]
