@@ -118,12 +118,11 @@ def _chosen(
         )
     best_parent = max(range(len(parents)), key=lambda i: _mean(parents[i], 0, half))
     tried: list[tuple[float, Recipe, Assessment]] = []
+    quietly = {**how, "told": lambda said: None}  # the merge that is written tells
     with tempfile.TemporaryDirectory() as place:
         for i, candidate in enumerate(candidates(recipe, len(folders), is_dense=given.get("density") is not None)):
             folder = Path(place) / str(i)
-            done = merge_models(
-                folders, folder, candidate, **{**how, "told": lambda said: None}
-            )  # the merge written tells
+            done = merge_models(folders, folder, candidate, **quietly)
             found = _assessed(folder, given)
             tried.append((_mean(found, 0, half), done, found))
             output.say(f"{_words(done)}: {tried[-1][0]:.3f}")

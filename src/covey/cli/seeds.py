@@ -137,7 +137,12 @@ def report(folder: Path, results: Results, given: Given) -> None:
     for name, e in found.items():
         sure = f"95% {e.low:.4g} to {e.high:.4g}" if math.isfinite(e.low) else "one seed says nothing of the next"
         output.result(f"{name}: {e.value:.4g} on average ({sure}, {e.count} seeds)")
-    if names == ["reward"]:
+    say_if_not_held_out(names)
+
+
+def say_if_not_held_out(metrics: Sequence[str]) -> None:
+    """Say below a table of these metrics if they are of training."""
+    if metrics == ["reward"]:
         output.say(
             "These are mean rewards of the last --logging-steps in training; --eval-dataset gives what counts, held-out ones."
         )

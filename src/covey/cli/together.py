@@ -260,7 +260,4 @@ def _report(folder: Path, results: Results, given: Given) -> None:
     for name, result in results.items():
         values = "  ".join(f"{seeds.number_of(result['metrics'].get(metric)):>18.4g}" for metric in names)
         output.result(f"{name:<{width}}{result['steps']:>7}  {values}")
-    if names == ["reward"]:
-        output.say(
-            "These are mean rewards of the last --logging-steps in training; --eval-dataset gives what counts, held-out ones."
-        )
+    seeds.say_if_not_held_out(names)
