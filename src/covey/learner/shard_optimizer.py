@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covey.process.sharding import is_sharded, local, row_of_each, shard_as, shard_like, shard_start, whole
+from covey.process.sharding import is_sharded, local, row_of_each, shard_as, shard_like, shard_size, shard_start, whole
 
 _BLOCK = 256
 """Elements that share a scale."""
@@ -105,7 +105,7 @@ def _to_save(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
             found[name] = shard_as(found[name], parameter)
         if scales in found:
             processes = parameter.device_mesh.size()  # type: ignore[attr-defined]
-            found[scales] = row_of_each(found[scales], _blocks(_elements_of_each(parameter, processes)), parameter)
+            found[scales] = row_of_each(found[scales], _blocks(shard_size(parameter, processes)), parameter)
     return found
 
 
@@ -118,18 +118,13 @@ def _as_now(own: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         if scales in found:
             saved = whole(found[scales])
             saved = saved[None] if saved.dim() == 1 else saved
-            of_each = _elements_of_each(parameter, len(saved))
+            of_each = shard_size(parameter, len(saved))
             flat, found[scales] = _reblocked(
                 codes.flatten(), saved.to(codes.device), found[table].to(codes.device), of_each, shard_start(parameter)
             )
             codes = flat.view(codes.shape)
         found[name] = codes
     return found
-
-
-def _elements_of_each(parameter: Tensor, processes: int) -> int:
-    """Elements of the largest shard over so many processes; all but the last ones have as many."""
-    return math.ceil(parameter.shape[0] / processes) * (parameter.numel() // parameter.shape[0])
 
 
 def _blocks(elements: int) -> int:

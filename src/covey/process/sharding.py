@@ -207,13 +207,17 @@ def row_of_each(values: Tensor, length: int, like: Tensor) -> Tensor:
     return DTensor.from_local(row, like.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
 
 
+def shard_size(value: Tensor, processes: int) -> int:
+    """Elements of the largest shard over so many processes; all but the last ones have as many."""
+    return math.ceil(len(value) / processes) * (value.numel() // len(value))
+
+
 def shard_start(value: Tensor) -> int:
     """Place in the flattened full tensor at which this process's shard begins; 0 for a tensor that is not sharded."""
     if not is_sharded(value):
         return 0
     mesh: Any = value.device_mesh  # type: ignore[attr-defined]
-    rows = math.ceil(len(value) / mesh.size()) * mesh.get_local_rank()
-    return min(rows, len(value)) * (value.numel() // len(value))
+    return min(shard_size(value, mesh.size()) * mesh.get_local_rank(), value.numel())
 
 
 @torch.no_grad()

@@ -79,8 +79,8 @@ class ServerSampler:
         self.eos_ids = checked_eos_ids(eos_ids, unwrapped(model), tokenizer)
         self.check_stop = check_stop
         """Callback while the server generates; its exception aborts the requests."""
-        self.check_wait = check_wait
-        """Callback of the main process while a lost server is waited for; its StopNow is raised on all. None: `check_stop`."""
+        self.check_wait = check_wait or check_stop
+        """Callback of the main process while a lost server is waited for; its StopNow is raised on all. By default `check_stop`."""
         if server is None:
             server = Server.connect(Client(Address.of(base_url, host, port), Deadlines.of(deadlines)), timeout)
             refuse_other_model(server, unwrapped(model).config, tokenizer)
@@ -152,7 +152,7 @@ class ServerSampler:
             raise
         except ServerError as error:
             logger.warning("The update failed: %s", error)
-            self.client.wait_until_up(self.timeout, self.check_wait or self.check_stop)
+            self.client.wait_until_up(self.timeout, self.check_wait)
             seen = self.sync.push(*self.pending)
         if seen is not None:
             self.seen.append(seen.metrics())
@@ -161,7 +161,7 @@ class ServerSampler:
         """Recover from a server lost during a rollout: send and verify the full weights before requests continue."""
         if self.world.size > 1:  # the other processes still wait for completions
             raise ServerError("The server was lost in the middle of a rollout of several processes; resume the run.")
-        self.client.wait_until_up(self.timeout, self.check_wait or self.check_stop)
+        self.client.wait_until_up(self.timeout, self.check_wait)
         self.sync.is_broken = True
         self.pending = (self.policy, self.version)
         self._push()
