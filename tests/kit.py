@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -264,3 +265,9 @@ def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def resident(line: str, process: int | str = "self") -> float:
+    """MiB that a process has in memory (`line` VmRSS), or had at most (VmHWM). Linux only."""
+    found = next(one for one in Path(f"/proc/{process}/status").read_text().splitlines() if one.startswith(line))
+    return int(found.split()[1]) / 1024

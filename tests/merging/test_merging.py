@@ -16,7 +16,7 @@ from covey.cli import main
 from covey.errors import ConfigError
 from covey.merging import Recipe, merge_adapters, merge_models
 from covey.merging import weights as weight_files
-from kit import tiny_model, tiny_tokenizer
+from kit import resident, tiny_model, tiny_tokenizer
 
 GOLDEN = json.loads(Path(__file__).with_name("mergekit_golden.json").read_text())
 IDS = torch.arange(3, 15)[None]
@@ -88,15 +88,9 @@ def test_a_merge_holds_one_tensor_of_each_model_at_a_time(tmp_path, monkeypatch)
         weight_files.write(tmp_path / name, layers, (torch.full(shape, 1.0) for _, shape in layers.values()))
     assert len(list((tmp_path / "a").glob("*.safetensors"))) == 7  # 40 MiB, each tensor 2 MiB
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = memory("VmRSS")
+    before = resident("VmRSS")
     merge_models([tmp_path / "a", tmp_path / "b"], tmp_path / "out", Recipe())
-    assert memory("VmHWM") - before < 40
-
-
-def memory(line: str) -> float:
-    """MiB that this process has in memory (VmRSS), or had at most (VmHWM)."""
-    found = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(line))
-    return int(found.split()[1]) / 1024
+    assert resident("VmHWM") - before < 40
 
 
 def test_a_merge_is_written_in_the_type_that_is_asked_for(models, tmp_path):

@@ -43,10 +43,7 @@ def test_every_kept_run_is_of_five_hundred_steps_and_small(detectors, kept):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("half", "number"),
-    [("fix", 40), ("judge", 20)],
-)
+@pytest.mark.parametrize(("half", "number"), [("fix", 40), ("judge", 20)])
 def test_one_healthy_run_in_ten_at_most_has_a_false_alarm(detectors, judged, half, number):
     healthy = [found for one, found in judged(half) if one["fault"] is None]
     assert len(healthy) == number
@@ -54,10 +51,7 @@ def test_one_healthy_run_in_ten_at_most_has_a_false_alarm(detectors, judged, hal
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("half", "number", "least"),
-    [("fix", 44, 40), ("judge", 22, 19)],
-)
+@pytest.mark.parametrize(("half", "number", "least"), [("fix", 44, 40), ("judge", 22, 19)])
 def test_faults_are_named_by_one_of_their_rules_as_often_as_the_page_says(detectors, judged, half, number, least):
     faulty = [pair for pair in judged(half) if pair[0]["fault"]]
     assert len(faulty) == number

@@ -15,7 +15,8 @@ from kit import tiny_tokenizer
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 QUICK = ("Llama 3", "Mistral 0.3", "LFM2")
 SLOW = ("gpt-oss", "DeepSeek V3", "Qwen3.5", "Llama 4")
-"""Families with a part that no other of them and of the quick ones has; Gemma 4 is nightly, for its vocabulary takes a minute."""
+"""Families with a part that no other of them and of the quick ones has. Others are nightly, as are three more that have one: Gemma 4, for
+its vocabulary takes a minute, OLMo 3 and Granite 4."""
 
 
 def tier(name):

@@ -20,7 +20,7 @@ from covey.monitor.view import Library
 from covey.monitor.view.discovery import find_runs
 from covey.runs import RunFolder
 from covey.runs.metrics import JsonLines
-from kit import rest_nightly
+from kit import resident, rest_nightly
 
 ROUTES = ("series?metric=reward&seeds=1&x=tokens", "series?metric=eval_reward&x=time", "values?metric=reward", "alerts?", "rollouts?",
           "rollouts?search=x", "rollout?step=1&group=0", "rollout?step=2&group=0", "rollout?step=3&group=0", "spread?", "phases?",
@@ -116,9 +116,7 @@ def test_a_server_of_all_bad_runs_stays_small_and_answers(tmp_path: Path, client
                 time.sleep(0.5)
             (row,) = (run for run in told if run["name"] == "good")
             assert row["step"] == 3
-            facts = Path(f"/proc/{server.pid}/status").read_text()
-            most = int(next(line for line in facts.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
-            assert most < MOST_MEGABYTES
+            assert resident("VmHWM", server.pid) < MOST_MEGABYTES
         finally:
             server.send_signal(signal.SIGINT)
 
